@@ -47,11 +47,13 @@ def separate(
     shared = sorted((second, first) for first, second in overlapping(targets))
     if not shared:
         return Separated(list(targets), targets, [])
-    concerned = {number for pair in shared for number in pair}
+    concerned: set[int] = set()
+    for pair in shared:
+        concerned.update(pair)
     sources = _sources_of(stored, copies, concerned)
-    places = {
-        n: (targets[n].dtype, address_array(targets[n]).__array_interface__) for n in concerned
-    }
+    places = {}
+    for n in concerned:
+        places[n] = (targets[n].dtype, address_array(targets[n]).__array_interface__)
 
     def is_same(first: int, second: int) -> bool:
         return (sources[first], places[first]) == (sources[second], places[second])
@@ -110,20 +112,22 @@ def settle(
         LoadMismatchError: elements that are one place have different values.
     """
     pairs = zip(given, filled, strict=True)
-    targets: list[Any] = [other.data if one.data is None else one.data for one, other in pairs]
-    apart: dict[int, Any] = {
-        number: shard.data
-        for number, shard in enumerate(filled)
-        if shard.data is not targets[number]
-    }
+    targets: list[Any] = []
+    for one, other in pairs:
+        targets.append(other.data if one.data is None else one.data)
+    apart: dict[int, Any] = {}
+    for number, shard in enumerate(filled):
+        if shard.data is not targets[number]:
+            apart[number] = shard.data
     if not apart:
         return set()
     neighbors = _neighbors(targets)
     lost: set[str] = set()
     for number, values in apart.items():
-        others = [
-            (given[n].key, targets[n]) for n in neighbors[number] if n < number or n not in apart
-        ]
+        others = []
+        for n in neighbors[number]:
+            if n < number or n not in apart:
+                others.append((given[n].key, targets[n]))
         lost |= _put(given[number].key, targets[number], values, others, location)
     return lost
 

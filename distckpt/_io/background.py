@@ -239,8 +239,9 @@ def _at_exit() -> None:
             task.is_abandoned.set()
         concurrent.futures.wait(abandoned, STOP_SECONDS)
         # An exit_timeout of 0 asks for the save to be abandoned.
-        waited_for = [task for task in tasks if task.exit_timeout > 0]
-        _exit_code.is_failure |= any(not task.done() or task.exception() for task in waited_for)
+        for task in tasks:
+            if task.exit_timeout > 0 and (not task.done() or task.exception()):
+                _exit_code.is_failure = True
 
 
 def _forget_after_fork() -> None:

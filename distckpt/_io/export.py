@@ -201,7 +201,10 @@ def _complete_chunks(source: TensorSource, tensors: Sequence[OutputTensor]) -> l
     stored = source.stored
     manifest = source.stored.manifest
     keys = [_copied_key(source, tensor) for tensor in tensors]
-    copied = [(i, manifest.key_index[key]) for i, key in enumerate(keys) if key is not None]
+    copied = []
+    for i, key in enumerate(keys):
+        if key is not None:
+            copied.append((i, manifest.key_index[key]))
     # All at once: thousands of lookups in arrays take longer.
     places, key_ids = np.array(copied, np.int64).reshape(-1, 2).T
     chunks = manifest.key_starts[key_ids]
@@ -250,8 +253,11 @@ def _overflowed(source: TensorSource, ranges: Sequence[_Range]) -> list[_Range]:
 
     They are computed again to count the overflows.
     """
-    computed = [each for each in ranges if source.may_overflow(each.tensor)]
-    return [each for each in computed if not are_finite(each.values)]
+    overflowed = []
+    for computed in ranges:
+        if source.may_overflow(computed.tensor) and not are_finite(computed.values):
+            overflowed.append(computed)
+    return overflowed
 
 
 def _read_and_cast(

@@ -62,22 +62,30 @@ def list_extra_files(directory: str, with_code: bool) -> list[str]:
             "`like` or `extra_files_from` is not a directory to copy extra files from",
             directory,
         )
-    names = [name for name in locations.list_names(directory) if _is_beside_weights(name)]
+    names = []
+    for name in locations.list_names(directory):
+        if _is_beside_weights(name):
+            names.append(name)
     if _is_checkpoint(directory):
         # The marker would make the export a checkpoint, of which nothing else is there.
         names.remove(CONFIG_FNAME)
     if not with_code:
         names = _without_code(names, directory)
-    paths = [locations.join(directory, name) for name in names]
-    files = [path for path in paths if not locations.isdir(path)]
-    for path in files:
-        _check(path, directory)
+    files = []
+    for name in names:
+        path = locations.join(directory, name)
+        if not locations.isdir(path):
+            _check(path, directory)
+            files.append(path)
     return files
 
 
 def _without_code(names: Sequence[str], directory: str) -> list[str]:
     """Leave out programs, with a warning."""
-    code = [name for name in names if name.endswith(".py")]
+    code = []
+    for name in names:
+        if name.endswith(".py"):
+            code.append(name)
     if code:
         left_out = summarize_keys(code)
         logger.warning("%s: left out, as extra_code is not set: %s", directory, left_out)
@@ -202,8 +210,12 @@ def _replace_quantization(config: dict[str, Any], quantization: Mapping[str, Any
 
 def _common_dtype(outputs: Sequence[OutputTensor]) -> torch.dtype | None:
     """Return the dtype that all floating-point tensors have in common, or None."""
-    dtypes = {FROM_NAME[name] for name in {output.dtype for output in outputs}}
-    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+    names = {output.dtype for output in outputs}
+    dtypes = {FROM_NAME[name] for name in names}
+    floats = []
+    for dtype in dtypes:
+        if dtype.is_floating_point:
+            floats.append(dtype)
     if len(floats) == 1:
         return floats[0]
     return None

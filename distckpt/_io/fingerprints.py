@@ -43,7 +43,9 @@ def regions_of(owned: Iterable[OwnedChunk]) -> Iterator[LiveRegion]:
 
 def sums_of(regions: Iterable[LiveRegion], num_slots: int) -> list[int]:
     """Return the sum of the regions of each slot, modulo the prime."""
-    windows = [window for each in regions for window in windows_of(each)]
+    windows: list[LiveRegion] = []
+    for region in regions:
+        windows.extend(windows_of(region))
     # One step for the interpreter each: no addition is lost.
     found: list[tuple[int, int]] = []
 
@@ -74,7 +76,9 @@ def numbers_of(owned: Iterable[OwnedChunk]) -> bytes:
 
 def columns_of(manifest: Manifest, numbers: Sequence[bytes]) -> dict[str, npt.NDArray[np.uint64]]:
     """Add up the numbers of all ranks; return a manifest column."""
-    totals = [0 if dtype in ITEM_BYTES else NO_FINGERPRINT for dtype in manifest.dtypes]
+    totals = []
+    for dtype in manifest.dtypes:
+        totals.append(0 if dtype in ITEM_BYTES else NO_FINGERPRINT)
     for of_rank in numbers:
         for key_id, number in np.frombuffer(of_rank, np.int64).reshape(-1, 2).tolist():
             totals[key_id] = (totals[key_id] + number) % PRIME

@@ -141,12 +141,13 @@ class HostMemory:
             self._idle = []
 
     def _fitting(self, sizes: Sequence[int], layer: DeviceLayer | None) -> list[_Set]:
-        wanted = list(sizes), layer is not None
-        return [
-            kept
-            for kept in self._idle
-            if ([len(buffer) for buffer in kept.buffers], kept.is_pinned) == wanted
-        ]
+        is_pinned = layer is not None
+        fitting = []
+        for idle in self._idle:
+            idle_sizes = [len(buffer) for buffer in idle.buffers]
+            if idle_sizes == list(sizes) and idle.is_pinned == is_pinned:
+                fitting.append(idle)
+        return fitting
 
     def _wait_for(self, condition: Callable[[], bool]) -> bool:
         """Wait a moment for a condition; a reservation in progress ends."""
@@ -367,10 +368,9 @@ class _Unit(NamedTuple):
 def _buffer_bytes(chunk_bytes: Sequence[int], device: DeviceLayer | None) -> list[int]:
     if device is None:
         return [sum(chunk_bytes)]
-    units = [
-        sum(span.num_bytes for span in unit)
-        for unit in units_of(chunk_bytes, UNIT_BYTES, BLOCK_BYTES)
-    ]
+    units = []
+    for unit in units_of(chunk_bytes, UNIT_BYTES, BLOCK_BYTES):
+        units.append(sum(span.num_bytes for span in unit))
     return [sum(units[i : i + PINNED_UNITS]) for i in range(0, len(units), PINNED_UNITS)]
 
 
@@ -407,7 +407,10 @@ def _fill_from(copies: _Copies) -> Fill:
 
     def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
         del scratch
-        return [part for span in unit for part in copies.of_span(span)]
+        parts = []
+        for span in unit:
+            parts.extend(copies.of_span(span))
+        return parts
 
     return fill
 

@@ -120,7 +120,10 @@ def load_tensors(
 
         left = read_shared(sharing, stored, planned.copies, separated.targets, read)
         read(left, separated.targets, options.max_inflight_bytes)
-    apart = [pair for pair in zip(planned.requests, planned.targets, strict=True) if pair[0].step]
+    apart = []
+    for pair in zip(planned.requests, planned.targets, strict=True):
+        if pair[0].step:
+            apart.append(pair)
     read_apart(stored, apart, _num_threads(stored, options.max_inflight_bytes), progress)
     settings.overwritten.update(aliases.join(planned.requests, separated, stored.location))
     key_index = stored.manifest.key_index
@@ -132,10 +135,10 @@ def load_tensors(
     _add(planned.additions)
     counter.finish()
     settings.overwritten.update(aliases.settle(shards, planned.shards, stored.location))
-    return [
-        shard.data if given.data is None else given.data
-        for given, shard in zip(shards, planned.shards, strict=True)
-    ]
+    tensors = []
+    for given, shard in zip(shards, planned.shards, strict=True):
+        tensors.append(shard.data if given.data is None else given.data)
+    return tensors
 
 
 def _num_threads(stored: StoredCheckpoint, max_bytes: int) -> int:
@@ -169,9 +172,11 @@ def _plan_requests(
 
 def _pieces_of(shards: Sequence[ShardedTensor]) -> list[tuple[int, Region]]:
     """Return the regions of shards, each with its shard's number."""
-    return [
-        (number, region) for number, shard in enumerate(shards) for region in shard_regions(shard)
-    ]
+    pieces = []
+    for number, shard in enumerate(shards):
+        for region in shard_regions(shard):
+            pieces.append((number, region))
+    return pieces
 
 
 def _translated(
@@ -185,7 +190,10 @@ def _translated(
         padding.zero_()
     dtypes = [view.dtype for view in found.views]
     requests, copies = _plan_copies(stored, found.requests, dtypes, settings)
-    additions = [pair for pair in zip(found.views, found.adds, strict=True) if pair[1]]
+    additions = []
+    for pair in zip(found.views, found.adds, strict=True):
+        if pair[1]:
+            additions.append(pair)
     return _Requests(planned.shards, requests, found.views, copies, additions)
 
 
@@ -216,16 +224,19 @@ def _plan_copies(
     Requests get the names that the view has.
     """
     if stored.quantized:
-        requests = [
-            request._replace(key=name_in_view(stored, request.key, dtype))
-            for request, dtype in zip(requests, dtypes, strict=True)
-        ]
+        named = []
+        for request, dtype in zip(requests, dtypes, strict=True):
+            key = name_in_view(stored, request.key, dtype)
+            named.append(request._replace(key=key))
+        requests = named
     keys = [request.key for request in requests]
     check_keys(stored, keys, has_rules=bool(settings.rules))
     check_dtypes(stored, keys, dtypes, settings.options.allow_dtype_cast)
     if not any(request.step for request in requests):
         return requests, plan_load(stored, requests)
-    dense = [request.covered() if request.step else request for request in requests]
+    dense = []
+    for request in requests:
+        dense.append(request.covered() if request.step else request)
     return requests, [copy for copy in plan_load(stored, dense) if not requests[copy.request].step]
 
 

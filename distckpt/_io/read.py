@@ -125,10 +125,9 @@ def read_chunks_into(
     """Read complete chunks into memory of their size."""
     if with_check:
         check_files(stored, chunks)
-    parts = [
-        ReadPart(chunk, 0, len(memory), memory, lead=0)
-        for chunk, memory in zip(chunks, memories, strict=True)
-    ]
+    parts = []
+    for chunk, memory in zip(chunks, memories, strict=True):
+        parts.append(ReadPart(chunk, 0, len(memory), memory, lead=0))
     with _open_files(stored) as files:
         reading = _Reading(stored, _in_file_order(stored, parts), Copier(()), files)
         reading.run(num_threads)
@@ -627,7 +626,10 @@ def _mismatch(reading: _Reading, unit: list[Span], number: int) -> CorruptCheckp
     stored = reading.stored
     manifest = reading.stored.manifest
     block = manifest.block_bytes
-    starts = [(span.chunk, start) for span in unit for start in range(*span[1:], block)]
+    starts = []
+    for span in unit:
+        for position in range(span.start, span.stop, block):
+            starts.append((span.chunk, position))
     part = reading.parts[starts[number][0]]
     chunk = part.chunk
     first = int(manifest.first_bytes[chunk])

@@ -65,18 +65,17 @@ def read_apart(
 
     They are read in pieces, together with the gaps between their elements.
     """
-    pieces = [
-        (request, target, piece)
-        for request, target in wanted
-        for piece in cut_region(
-            whole(request.region.shape), PIECE_ELEMENTS // math.prod(request.step)
-        )
-    ]
+    pieces = []
+    for request, target in wanted:
+        region = whole(request.region.shape)
+        for piece in cut_region(region, PIECE_ELEMENTS // math.prod(request.step)):
+            pieces.append((request, target, piece))
 
     def read(item: tuple[Request, torch.Tensor, Region]) -> None:
         request, target, piece = item
         places = zip(request.region.offset, piece.offset, request.step, strict=True)
-        cover = covering(Region(tuple(o + i * s for o, i, s in places), piece.shape), request.step)
+        offset = tuple(start + index * step for start, index, step in places)
+        cover = covering(Region(offset, piece.shape), request.step)
         values = scratch("covering", cover.shape, FROM_NAME[stored.dtype_name(request.key)])
         copies = plan_load(stored, [request._replace(region=cover, step=())])
         read_values(stored, copies, [values], 1, progress)
@@ -115,10 +114,9 @@ def _read_piece(
     progress: Callable[[int], None] | None,
 ) -> None:
     quantized = piece.quantized
-    parts = {
-        role: scratch(f"part {role}", region.shape, FROM_NAME[quantized.parts[role].dtype])
-        for role, region in zip(piece.roles, piece.parts, strict=True)
-    }
+    parts = {}
+    for role, region in zip(piece.roles, piece.parts, strict=True):
+        parts[role] = scratch(f"part {role}", region.shape, FROM_NAME[quantized.parts[role].dtype])
     read_copies(stored, piece.copies, list(parts.values()), 1, progress, with_check=False)
     if "shape" in parts and tuple(parts["shape"].tolist()) != quantized.shape:
         raise CorruptCheckpointError(

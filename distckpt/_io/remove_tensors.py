@@ -49,11 +49,10 @@ def remove_tensors(
     """
     location = stored.location
     manifest = stored.manifest
-    removed = [
-        key
-        for key, key_id in manifest.key_index.items()
-        if manifest.dtypes[key_id] != OBJECT and key.startswith(key_prefix)
-    ]
+    removed = []
+    for key, key_id in manifest.key_index.items():
+        if manifest.dtypes[key_id] != OBJECT and key.startswith(key_prefix):
+            removed.append(key)
     if not removed:
         return []
     if not locations.is_local(location):
@@ -108,7 +107,10 @@ def _names_after(manifest: Manifest, removed: set[str]) -> _Names:
     aliases: dict[str, str] = {}
     names: list[str | None] = []
     for group in tied.values():
-        kept = [name for name in group if name not in removed]
+        kept = []
+        for name in group:
+            if name not in removed:
+                kept.append(name)
         names.append(kept[0] if kept else None)
         aliases.update((alias, kept[0]) for alias in kept[1:])
     stays = np.array([name is not None for name in names], np.bool_)

@@ -105,7 +105,10 @@ def keep_different_whole(
 
 def differences_to_json(compared: ReplicasToCompare) -> Any:
     """Encode the replicas that one planner has compared, for `join_differences`."""
-    num_rows = {str(i): len(rows) for i, rows in enumerate(compared.rows_of_ranks) if rows}
+    num_rows = {}
+    for i, rows in enumerate(compared.rows_of_ranks):
+        if rows:
+            num_rows[str(i)] = len(rows)
     return [compared.keys, compared.ranks, compared.pairs, num_rows, str(compared.error)]
 
 
@@ -165,12 +168,16 @@ def report_differences(
         InvalidShardingError: most of the elements that differ are of tensors which have nothing in
             common, unless `warns`.
     """
-    found = [
-        compare_samples(pair.dtype, _sample(samples, pair.main), _sample(samples, pair.other))
-        for pair in compared.pairs
-    ]
+    found = []
+    for pair in compared.pairs:
+        found.append(
+            compare_samples(pair.dtype, _sample(samples, pair.main), _sample(samples, pair.other))
+        )
     pairs = zip(compared.pairs, found, strict=True)
-    unrelated = [pair for pair, difference in pairs if difference.is_unrelated]
+    unrelated = []
+    for pair, difference in pairs:
+        if difference.is_unrelated:
+            unrelated.append(pair)
     are_most = 2 * _num_elements(unrelated) >= _num_elements(compared.pairs)
     if unrelated and are_most and not warns and compared.error is not None:
         raise compared.error

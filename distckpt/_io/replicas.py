@@ -34,11 +34,11 @@ def add_digests(table: ShardTable, shards: Sequence[Shard], of_samples: bool) ->
             content = _content_of(shards[shard_id], table.row_region(row))
             table.digests[row] = max(1, checksum(content))
         return
-    views = {
-        row: _values_of(table, row, shard)
-        for row, shard_id in rows
-        if isinstance(shard := shards[shard_id], ShardedTensor)
-    }
+    views = {}
+    for row, shard_id in rows:
+        shard = shards[shard_id]
+        if isinstance(shard, ShardedTensor):
+            views[row] = _values_of(table, row, shard)
     table.digests[list(views)] = sampled_digests(list(views.values()))
 
 
@@ -77,9 +77,10 @@ def weighted_digest(plan: SavePlan, shards: Sequence[Shard]) -> int:
     The numbers of all ranks add up to 0, modulo 2**64, if samples of replicas are equal.
     """
     replicas = [(shards[number], region) for number, region in plan.replicas or ()]
-    views = [
-        region_view(shard, region) for shard, region in replicas if isinstance(shard, ShardedTensor)
-    ]
+    views = []
+    for shard, region in replicas:
+        if isinstance(shard, ShardedTensor):
+            views.append(region_view(shard, region))
     return int((sampled_digests(views) * plan.weights).sum(dtype=np.uint64).view(np.int64))
 
 
@@ -98,11 +99,8 @@ def _samples(tensors: Sequence[torch.Tensor]) -> list[Any]:
         elif tensor.numel():
             elsewhere[tensor.device].append(number)
     for numbers in elsewhere.values():
-        for number, sample in zip(
-            numbers,
-            _samples_of_device([tensors[number].detach() for number in numbers]),
-            strict=True,
-        ):
+        of_device = _samples_of_device([tensors[number].detach() for number in numbers])
+        for number, sample in zip(numbers, of_device, strict=True):
             samples[number] = sample
     return samples
 

@@ -23,18 +23,21 @@ _NUM_FIGURES = len(BlockStats._fields)
 
 def numbers_of(owned: Iterable[OwnedChunk]) -> bytes:
     """Return the statistics of this rank's values by key, for `columns_of`."""
-    windows = [window for each in regions_of(owned) for window in windows_of(each)]
-    found: list[list[BlockStats]] = [[] for _ in windows]
+    windows: list[LiveRegion] = []
+    for region in regions_of(owned):
+        windows.extend(windows_of(region))
+    blocks_of_windows: list[list[BlockStats]] = [[] for _ in windows]
 
     def measure(item: tuple[int, LiveRegion]) -> None:
         number, window = item
         values = window.values.detach().resolve_conj().resolve_neg().contiguous()
-        found[number] = [block_stats(block) for block in blocks_of(values)]
+        blocks_of_windows[number] = [block_stats(block) for block in blocks_of(values)]
 
     run_threads(measure, enumerate(windows))
-    rows = [
-        (window.slot, *block) for window, of in zip(windows, found, strict=True) for block in of
-    ]
+    rows = []
+    for window, blocks in zip(windows, blocks_of_windows, strict=True):
+        for block in blocks:
+            rows.append((window.slot, *block))
     table = np.array(rows, np.float64).reshape(-1, 1 + _NUM_FIGURES)
     key_ids, slots = np.unique(table[:, 0].astype(np.int64), return_inverse=True)
     sums = sums_of_rows(table[:, 1:], slots, len(key_ids))

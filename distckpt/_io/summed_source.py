@@ -167,10 +167,10 @@ def _read_terms(
 def _divided(values: torch.Tensor, requests: Sequence[Request]) -> list[torch.Tensor]:
     """View flat memory as the regions of requests, in order."""
     ends = itertools.accumulate(request.region.num_elements for request in requests)
-    return [
-        values[end - request.region.num_elements : end].view(request.region.shape)
-        for end, request in zip(ends, requests, strict=True)
-    ]
+    views = []
+    for end, request in zip(ends, requests, strict=True):
+        views.append(values[end - request.region.num_elements : end].view(request.region.shape))
+    return views
 
 
 def _fill_with_sum(

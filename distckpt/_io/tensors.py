@@ -245,11 +245,10 @@ def apply_gather_functions(
         _check_same(
             functions, flat, "gather functions and leaves do not match (mismatches can be allowed)"
         )
-    gathered = {
-        position: functions[position](leaf)
-        for position, leaf in flat.items()
-        if position in functions
-    }
+    gathered = {}
+    for position, leaf in flat.items():
+        if position in functions:
+            gathered[position] = functions[position](leaf)
     if verbose:
         logger.info("gathered %d of %d leaves", len(gathered), len(flat))
     return unflatten_from_broadcast(flat | gathered, state)
@@ -261,12 +260,20 @@ def _functions_by_position(
     if isinstance(gather_fns, bool):
         gather = operator.methodcaller("full_tensor")
         chosen = flat if gather_fns else {}
-        return {place: gather for place, leaf in chosen.items() if hasattr(leaf, "full_tensor")}
+        functions: dict[Position, Callable[[Any], Any]] = {}
+        for place, leaf in chosen.items():
+            if hasattr(leaf, "full_tensor"):
+                functions[place] = gather
+        return functions
     is_flat = any(isinstance(key, tuple) for key in gather_fns)
     given = gather_fns
     if not is_flat:
         given = flatten_for_broadcast(gather_fns)
-    return {place: function for place, function in given.items() if function is not None}
+    functions = {}
+    for place, function in given.items():
+        if function is not None:
+            functions[place] = function
+    return functions
 
 
 def _is_nested(node: Any) -> bool:
@@ -281,10 +288,9 @@ def _check_same(
     lacking = set(expected) - set(found)
     extra = set(found) - set(expected)
     if lacking or extra:
-        names = [
-            summarize_keys(".".join(map(str, position)) for position in side)
-            for side in (lacking, extra)
-        ]
+        names = []
+        for side in (lacking, extra):
+            names.append(summarize_keys(".".join(map(str, position)) for position in side))
         raise ValueError(
             f"{problem}: lacking {names[0] or 'none'}, unexpected {names[1] or 'none'}"
         )

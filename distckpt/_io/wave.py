@@ -114,7 +114,10 @@ class Wave:
     @property
     def direct_units(self) -> IntArray:
         """The units that are read into their targets."""
-        units = [read.unit for read in self._regions.values() if read.unit >= 0]
+        units = []
+        for read in self._regions.values():
+            if read.unit >= 0:
+                units.append(read.unit)
         return np.array(units, np.int64)
 
     def held_copies(self, first_request: int) -> tuple[list[Copy], list[torch.Tensor]]:
@@ -122,11 +125,13 @@ class Wave:
 
         They are copies of further requests.
         """
-        held = [read for read in self._regions.values() if read.unit < 0]
-        copies = [
-            Copy(read.chunk, read.region, number, whole(read.region.shape))
-            for number, read in enumerate(held, first_request)
-        ]
+        held = []
+        for read in self._regions.values():
+            if read.unit < 0:
+                held.append(read)
+        copies = []
+        for number, read in enumerate(held, first_request):
+            copies.append(Copy(read.chunk, read.region, number, whole(read.region.shape)))
         return copies, [read.memory for read in held]
 
     def fill_own(self) -> None:
@@ -150,11 +155,10 @@ class Wave:
         for unit in received[np.argsort(plan.sequence[received])].tolist():
             content = int(plan.sequence[unit]), own.target(unit)
             by_peer[int(plan.readers[unit]), False].append(content)
-        return [
-            message
-            for (peer, is_sent), contents in by_peer.items()
-            for message in make_messages(rank, peer, is_sent, contents)
-        ]
+        messages: list[Message] = []
+        for (peer, is_sent), contents in by_peer.items():
+            messages.extend(make_messages(rank, peer, is_sent, contents))
+        return messages
 
     def _sent_views(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield the peer, sequence number and memory of each sent part."""

@@ -104,9 +104,9 @@ def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArra
     can tell.
     """
     are_local = [locations.is_local(file.location) for file in files]
-    outputs = [
-        _Output(file, is_local, settings) for file, is_local in zip(files, are_local, strict=True)
-    ]
+    outputs = []
+    for file, is_local in zip(files, are_local, strict=True):
+        outputs.append(_Output(file, is_local, settings))
     _write_local([output for output in outputs if output.is_local], settings)
     if not all(are_local):
         _upload([output for output in outputs if not output.is_local], settings)
@@ -149,7 +149,10 @@ def _write_and_close(outputs: Sequence[_Output], settings: WriteSettings) -> Non
 
 
 def _write_units(outputs: Sequence[_Output], settings: WriteSettings) -> None:
-    units = [(output, number) for output in outputs for number in range(len(output.units))]
+    units = []
+    for output in outputs:
+        for number in range(len(output.units)):
+            units.append((output, number))
     # Writers through the page cache would wait for each other: the system lets one at a time into a
     # file.
     pays = any(output.may_be_direct or output.file.device for output in outputs)
@@ -417,7 +420,9 @@ def file_of_tensors(
     A chunk may consist of several tensors, one after the other. Call it in the thread that
     computes: work that this thread has queued on a device is done before bytes are copied.
     """
-    sizes = [sum(tensor.nbytes for tensor in chunk) for chunk in contents]
+    sizes = []
+    for chunk in contents:
+        sizes.append(sum(tensor.nbytes for tensor in chunk))
     copier = Copier(itertools.chain.from_iterable(contents))
 
     def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:

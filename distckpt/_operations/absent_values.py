@@ -77,7 +77,11 @@ def absent_values(
 
 
 def _absent(paths: Iterable[Position], loaded: StateDict) -> list[str]:
-    return [dotted(path) for path in paths if at(loaded, path, HOLE) is HOLE]
+    absent = []
+    for path in paths:
+        if at(loaded, path, HOLE) is HOLE:
+            absent.append(dotted(path))
+    return absent
 
 
 def tensor_paths(tree: Any) -> Iterator[Position]:

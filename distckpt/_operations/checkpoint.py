@@ -101,7 +101,10 @@ class Checkpoint(SaysOtherNames):
         """Return each sharded object's number of parts per axis, by key."""
         stored = self._stored
         keys = filter(stored.is_object, stored.manifest.key_index)
-        shapes = {key: stored.global_shape(key) for key in keys if key != COMMON_KEY}
+        shapes = {}
+        for key in keys:
+            if key != COMMON_KEY:
+                shapes[key] = stored.global_shape(key)
         return MappingProxyType(shapes)
 
     @cached_property
@@ -195,7 +198,10 @@ class Checkpoint(SaysOtherNames):
         return computed
 
     def _find(self, keys: Collection[str]) -> list[TensorInfo]:
-        unknown = [key for key in keys if key not in self.tensors]
+        unknown = []
+        for key in keys:
+            if key not in self.tensors:
+                unknown.append(key)
         if unknown:
             hint = nearest_names(unknown, self.tensors)
             if unknown[0] in self.objects:

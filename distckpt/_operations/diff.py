@@ -259,7 +259,11 @@ class Compared:
     @functools.cached_property
     def comparable(self) -> dict[str, tuple[StoredTensor, StoredTensor]]:
         """Common tensors whose values can be compared."""
-        return {key: (x, y) for key, (x, y) in self.pairs.items() if x.shape == y.shape}
+        comparable = {}
+        for key, (x, y) in self.pairs.items():
+            if x.shape == y.shape:
+                comparable[key] = (x, y)
+        return comparable
 
     @property
     def sides(self) -> list[tuple[StoredTensor, ...]]:
@@ -417,7 +421,10 @@ def _join(
     if windows is None:
         return TensorDifference(key, shapes, dtypes)
     num_elements = math.prod(a.shape)
-    changes = [change for change in windows if change is not None and change.num_different]
+    changes = []
+    for change in windows:
+        if change is not None and change.num_different:
+            changes.append(change)
     if not changes:
         cast = TensorDifference(key, shapes, dtypes, num_elements)
         if a.dtype == b.dtype:
@@ -441,10 +448,14 @@ def _join(
 def _hull(regions: Sequence[Sequence[tuple[int, int]]]) -> Region:
     """Return the smallest region around several, given as spans along axes."""
     axes = list(zip(*regions, strict=True))
-    starts = [min(start for start, _ in axis) for axis in axes]
-    stops = [max(stop for _, stop in axis) for axis in axes]
-    sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
-    return Region(tuple(starts), tuple(sizes))
+    offset = []
+    shape = []
+    for axis in axes:
+        start = min(start for start, _ in axis)
+        stop = max(stop for _, stop in axis)
+        offset.append(start)
+        shape.append(stop - start)
+    return Region(tuple(offset), tuple(shape))
 
 
 def _norms(a: StoredTensor, windows: Sequence[Change | None]) -> list[float]:

@@ -92,9 +92,12 @@ class ExportPlan:
     @property
     def dropped(self) -> list[str]:
         """Selected keys of which nothing is exported."""
-        used = {part.key for output in self.outputs for part in output.mapped.parts}
-        stored = [key for key, info in self.selected.items() if 0 not in info.shape]
-        return [key for key in stored if key not in used]
+        used = _stored_keys(self.outputs)
+        dropped = []
+        for key, info in self.selected.items():
+            if 0 not in info.shape and key not in used:
+                dropped.append(key)
+        return dropped
 
 
 def stored_source(stored: StoredCheckpoint, options: ExportOptions) -> TensorSource:
@@ -188,12 +191,11 @@ def _plan(
 
 def _left_out(checkpoints: Iterable[StoredCheckpoint], options: ExportOptions) -> list[str]:
     """Return the optimizers' tensors that are left out, in natural order."""
-    keys = {
-        key
-        for stored in checkpoints
-        for key in left_out(stored, options.keys)
-        if not stored.is_object(key)
-    }
+    keys = set()
+    for stored in checkpoints:
+        for key in left_out(stored, options.keys):
+            if not stored.is_object(key):
+                keys.add(key)
     return sorted(keys, key=natural_order)
 
 
@@ -202,12 +204,11 @@ def _warn_of_codes(
 ) -> None:
     """Warn of tensors that stay codes though all get another dtype."""
     index = stored.manifest.key_index
-    codes = [
-        output.name
-        for output in outputs
-        if may_be_codes(output.dtype)
-        and any(scales_of(part.key, index) for part in output.mapped.parts)
-    ]
+    codes = []
+    for output in outputs:
+        has_scales = any(scales_of(part.key, index) for part in output.mapped.parts)
+        if has_scales and may_be_codes(output.dtype):
+            codes.append(output.name)
     if codes:
         logger.warning(
             "no values in %s are made of codes in %s, in a form that distckpt does not decode. "
@@ -404,7 +405,10 @@ def _ties(
     pairs = []
     keys: set[str] = set()
     for tie in ties:
-        pair = [named[name] for name in (tie.key, tie.to) if name in named]
+        pair = []
+        for name in (tie.key, tie.to):
+            if name in named:
+                pair.append(named[name])
         of_pair = _stored_keys(pair)
         keys |= of_pair
         if len(pair) == 2 and len(set(map(stored.manifest.key_index.get, of_pair))) > 1:
@@ -414,7 +418,11 @@ def _ties(
 
 def _stored_keys(outputs: Iterable[OutputTensor]) -> set[str]:
     """Return the keys that outputs are read from."""
-    return {part.key for output in outputs for part in output.mapped.parts}
+    keys = set()
+    for output in outputs:
+        for part in output.mapped.parts:
+            keys.add(part.key)
+    return keys
 
 
 # --- A directory that the export is to be like ----------------------------------------------------

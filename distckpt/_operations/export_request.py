@@ -182,7 +182,7 @@ def open_sources(ranks: Ranks, sources: SourceLocations, verify: bool) -> Opened
     if sources.adapter is not None:
         on_demand("merge_adapter").check_is_adapter(ranks, sources.adapter)
         adapter = open_undisturbed(ranks, sources.adapter, verify=verify)
-    checkpoints = [
-        open_undisturbed(ranks, location, verify=verify) for location in sources.checkpoints
-    ]
+    checkpoints = []
+    for location in sources.checkpoints:
+        checkpoints.append(open_undisturbed(ranks, location, verify=verify))
     return OpenedSources(checkpoints, adapter)

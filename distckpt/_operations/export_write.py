@@ -168,6 +168,9 @@ def _check_written(path: str, file: OutputFile) -> None:
 
 def _index_of(plan: ExportPlan) -> bytes:
     """Return the content of the index of several files."""
-    weight_map = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
+    weight_map = {}
+    for file in plan.files:
+        for tensor in file.tensors:
+            weight_map[tensor.name] = file.name
     num_parameters = sum(tensor.num_elements for tensor in plan.outputs)
     return index_json(weight_map, sum(file.num_bytes for file in plan.files), num_parameters)

@@ -74,16 +74,18 @@ def fingerprint(
     with ranks.phase("compute fingerprints"):
         own = sums_of(regions_of(owned), len(kinds.keys))
     totals = sum_over_ranks(ranks, own)
-    found = {
-        key: Fingerprint(dtype, tuple(shape), number)
-        for key, dtype, shape, number in zip(*kinds[:3], totals, strict=True)
-        if dtype in FROM_NAME
-    }
+    found = {}
+    for key, dtype, shape, number in zip(*kinds[:3], totals, strict=True):
+        if dtype in FROM_NAME:
+            found[key] = Fingerprint(dtype, tuple(shape), number)
     return found | {alias: found[key] for alias, key in kinds.aliases.items()}
 
 
 def _warn_of_plain(common: Any) -> None:
-    plain = [dotted(path) for path, leaf in leaves(common) if isinstance(leaf, torch.Tensor)]
+    plain = []
+    for path, leaf in leaves(common):
+        if isinstance(leaf, torch.Tensor):
+            plain.append(dotted(path))
     if plain:
         logger.warning(
             "fingerprint leaves out %s, which are plain tensors: give it the module, or "
@@ -131,10 +133,10 @@ def fingerprints_of(
     tensors: Sequence[StoredTensor], numbers: Iterable[Sequence[int]]
 ) -> dict[str, Fingerprint]:
     """Return the fingerprints of tensors from numbers of their windows."""
-    return {
-        tensor.key: Fingerprint(tensor.dtype, tensor.shape, sum(found) % PRIME)
-        for tensor, found in zip(tensors, numbers, strict=True)
-    }
+    fingerprints = {}
+    for tensor, found in zip(tensors, numbers, strict=True):
+        fingerprints[tensor.key] = Fingerprint(tensor.dtype, tensor.shape, sum(found) % PRIME)
+    return fingerprints
 
 
 def saved_fingerprints(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, Fingerprint]:
@@ -145,17 +147,22 @@ def saved_fingerprints(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[st
     """
     manifest = stored.manifest
     numbers = {key: saved_number(manifest, key) for key in keys}
-    lacking = [key for key, number in numbers.items() if number is None]
+    lacking = []
+    for key, number in numbers.items():
+        if number is None:
+            lacking.append(key)
     if lacking:
         raise CheckpointingException(
             f"{stored.location!r} has no stored fingerprints of {summarize_keys(lacking)}: save "
             "with fingerprint=True, or compute them from what is stored, without stored=True."
         )
-    return {
-        key: Fingerprint(stored.dtype_name(key), stored.global_shape(key), number)
-        for key, number in numbers.items()
-        if number is not None
-    }
+    fingerprints = {}
+    for key, number in numbers.items():
+        if number is not None:
+            fingerprints[key] = Fingerprint(
+                stored.dtype_name(key), stored.global_shape(key), number
+            )
+    return fingerprints
 
 
 def saved_number(manifest: Manifest, key: str) -> int | None:

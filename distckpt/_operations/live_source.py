@@ -86,8 +86,13 @@ def describe_given(
 def _described(
     shards: Sequence[Shard], common: Any, rules: Sequence[Rule], family: FamilyName, at: str
 ) -> GivenState:
-    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-    cells = {shard.unique_key: shard for shard in shards if isinstance(shard, ShardedObject)}
+    tensors = []
+    cells = {}
+    for shard in shards:
+        if isinstance(shard, ShardedTensor):
+            tensors.append(shard)
+        else:
+            cells[shard.unique_key] = shard
     if family is not None and tensors:
         keys = [shard.key for shard in tensors]
         families = on_demand("families")
@@ -210,7 +215,10 @@ class LiveSource(ShardSource):
 
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
         values = self._all_values()
-        absent = [shard for shard in shards if shard.unique_key not in values]
+        absent = []
+        for shard in shards:
+            if shard.unique_key not in values:
+                absent.append(shard)
         if self.fallback is not None and absent:
             found = self.fallback.read_objects(absent)
             names = [shard.unique_key for shard in absent]
@@ -224,14 +232,22 @@ class LiveSource(ShardSource):
         return [values[shard.unique_key] for shard in shards]
 
     def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
-        tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-        cells = [shard for shard in shards if isinstance(shard, ShardedObject)]
+        tensors = []
+        cells = []
+        for shard in shards:
+            if isinstance(shard, ShardedTensor):
+                tensors.append(shard)
+            else:
+                cells.append(shard)
         self._fill(pieces_of(tensors, rules))
         values = dict(zip(map(id, cells), self.read_objects(cells), strict=True))
-        return [
-            shard.data if isinstance(shard, ShardedTensor) else values[id(shard)]
-            for shard in shards
-        ]
+        filled = []
+        for shard in shards:
+            if isinstance(shard, ShardedTensor):
+                filled.append(shard.data)
+            else:
+                filled.append(values[id(shard)])
+        return filled
 
     def _all_values(self) -> dict[str, Any]:
         """Return all ranks' objects and common state, by unique key."""
@@ -272,7 +288,9 @@ class LiveSource(ShardSource):
             apart = self._to_compare(targets)
             # With `compares`, targets with different values are found as errors where they are
             # filled.
-            fresh = {row for _, row in apart if not self.compares}
+            fresh = set()
+            if not self.compares:
+                fresh = {row for _, row in apart}
             staged = Staged.of(self.given.pieces, targets, options.atomic, fresh)
         if plan.has_gaps and self.fallback is not None:
             gaps = _gaps(plan, targets, staged)
@@ -361,21 +379,27 @@ def _join(descriptions: Sequence[bytes]) -> list[bytes]:
 
 def _read_joined(agreed: Agreement) -> tuple[dict[str, StoredEntry], bool, list[list[str]]]:
     found, has_values, ties = json.loads(agreed.result)
-    entries = {
-        key: StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape))
-        for key, (dtype, shape) in found.items()
-    }
+    entries = {}
+    for key, (dtype, shape) in found.items():
+        entries[key] = StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape))
     return entries, has_values, ties
+
+
+def _keys_of_tables(tables: Sequence[PieceTable]) -> set[str]:
+    keys: set[str] = set()
+    for table in tables:
+        keys.update(kind.key for kind in table.kinds)
+    return keys
 
 
 def _warn_of_untaken(
     sources: Sequence[PieceTable], targets: Sequence[PieceTable], ties: Sequence[Sequence[str]]
 ) -> None:
     """Warn of given tensors that no rank takes under any name."""
-    taken = {kind.key for table in targets for kind in table.kinds}
+    taken = _keys_of_tables(targets)
     for pair in ties:
         taken.update(pair if taken.intersection(pair) else ())
-    untaken = {kind.key for table in sources for kind in table.kinds} - taken
+    untaken = _keys_of_tables(sources) - taken
     if untaken:
         logger.warning(
             "no rank takes %s, which is given. If the model on the other side needs it, as it does "

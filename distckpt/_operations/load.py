@@ -348,11 +348,10 @@ def _read(
     """Return the values of all shards, and the common state."""
     shards = targets.split.shards
     ties = targets.ties
-    wanted = [
-        number
-        for number, shard in enumerate(shards)
-        if shard.key not in absent and number not in ties
-    ]
+    wanted = []
+    for number, shard in enumerate(shards):
+        if shard.key not in absent and number not in ties:
+            wanted.append(number)
     requested: list[Shard] = [shards[number] for number in wanted]
     try:
         *found, common = source.read([*requested, _COMMON], targets.rules)
@@ -362,10 +361,9 @@ def _read(
         _name_plain_tensors(error, source)
         raise
     by_number = dict(zip(wanted, found, strict=True))
-    values = [
-        by_number.get(ties.get(number, number), absent.get(shard.key, HOLE))
-        for number, shard in enumerate(shards)
-    ]
+    values = []
+    for number, shard in enumerate(shards):
+        values.append(by_number.get(ties.get(number, number), absent.get(shard.key, HOLE)))
     return values, common
 
 

@@ -139,7 +139,11 @@ class Targets:
     @property
     def requested(self) -> set[str]:
         """Keys of the shards that the checkpoint is searched for."""
-        return {s.key for number, s in enumerate(self.split.shards) if number not in self.ties}
+        requested = set()
+        for number, shard in enumerate(self.split.shards):
+            if number not in self.ties:
+                requested.add(shard.key)
+        return requested
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -213,11 +217,16 @@ def _check_modules_are_different(described: objects.Described, split: flatten.Sp
 
     Lists hold stages, which may have copies of a tensor, but not of all.
     """
-    modules = [place for place in described.places if place.kind is objects.Kind.MODULE]
+    modules = []
+    for place in described.places:
+        if place.kind is objects.Kind.MODULE:
+            modules.append(place)
     if len({place.prefix for place in modules}) == len(modules):
         return
     tensors = [leaves(at(described.state_dict, place.path)) for place in modules]
-    keys = [frozenset(shard.key for _, shard in each if hasattr(shard, "key")) for each in tensors]
+    keys = []
+    for each in tensors:
+        keys.append(frozenset(shard.key for _, shard in each if hasattr(shard, "key")))
     if len(set(keys)) < len(keys):
         flatten.check_keys_are_different(split, [place.path for place in modules])
 
@@ -230,9 +239,10 @@ def _rules(
     source: ShardSource,
 ) -> Sequence[Rule]:
     """Return the rules from the request's names to the source's names."""
-    shapes = {
-        shard.key: tuple(shard.global_shape) for shard in shards if isinstance(shard, ShardedTensor)
-    }
+    shapes = {}
+    for shard in shards:
+        if isinstance(shard, ShardedTensor):
+            shapes[shard.key] = tuple(shard.global_shape)
     of_family: Sequence[Rule] = ()
     if request.family is not None:
         of_family = source.rules_of_family(request.family, location, list(shapes))
@@ -242,7 +252,10 @@ def _rules(
     if stored is None:
         return (*request.rules, *of_family)
     pairs = ((shards[tie].key, shards[first].key) for tie, first in ties.items())
-    shared = {key: to for key, to in pairs if key != to}
+    shared = {}
+    for key, to in pairs:
+        if key != to:
+            shared[key] = to
     return decide_ties(request.rules, of_family, shapes, shared, stored)
 
 
@@ -303,8 +316,11 @@ def _without_skipped(
 
     No shard of them is requested or missing.
     """
-    kept = {(place.name, place.kind) for place in resolved.places}
-    skipped = {place.name for place in described.places if (place.name, place.kind) not in kept}
+    remaining = {(place.name, place.kind) for place in resolved.places}
+    skipped = set()
+    for place in described.places:
+        if (place.name, place.kind) not in remaining:
+            skipped.add(place.name)
     return {key: entry for key, entry in entries.items() if key not in skipped}
 
 
@@ -434,7 +450,10 @@ def absent_ties(
         by_first.setdefault(first, [first]).append(tie)
     absent: dict[int, int] = {}
     for group in by_first.values():
-        stored_ones = [number for number in group if shards[number].key in stored]
+        stored_ones = []
+        for number in group:
+            if shards[number].key in stored:
+                stored_ones.append(number)
         if stored_ones:
             others = (number for number in group if shards[number].key not in stored)
             absent.update(dict.fromkeys(others, stored_ones[0]))

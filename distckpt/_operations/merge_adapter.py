@@ -51,7 +51,10 @@ def _check_files(location: str) -> bytes:
 
 def _advice(location: str, names: list[str]) -> str:
     configs = {name: locations.join(location, name, CONFIG_NAME) for name in names[:_MAX_PROBED]}
-    inside = [name for name, path in configs.items() if locations.exists(path)]
+    inside = []
+    for name, path in configs.items():
+        if locations.exists(path):
+            inside.append(name)
     if inside:
         return f"give one of the adapters in it, {', '.join(map(repr, inside))}"
     if "adapter_model.bin" in names:

@@ -105,7 +105,10 @@ def raise_unseen_error(handles: list[Any]) -> None:
 
     `handles` are `SaveHandle`s; the list is emptied.
     """
-    unasked = [handle for handle in handles if not handle.was_asked]
+    unasked = []
+    for handle in handles:
+        if not handle.was_asked:
+            unasked.append(handle)
     handles.clear()
     for error in [handle.exception() for handle in unasked]:
         if error is not None:

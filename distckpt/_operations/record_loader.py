@@ -91,7 +91,10 @@ def record_loader(
     tensors = _tensors_of(module)
     _refuse_copies_of_threads(tensors.values(), recording)
     target = LoaderTarget(_state_of(recording))
-    filled = {name for name, each in tensors.items() if recording.memory_of(each) is not None}
+    filled = set()
+    for name, each in tensors.items():
+        if recording.memory_of(each) is not None:
+            filled.add(name)
     target.module = module
     target.memory = {name: tensors[name].detach() for name in filled}
     target.unused = frozenset(recording.stored) - {shard.key for shard in target.values()}
@@ -139,7 +142,7 @@ def _specs_of(metadata: Any) -> Specs:
         metadata = open_checkpoint(metadata, as_stored=True)
     tensors = getattr(metadata, "tensors", metadata)
     entries = tensors.items() if isinstance(tensors, Mapping) else ((None, e) for e in tensors)
-    return {key: spec for key, spec in (_spec_of(*entry) for entry in entries)}
+    return dict(_spec_of(*entry) for entry in entries)
 
 
 def _spec_of(name: str | None, entry: Any) -> tuple[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -172,7 +175,8 @@ def _state_of(recording: Recording) -> Iterator[tuple[str, ShardedTensor]]:
         for place in (place for piece in memory.pieces for place in _places(memory, piece)):
             by_key.setdefault(place.key, []).append(place)
     for key, places in by_key.items():
-        copies = {max(pair) for pair in overlaps([place.region for place in places])}
+        regions = [place.region for place in places]
+        copies = {max(pair) for pair in overlaps(regions)}
         for number, place in enumerate(places):
             replica_id = (1, number) if number in copies else OpenReplicaId((0,))
             yield f"{key}#{number}" if number else key, _shard_of(place, replica_id)

@@ -42,7 +42,10 @@ def chosen_names(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[s
     Raises:
         LoadMismatchError: no tensor matches.
     """
-    names = [key for key in stored.manifest.key_index if not stored.is_object(key)]
+    names = []
+    for key in stored.manifest.key_index:
+        if not stored.is_object(key):
+            names.append(key)
     if not names:
         raise LoadMismatchError(
             f"{stored.location!r} has no tensors, only common state and objects."
@@ -50,7 +53,10 @@ def chosen_names(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[s
     names.sort(key=natural_order)
     if keys is None:
         return names
-    chosen = [name for name in names if matches(name, keys)]
+    chosen = []
+    for name in names:
+        if matches(name, keys):
+            chosen.append(name)
     if not chosen:
         patterns = ", ".join(map(repr, keys))
         there = summarize_keys(names)

@@ -165,7 +165,11 @@ class _OpenCheckpoint(ShardSource):
         with self.ranks.phase("read the keys of the checkpoint"):
             entries = entries_of(self.stored)
         entries |= dict.fromkeys(self.settings, StoredEntry(None, (1,)))
-        return {key: entry for key, entry in entries.items() if key not in self.hidden}
+        visible = {}
+        for key, entry in entries.items():
+            if key not in self.hidden:
+                visible[key] = entry
+        return visible
 
     def for_objects(self, described: Described, has_optimizers: bool) -> ShardSource:
         names = on_demand("state_dict_names")
@@ -188,10 +192,13 @@ class _OpenCheckpoint(ShardSource):
     def _with_settings(self, shards: Sequence[Shard], read: Iterable[Any]) -> list[Any]:
         """Return the values of all shards, given the values read now."""
         values = iter(read)
-        return [
-            self.settings[shard.key] if shard.key in self.settings else next(values)
-            for shard in shards
-        ]
+        all_values = []
+        for shard in shards:
+            if shard.key in self.settings:
+                all_values.append(self.settings[shard.key])
+            else:
+                all_values.append(next(values))
+        return all_values
 
     def shared_value(self, key: str) -> Any:
         if not has_equal_cells(self.stored, key):
@@ -229,15 +236,18 @@ class _UserStrategy(ShardSource):
     marker: Mapping[str, Any]
 
     def entries(self) -> dict[str, StoredEntry]:
-        found = self.ranks.decide_json("read the keys of the checkpoint", self._listed_entries)
-        return {
-            key: StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape))
-            for key, dtype, shape in found
-        }
+        listed = self.ranks.decide_json("read the keys of the checkpoint", self._listed_entries)
+        entries = {}
+        for key, dtype, shape in listed:
+            entries[key] = StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape))
+        return entries
 
     def _listed_entries(self) -> list[tuple[str, str | None, tuple[int, ...]]]:
         shards = self.strategy.load_sharded_metadata(self.location).values()
-        by_key = {shard.key: shard for shard in shards if shard.key != COMMON_KEY}
+        by_key = {}
+        for shard in shards:
+            if shard.key != COMMON_KEY:
+                by_key[shard.key] = shard
         return [(key, _dtype_name(shard), shard.global_shape) for key, shard in by_key.items()]
 
     def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:

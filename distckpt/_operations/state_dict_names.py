@@ -197,7 +197,10 @@ def _keys_in(tree: Any) -> Iterator[str]:
 
 def _own_optimizers(described: Described) -> Iterator[_Optimizer]:
     """Yield the optimizers of this rank, with their parameters by key."""
-    modules = [place.prefix for place in described.places if place.kind is Kind.MODULE]
+    modules = []
+    for place in described.places:
+        if place.kind is Kind.MODULE:
+            modules.append(place.prefix)
     prefixes = sorted((f"{prefix}." for prefix in modules if prefix), key=len, reverse=True)
     for path, state in described.optimizers:
         groups = state.optimizer.param_groups
@@ -205,7 +208,10 @@ def _own_optimizers(described: Described) -> Iterator[_Optimizer]:
         named = dict(_named_params(state, params, prefixes))
         numbers = _numbers_of_names(groups, range(len(params)))
         keys = {number: key for key, (_, number) in named.items()}
-        own_names = {name: keys[number] for name, number in numbers.items() if number in keys}
+        own_names = {}
+        for name, number in numbers.items():
+            if number in keys:
+                own_names[name] = keys[number]
         inner = sharded_inner(state.optimizer) or state.optimizer
         is_of_torch = type(inner).__module__.startswith("torch.optim.")
         yield _Optimizer(path, state.prefix, named, len(params), own_names, is_of_torch)
@@ -238,8 +244,12 @@ def _united(optimizers: Iterable[_Optimizer]) -> list[_Optimizer]:
 def _names_of_module(stored: StoredCheckpoint) -> dict[str, str]:
     """Return the keys of the module at `model`, by stored key."""
     known = stored.manifest.key_index
-    names = {key: key.removeprefix(_MODEL) for key in known if key.startswith(_MODEL)}
-    return {key: name for key, name in names.items() if name not in known}
+    names = {}
+    for key in known:
+        name = key.removeprefix(_MODEL)
+        if key.startswith(_MODEL) and name not in known:
+            names[key] = name
+    return names
 
 
 def _settings(stored: StoredCheckpoint, optimizers: Sequence[_Optimizer]) -> list[Any]:
@@ -256,10 +266,13 @@ def _settings(stored: StoredCheckpoint, optimizers: Sequence[_Optimizer]) -> lis
     if not any(each.beginning in known for each in optimizers):
         return [None] * len(optimizers)
     common = load_common_state(stored)
-    return [
-        _settings_of(stored, each, at(common, each.path, {})) if each.beginning in known else None
-        for each in optimizers
-    ]
+    settings = []
+    for each in optimizers:
+        if each.beginning in known:
+            settings.append(_settings_of(stored, each, at(common, each.path, {})))
+        else:
+            settings.append(None)
+    return settings
 
 
 def _names_of_values(stored: StoredCheckpoint) -> Iterable[str]:
@@ -321,7 +334,10 @@ def _entries_of_groups(
     keys = {pair[optimizer.by_number]: key for key, pair in optimizer.params.items()}
     pairs = []
     for group in groups:
-        own = [name for name in group["params"] if name in keys]
+        own = []
+        for name in group["params"]:
+            if name in keys:
+                own.append(name)
         states = [_state_of(stored, optimizer, tree, keys[name], scalars) for name in own]
         pairs.append((group, states))
     if not optimizer.is_of_torch:
@@ -359,7 +375,9 @@ def _find_states(
     stored: StoredCheckpoint, optimizer: _Optimizer, groups: Sequence[Mapping[str, Any]]
 ) -> None:
     """Find the keys of states, for parameters by name or by number."""
-    names = [name for group in groups for name in group["params"]]
+    names = []
+    for group in groups:
+        names.extend(group["params"])
     optimizer.by_number = any(type(name) is int for name in names)
     has_names = optimizer.by_number and _number_by_name(optimizer, groups, names)
     optimizer.states = _states_of(stored, optimizer)
@@ -380,7 +398,10 @@ def _number_by_name(
     of_model = {_without_wrappers(name): key for key, (name, _) in optimizer.params.items()}
     for keys in (optimizer.own_names, of_model):
         if stored.keys() & keys.keys():
-            found = {key: stored[name] for name, key in keys.items() if name in stored}
+            found = {}
+            for name, key in keys.items():
+                if name in stored:
+                    found[key] = stored[name]
             optimizer.number({key: found.get(key, -1) for key in optimizer.params})
             return True
     if stored and optimizer.params:
@@ -400,7 +421,9 @@ def _numbers_of_names(
 
     It is empty without such names.
     """
-    names = [name for group in groups for name in group.get("param_names") or ()]
+    names: list[str] = []
+    for group in groups:
+        names.extend(group.get("param_names") or ())
     if len(names) != len(numbers):
         return {}
     return dict(zip(map(_without_wrappers, names), numbers, strict=True))
@@ -433,7 +456,10 @@ def _scalars_of(stored: StoredCheckpoint, optimizer: _Optimizer) -> dict[str, to
     """Read tensors among options, and states without axes, by key."""
     start = f"{optimizer.beginning}state."
     known = stored.manifest.key_index
-    keys = [key for key in known if key.startswith(start) and _is_scalar(stored, key)]
+    keys = []
+    for key in known:
+        if key.startswith(start) and _is_scalar(stored, key):
+            keys.append(key)
     return _read(stored, keys + _keys_of_options(stored, optimizer))
 
 
@@ -453,8 +479,14 @@ def _rest_of(
 
     They are from a state dict by number.
     """
-    numbers = {str(number) for group in groups for number in group["params"]}
-    kept = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
+    numbers = set()
+    for group in groups:
+        for number in group["params"]:
+            numbers.add(str(number))
+    kept = {}
+    for key, value in tree.items():
+        if key not in ("state", "param_groups"):
+            kept[key] = value
     states = _states_in(tree)
     if others := {key: value for key, value in states.items() if str(key) not in numbers}:
         kept["state"] = others
@@ -485,23 +517,34 @@ def _groups(
     Where options are stored for each parameter, each one has a group.
     """
     start = f"{optimizer.beginning}param_groups."
-    options = {key.removeprefix(start): v for key, v in scalars.items() if key.startswith(start)}
+    options = {}
+    for key, v in scalars.items():
+        if key.startswith(start):
+            options[key.removeprefix(start)] = v
     if isinstance(tree.get("param_groups"), list):
         nested = nested_by_name(options)
-        return [
-            joined_value(group, nested.get(str(number), {}), "param_groups")
-            for number, group in enumerate(tree["param_groups"])
-        ]
+        groups = []
+        for number, group in enumerate(tree["param_groups"]):
+            groups.append(joined_value(group, nested.get(str(number), {}), "param_groups"))
+        return groups
     flat = {key.removeprefix("param_groups."): value for key, value in tree.items()}
     names = [name for name, _ in optimizer.params.values()]
     found = {name: {**_options(flat, name), **_options(options, name)} for name in names}
-    return [{"params": [name], **values} for name, values in found.items() if values]
+    groups = []
+    for name, values in found.items():
+        if values:
+            groups.append({"params": [name], **values})
+    return groups
 
 
 def _options(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the values below a name, by their last name."""
     pairs = ((key.rpartition("."), value) for key, value in values.items())
-    return {last: value for (first, _, last), value in pairs if first == name}
+    options = {}
+    for (first, _, last), value in pairs:
+        if first == name:
+            options[last] = value
+    return options
 
 
 def _state_of(

@@ -215,7 +215,10 @@ def _lay_out(
     groups: Sequence[Sequence[TensorMeta]], metadata: Mapping[str, str] | None
 ) -> StreamLayout:
     texts = {"format": "pt", **(metadata or {})}
-    bad = [key for key, value in texts.items() if not (_is_text(key) and _is_text(value))]
+    bad = []
+    for key, value in texts.items():
+        if not (_is_text(key) and _is_text(value)):
+            bad.append(key)
     if bad:
         raise ValueError(f"header metadata holds texts only, {bad[0]!r} is not one")
     return lay_out([[Entry(*meta, meta.num_bytes) for meta in group] for group in groups], texts)
@@ -243,7 +246,11 @@ def _in_the_way(location: str) -> list[str]:
     if locations.is_local(location):
         return []
     names = locations.list_names(location)
-    return [locations.join(location, name) for name in names if hf_names.belongs_to_export(name)]
+    present = []
+    for name in names:
+        if hf_names.belongs_to_export(name):
+            present.append(locations.join(location, name))
+    return present
 
 
 def _refuse(in_the_way: Sequence[str]) -> None:

@@ -321,7 +321,11 @@ def describe_fingerprints(stored: StoredCheckpoint, found: Mapping[str, Any]) ->
     """Return problems of tensors whose fingerprints differ from stored ones."""
     saved = on_demand("fingerprint").saved_fingerprints(stored, list(found))
     text = "the tensor is not the one that was in memory when it was saved: fingerprint mismatch"
-    return [Problem(stored.location, text, key) for key in found if found[key] != saved[key]]
+    problems = []
+    for key in found:
+        if found[key] != saved[key]:
+            problems.append(Problem(stored.location, text, key))
+    return problems
 
 
 def check_files(
@@ -437,7 +441,10 @@ def list_blocks(
     stops = starts + np.minimum(chunks.num_bytes[places] - numbers * block_bytes, block_bytes)
     blocks = Blocks(rows[places], chunks.file_ids[places], starts, stops, _NONE)
     if len(manifest.checksum_files):
-        holders = [holder for holder in manifest.checksum_files.tolist() if holder in file_ids]
+        holders = []
+        for holder in manifest.checksum_files.tolist():
+            if holder in file_ids:
+                holders.append(holder)
         known, unread = _readable_checksums(stored, holders, num_threads)
         if keeps_checksums:
             manifest.fetched_checksums.update(known)
@@ -472,7 +479,11 @@ def _readable_checksums(
 def not_in(problems: Iterable[Problem], unread: Iterable[Problem]) -> list[Problem]:
     """Return the unreadable files that have no problem yet."""
     reported = {problem.file for problem in problems}
-    return [problem for problem in unread if problem.file not in reported]
+    new_problems = []
+    for problem in unread:
+        if problem.file not in reported:
+            new_problems.append(problem)
+    return new_problems
 
 
 def _with_known(

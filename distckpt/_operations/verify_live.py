@@ -137,7 +137,10 @@ def _of_all_ranks(ranks: Ranks, own: _Found) -> _Found:
         for key, regions in of_rank.items():
             found = held.setdefault(key, set())
             found.update((tuple(offset), tuple(shape)) for offset, shape in regions)
-    problems = [Problem(**fields) for _, of_rank, _ in told for fields in of_rank]
+    problems = []
+    for _, of_rank, _ in told:
+        for fields in of_rank:
+            problems.append(Problem(**fields))
     return _Found(held, problems, sum(each for _, _, each in told))
 
 
@@ -171,7 +174,10 @@ def _absent_in_memory(
     Collective operation: all ranks must call it.
     """
     entries = entries_of(stored)
-    tensors = [key for key, entry in entries.items() if entry.dtype is not None]
+    tensors = []
+    for key, entry in entries.items():
+        if entry.dtype is not None:
+            tensors.append(key)
     in_memory = {shard.key for shard in described.shards}
     names = names_of_module(stored.marker)
     coverage = coverage_of(described.objects, in_memory, entries, tensors, names, set)
@@ -188,7 +194,10 @@ def _compare(
     progress: Progress | None,
 ) -> _Found:
     """Compare the tensors of this rank."""
-    held = [shard for shard in described.shards if isinstance(shard, ShardedTensor)]
+    held = []
+    for shard in described.shards:
+        if isinstance(shard, ShardedTensor):
+            held.append(shard)
     names, faults = _compare_plain(stored, described.common)
     compared: dict[str, _Extents] = {name: set() for name in names}
     windows: list[_Window] = []
@@ -228,7 +237,10 @@ def _compare_plain(stored: StoredCheckpoint, common: Any) -> tuple[set[str], lis
 
     Return the names of tensors that the checkpoint has, and the differences.
     """
-    plain = [pair for pair in leaves(common) if isinstance(pair[1], torch.Tensor)]
+    plain = []
+    for pair in leaves(common):
+        if isinstance(pair[1], torch.Tensor):
+            plain.append(pair)
     stored_common = {}
     if plain:
         stored_common = load_common_state(stored)

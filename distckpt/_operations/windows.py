@@ -116,17 +116,15 @@ def _read(
 ) -> list[torch.Tensor]:
     """Read windows of a checkpoint into this thread's scratch memory."""
     dtypes = [FROM_NAME[tensors[window.tensor].dtype] for window in batch]
-    sizes = [
-        window.region.num_elements * dtype.itemsize
-        for window, dtype in zip(batch, dtypes, strict=True)
-    ]
+    sizes = []
+    for window, dtype in zip(batch, dtypes, strict=True):
+        sizes.append(window.region.num_elements * dtype.itemsize)
     # A multiple of the size of every item, so that each window can be viewed in its dtype.
     spaces = [-(-size // 16) * 16 for size in sizes]
     pieces = torch.split(scratch(purpose, (sum(spaces),), torch.uint8), spaces)
-    values = [
-        piece[:size].view(dtype).view(window.region.shape)
-        for piece, size, dtype, window in zip(pieces, sizes, dtypes, batch, strict=True)
-    ]
+    values = []
+    for piece, size, dtype, window in zip(pieces, sizes, dtypes, batch, strict=True):
+        values.append(piece[:size].view(dtype).view(window.region.shape))
     chosen = [(tensors[window.tensor], window.region) for window in batch]
     requests = [Request(tensor.key, tensor.shape, region) for tensor, region in chosen]
     stored = tensors[0].stored

@@ -126,8 +126,14 @@ def plan_changes(
     _check_are_exported(adapter, changes, shapes)
     _check_tied(adapter, changes, by_name, model or {}, tied)
     _check_parameters(adapter, changes)
-    modules = [_module_of(name) for name, shape in shapes.items() if _is_weight(name, shape)]
-    adapted = {_module_of(name) for name, change in changes.items() if change.product}
+    modules = []
+    for name, shape in shapes.items():
+        if _is_weight(name, shape):
+            modules.append(_module_of(name))
+    adapted = set()
+    for name, change in changes.items():
+        if change.product:
+            adapted.add(_module_of(name))
     check_targets(adapter.location, adapter.config, adapted, modules, model)
     for name, change in changes.items():
         _check_shape(adapter, by_name[name], change)
@@ -148,7 +154,10 @@ def _is_weight(name: str, shape: Sequence[int]) -> bool:
 def _check_config(adapter: Adapter) -> None:
     """Refuse configurations of other methods, and fields that PEFT does not write."""
     config = adapter.config
-    unknown = {name: config[name] for name in _OTHER_ARITHMETIC if config.get(name)}
+    unknown = {}
+    for name in _OTHER_ARITHMETIC:
+        if config.get(name):
+            unknown[name] = config[name]
     if config.get("init_lora_weights") not in _PLAIN_STARTS:
         unknown["init_lora_weights"] = config["init_lora_weights"]
     if config.get("peft_type") != "LORA" or unknown:
@@ -359,8 +368,14 @@ def _check_saved(
     if not changes:
         raise _incomplete(adapter, "target_modules", adapter.config.get("target_modules"))
     listed = adapter.names_of("modules_to_save")
-    saved = [name for name, change in changes.items() if change.replacement is not None]
-    absent = [each for each in listed if not _is_in(each, saved)]
+    saved = []
+    for name, change in changes.items():
+        if change.replacement is not None:
+            saved.append(name)
+    absent = []
+    for each in listed:
+        if not _is_in(each, saved):
+            absent.append(each)
     # PEFT adds names for classifiers, of which a model has one.
     has_none = bool(listed) and len(absent) == len(listed)
     if has_none or any(_is_in(each, exported) for each in absent):
@@ -428,10 +443,12 @@ def _possible_embeddings(outputs: Mapping[str, OutputTensor], model: Mapping[str
         return set()
     counts = collections.Counter(output.shape for output in outputs.values())
     vocabulary = text.get("vocab_size")
-    matrices = {name: each.shape for name, each in outputs.items() if len(each.shape) == 2}
-    return {
-        name for name, shape in matrices.items() if shape[0] == vocabulary and counts[shape] == 1
-    }
+    embeddings = set()
+    for name, output in outputs.items():
+        shape = output.shape
+        if len(shape) == 2 and shape[0] == vocabulary and counts[shape] == 1:
+            embeddings.add(name)
+    return embeddings
 
 
 def _check_parameters(adapter: Adapter, changes: Mapping[str, Change]) -> None:

@@ -46,8 +46,14 @@ def check_targets(
     """
     said = _said(config)
     try:
-        others = [module for module in adapted if not is_target(module, config)]
-        targets = [module for module in modules if is_target(module, config)]
+        others = []
+        for module in adapted:
+            if not is_target(module, config):
+                others.append(module)
+        targets = []
+        for module in modules:
+            if is_target(module, config):
+                targets.append(module)
     except re.error as error:
         raise CheckpointingException(
             f"The configuration of the adapter {location!r} has a pattern that is none ({error}): "
@@ -74,7 +80,10 @@ def check_targets(
 def _said(config: Mapping[str, Any]) -> str:
     """Describe a configuration's fields about modules, for messages."""
     given = {field: config.get(field) for field in FIELDS}
-    texts = [f"{field}={value!r:.300}" for field, value in given.items() if value is not None]
+    texts = []
+    for field, value in given.items():
+        if value is not None:
+            texts.append(f"{field}={value!r:.300}")
     return ", ".join(texts)
 
 
@@ -105,7 +114,10 @@ def _is_parameter(module: str, parameters: Collection[str]) -> bool:
     """Whether a configuration names a module's weight, or its whole parameter."""
     if expert := _EXPERT.fullmatch(module):
         leaf = expert["leaf"]
-        wholes = [whole for whole, parts in OF_EXPERTS.items() if leaf in parts]
+        wholes = []
+        for whole, parts in OF_EXPERTS.items():
+            if leaf in parts:
+                wholes.append(whole)
         if ends_with(f"{expert['block']}.{next(iter(wholes), leaf)}", parameters):
             return True
     return ends_with(f"{module}.weight", parameters)
@@ -150,7 +162,10 @@ def _missing(
 ) -> list[str]:
     """Return the targets for which the adapter lacks matrices."""
     forms = {without_numbers(module) for module in adapted}
-    names = [name for name in _names(listed, targets) if not _ends_any(adapted, name)]
+    names = []
+    for name in _names(listed, targets):
+        if not _ends_any(adapted, name):
+            names.append(name)
     missing = []
     for module in targets:
         if module in adapted or module in not_loaded:
@@ -185,16 +200,23 @@ def _not_loaded(modules: Collection[str], model: Mapping[str, Any] | None) -> se
     found = _of_prediction(modules)
     first_shared = _first_shared_layer(model or {})
     if first_shared is not None:
-        sharing = [module for module in modules if module.endswith(_KEYS_AND_VALUES)]
-        found.update(module for module in sharing if _layer_number(module) >= first_shared)
+        for module in modules:
+            if module.endswith(_KEYS_AND_VALUES) and _layer_number(module) >= first_shared:
+                found.add(module)
     return found
 
 
 def _of_prediction(modules: Collection[str]) -> set[str]:
     """Return the modules of token prediction."""
-    heads = [module for module in modules if module.endswith(f".{_PREDICTING}")]
-    around = tuple(module.removesuffix(_PREDICTING) for module in heads)
-    return {each for each in modules if _MTP.fullmatch(each) or each.startswith(around)}
+    prefixes = []
+    for module in modules:
+        if module.endswith(f".{_PREDICTING}"):
+            prefixes.append(module.removesuffix(_PREDICTING))
+    predicting = set()
+    for module in modules:
+        if _MTP.fullmatch(module) or module.startswith(tuple(prefixes)):
+            predicting.add(module)
+    return predicting
 
 
 def _layer_number(module: str) -> int:

@@ -127,20 +127,25 @@ def check_scales_cast(stored: StoredCheckpoint, casts: Mapping[str, torch.dtype]
         check_cast(stored, key, requested)
     pairs = zip(stored.manifest.keys, stored.manifest.dtypes, strict=True)
     codes = [(key, dtype) for key, dtype in pairs if may_be_codes(dtype)]
-    for key, _ in codes:
+    separate = []
+    for key, dtype in codes:
         for scales in scales_of(key, stored.manifest.key_index):
             if scales in casts:
                 raise _scales_alone(stored, scales, key, casts[scales])
-    beside = [key for key, dtype in codes if are_codes_beside_scales(key, dtype)]
-    if beside:
-        _check_scales_beside(stored, beside, casts)
+        if are_codes_beside_scales(key, dtype):
+            separate.append(key)
+    if separate:
+        _check_scales_beside(stored, separate, casts)
 
 
 def _check_scales_beside(
     stored: StoredCheckpoint, codes: Sequence[str], casts: Mapping[str, torch.dtype]
 ) -> None:
     """Refuse to convert tensors with names of scales for codes."""
-    at = {place: key for key in codes for place in (key, key.rpartition(".")[0])}
+    at = {}
+    for key in codes:
+        for place in (key, key.rpartition(".")[0]):
+            at[place] = key
     for scales in casts:
         for place in places_of(scales):
             if place in at:

@@ -35,7 +35,10 @@ def find(stored: StoredCheckpoint) -> dict[str, QuantizedTensor]:
     if not any(map(may_be_codes, set(manifest.dtypes))):
         return {}
     columns = zip(manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True)
-    tensors = {key: TensorSpec(shape, dtype) for key, shape, dtype in columns if dtype != OBJECT}
+    tensors = {}
+    for key, shape, dtype in columns:
+        if dtype != OBJECT:
+            tensors[key] = TensorSpec(shape, dtype)
     return find_quantized(tensors, manifest.quantization)
 
 
@@ -51,7 +54,10 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
         return stored
     manifest = stored.manifest
     tensors = list(found.values())
-    names = {key: key + AS_STORED for each in tensors for key in each.keys}
+    names = {}
+    for each in tensors:
+        for key in each.keys:
+            names[key] = key + AS_STORED
     view = Manifest(
         [*(names.get(key, key) for key in manifest.keys), *found],
         [*manifest.dtypes, *(each.dtype for each in tensors)],
@@ -72,7 +78,10 @@ def _aliases_in_view(
     aliases: Mapping[str, str], found: Collection[str], names: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the aliases of a view, given its new `names` of parts."""
-    in_view = {alias: key for alias, key in aliases.items() if key in found or key not in names}
+    in_view = {}
+    for alias, key in aliases.items():
+        if key in found or key not in names:
+            in_view[alias] = key
     for alias, key in aliases.items():
         if key in names:
             in_view[alias + AS_STORED] = names[key]
@@ -122,7 +131,9 @@ def name_in_view(view: StoredCheckpoint, key: str, dtype: torch.dtype) -> str:
 
 def hidden_keys(view: StoredCheckpoint) -> set[str]:
     """Return the keys of a view that only its quantized tensors use."""
-    hidden = {key for quantized in view.quantized.values() for key in quantized.keys}
+    hidden: set[str] = set()
+    for quantized in view.quantized.values():
+        hidden.update(quantized.keys)
     return hidden | {alias for alias, key in view.manifest.aliases.items() if key in hidden}
 
 

@@ -303,7 +303,10 @@ def check_codes(
         elif output.dtype != output.mapped.dtype:
             casts |= {part.key: FROM_NAME[output.dtype] for part in output.mapped.parts}
     check_scales_cast(stored, casts)
-    of_codes = [output for output in outputs if may_be_codes(output.mapped.dtype)]
+    of_codes = []
+    for output in outputs:
+        if may_be_codes(output.mapped.dtype):
+            of_codes.append(output)
     if of_codes:
         _check_scales_are_there(stored, of_codes, {output.name for output in outputs})
 
@@ -313,7 +316,10 @@ def _check_scales_are_there(
 ) -> None:
     index = stored.manifest.key_index
     unexplained = []
-    keys = [(output.name, part.key) for output in of_codes for part in output.mapped.parts]
+    keys = []
+    for output in of_codes:
+        for part in output.mapped.parts:
+            keys.append((output.name, part.key))
     for name, key in keys:
         scales = scales_of(key, index)
         if len(scales) > len(scales_of(name, names)):
@@ -362,10 +368,10 @@ def plan_files(
     sizes = {tensor.name: tensor.num_bytes for tensor in outputs}
     groups = group_keys_by_bytes(sizes, max_file_bytes)
     names = output_filenames(BASE_PREFIX, len(groups))
-    return [
-        OutputFile(name, tuple(by_name[key] for key in keys))
-        for name, keys in zip(names, groups, strict=True)
-    ]
+    files = []
+    for name, keys in zip(names, groups, strict=True):
+        files.append(OutputFile(name, tuple(by_name[key] for key in keys)))
+    return files
 
 
 def number_files(
@@ -388,7 +394,10 @@ def _numbered_groups(
     names: Collection[str], file_numbers: Mapping[str, int], lowest: int
 ) -> list[list[str]]:
     """Return the names of the tensors of each file, from `lowest` on."""
-    unmapped = [name for name in names if name not in file_numbers]
+    unmapped = []
+    for name in names:
+        if name not in file_numbers:
+            unmapped.append(name)
     if unmapped:
         raise CheckpointingException(
             f"The mapping of tensors to files does not name {summarize_keys(unmapped)}"

@@ -141,7 +141,10 @@ def forgotten(stored: StoredCheckpoint, absent: Collection[str]) -> str:
     """Name the file with absent keys that its directory's index omits."""
     by_file = (stored.manifest.origin or {}).get("forgotten", {})
     for name, keys in by_file.items():
-        found = [key for key in keys if key in absent]
+        found = []
+        for key in keys:
+            if key in absent:
+                found.append(key)
         if found:
             return (
                 f"The index does not name {summarize_keys(found)}, in {name!r}: add to its "
@@ -199,7 +202,10 @@ def check_dtypes(
     manifest = stored.manifest
     stored_dtypes = [FROM_NAME.get(manifest.dtypes[manifest.key_index[key]]) for key in keys]
     triples = zip(keys, stored_dtypes, requested, strict=True)
-    differing = [(key, dtype) for key, found, dtype in triples if found != dtype]
+    differing = []
+    for key, found, dtype in triples:
+        if found != dtype:
+            differing.append((key, dtype))
     for key, dtype in dict.fromkeys(differing):
         _check_dtype(stored, key, dtype, allow_cast)
 

@@ -50,10 +50,16 @@ def merged(
     """
     terms = [decoded(checkpoint) for checkpoint in checkpoints]
     ids = [_select(term, keys, unused) for term, unused in zip(terms, left_out, strict=True)]
-    common = [name for name in ids[0] if all(name in others for others in ids)]
+    common = []
+    for name in ids[0]:
+        if all(name in others for others in ids):
+            common.append(name)
     _check_all_are_common(terms, ids, common, write_tied)
     aliases = _tied_in_all(common, ids)
-    names = [name for name in common if name not in aliases]
+    names = []
+    for name in common:
+        if name not in aliases:
+            names.append(name)
     dtypes = [_dtype_of_sum(name, terms) for name in names]
     shapes = [terms[0].global_shape(name) for name in names]
     manifest = Manifest(names, dtypes, shapes, ChunkTable.empty(), aliases, has_checksums=False)
@@ -77,11 +83,18 @@ def _select(
 ) -> dict[str, int]:
     """Return the index of each name that matches, tied ones included."""
     tensors = select_tensors(stored.manifest, keys, True, hidden_keys(stored), left_out)
-    summed = [key for key, info in tensors.items() if is_summed(FROM_NAME[info.dtype])]
+    summed = []
+    for key, info in tensors.items():
+        if is_summed(FROM_NAME[info.dtype]):
+            summed.append(key)
     check_scales_cast(stored, dict.fromkeys(summed, torch.float64))
     manifest = stored.manifest
     names = (*manifest.keys, *manifest.aliases)
-    return {name: manifest.key_index[name] for name in names if name in tensors}
+    ids = {}
+    for name in names:
+        if name in tensors:
+            ids[name] = manifest.key_index[name]
+    return ids
 
 
 def _check_all_are_common(
@@ -107,7 +120,10 @@ def _not_found_everywhere(
     terms: Sequence[StoredCheckpoint],
     ids: Sequence[Mapping[str, int]],
 ) -> LoadMismatchError:
-    lacking = [other for other, names in zip(terms, ids, strict=True) if absent[0] not in names]
+    lacking = []
+    for other, names in zip(terms, ids, strict=True):
+        if absent[0] not in names:
+            lacking.append(other)
     return LoadMismatchError(
         f"Merging needs the same tensors in all checkpoints: {summarize_keys(absent)} of "
         f"{term.location!r} cannot be found in {lacking[0].location!r}. Leave them out with "

@@ -105,7 +105,10 @@ def names_in_memory(
             names[name] = in_memory
     infos = {name: TensorSpec(assembled.tensors[name].shape, "F32") for name in names}
     renamed = apply_rules(forms_on_disk(Config(model), on_disk), infos)
-    whole = {new: mapped.parts[0].key for new, mapped in renamed.items() if len(mapped.parts) == 1}
+    whole = {}
+    for new, mapped in renamed.items():
+        if len(mapped.parts) == 1:
+            whole[new] = mapped.parts[0].key
     return {new: names[key] for new, key in whole.items()}
 
 
@@ -152,8 +155,10 @@ def with_peft_names(
     for name, pair in _with_wrapped_experts(_in_memory(pairs, config)).items():
         made[f"{PREFIX}{name}.lora_A.weight"] = pair.a
         made[f"{PREFIX}{name}.lora_B.weight"] = pair.b
-    stems = [stem for module in modules for stem in module.keys.values()]
-    used = [stem + end for stem in stems for end in (_OUT, _IN)]
+    used = []
+    for module in modules:
+        for stem in module.keys.values():
+            used += [stem + _OUT, stem + _IN]
     return [Assemble(made, {key: tensors[key].shape for key in used})]
 
 
@@ -171,10 +176,9 @@ def _in_memory(pairs: dict[str, Pair], config: Mapping[str, Any] | None) -> dict
     """Give modules of vision models their names in memory."""
     if not config or "vision_config" not in config:
         return pairs
-    own = {
-        name.removesuffix(".weight"): other.removesuffix(".weight")
-        for name, other in names_in_memory(config, {}).items()
-    }
+    own = {}
+    for name, other in names_in_memory(config, {}).items():
+        own[name.removesuffix(".weight")] = other.removesuffix(".weight")
     return {own.get(name, name): pair for name, pair in pairs.items()}
 
 
@@ -333,7 +337,10 @@ def _with_wrapped_experts(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
 
 def _wrapped(block: str, parts: Mapping[str, object]) -> list[tuple[str, ...]]:
     """Return the part names of each parameter of a block of experts."""
-    wrapped = [names for names in OF_EXPERTS.values() if parts.keys() >= set(names)]
+    wrapped = []
+    for names in OF_EXPERTS.values():
+        if parts.keys() >= set(names):
+            wrapped.append(names)
     if {name for names in wrapped for name in names} != parts.keys():
         raise CheckpointingException(
             f"LoRA for {block!r} changes {', '.join(sorted(parts))}. PEFT's layout is known for "
@@ -346,5 +353,7 @@ def _joined(parts: Sequence[Mapping[int, Pair]]) -> Pair:
     """Join all experts' pairs; `parts` have them by expert number."""
     first, *_ = of_parts = [[part[number] for number in sorted(part)] for part in parts]
     of_experts = list(zip(*of_parts, strict=True))
-    b = [join([pair.b for pair in of_expert], 0) for of_expert in of_experts]
+    b = []
+    for of_expert in of_experts:
+        b.append(join([pair.b for pair in of_expert], 0))
     return Pair(join([pair.a for pair in first], 0), interleave(join(b, 1), 1, len(b)))

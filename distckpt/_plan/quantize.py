@@ -166,7 +166,10 @@ def _config(
 
 def _check_names(outputs: Collection[OutputTensor]) -> None:
     counts = Counter(tensor.name for tensor in outputs)
-    twice = [name for name, count in counts.items() if count > 1]
+    twice = []
+    for name, count in counts.items():
+        if count > 1:
+            twice.append(name)
     if twice:
         raise CheckpointingException(
             f"{twice[0]!r} is in the checkpoint, and quantizing makes another: rename it."

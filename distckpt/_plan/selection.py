@@ -94,7 +94,10 @@ def check_all_match(
     if absent:
         named = ", ".join(map(repr, absent))
         logger.warning("no tensor%s matches %s, which is to be left out", where, named)
-    unused = [old for old in rename if not any(name.startswith(old) for name in names)]
+    unused = []
+    for old in rename:
+        if not any(name.startswith(old) for name in names):
+            unused.append(old)
     unused += _without_match(wanted, names)
     if unused:
         there = summarize_keys(names) or "none"
@@ -104,7 +107,11 @@ def check_all_match(
 
 
 def _without_match(patterns: Iterable[str], names: Collection[str]) -> list[str]:
-    return [each for each in patterns if not any(_fits(name, each) for name in names)]
+    unmatched = []
+    for each in patterns:
+        if not any(_fits(name, each) for name in names):
+            unmatched.append(each)
+    return unmatched
 
 
 def renamed(name: str, rename: Mapping[str, str]) -> str:
@@ -136,10 +143,16 @@ def select_tensors(
     """
     check_patterns(keys)
     names = _names_of_tensors(manifest)
-    visible = [name for name in names if name not in hidden and name not in left_out]
+    visible = []
+    for name in names:
+        if name not in hidden and name not in left_out:
+            visible.append(name)
     chosen = visible
     if keys is not None:
-        chosen = [name for name in visible if matches(name, keys)]
+        chosen = []
+        for name in visible:
+            if matches(name, keys):
+                chosen.append(name)
     if not chosen:
         raise _nothing_chosen(keys, visible, _besides(names, left_out))
     check_all_match(names, keys)
@@ -168,7 +181,10 @@ def _nothing_chosen(
 
 def _besides(names: Iterable[str], left_out: Set[str]) -> str:
     """Name the optimizers' tensors, which an export leaves out by default."""
-    besides = [name for name in names if name in left_out]
+    besides = []
+    for name in names:
+        if name in left_out:
+            besides.append(name)
     if not besides:
         return ""
     return f' besides an optimizer\'s, which keys="*" selects: {summarize_keys(besides)}'

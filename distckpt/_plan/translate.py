@@ -26,22 +26,24 @@ def _of_other_ranks(
     stored: Mapping[str, MappedTensor], infos: Mapping[str, TensorSpec]
 ) -> dict[str, TensorSpec]:
     """Describe tensors of other ranks that rules name, such as stack members."""
-    parts = [
-        (tensor, part)
-        for tensor in stored.values()
-        for part in tensor.parts
-        if part.key not in infos
-    ]
     shapes: dict[str, list[int]] = {}
-    dtypes = {part.key: tensor.dtype for tensor, part in parts}
-    for _, part in parts:
-        ends = [offset + size for offset, size in zip(*part.source, strict=True)]
-        shapes[part.key] = list(map(max, shapes.get(part.key, ends), ends))
+    dtypes = {}
+    for tensor in stored.values():
+        for part in tensor.parts:
+            if part.key in infos:
+                continue
+            ends = [offset + size for offset, size in zip(*part.source, strict=True)]
+            shapes[part.key] = list(map(max, shapes.get(part.key, ends), ends))
+            dtypes[part.key] = tensor.dtype
     return {key: TensorSpec(tuple(shape), dtypes[key]) for key, shape in shapes.items()}
 
 
 def _ties(rules: Sequence[Rule]) -> dict[str, str]:
-    return {rule.key: rule.to for rule in rules if isinstance(rule, Tie)}
+    ties = {}
+    for rule in rules:
+        if isinstance(rule, Tie):
+            ties[rule.key] = rule.to
+    return ties
 
 
 def decide_ties(
@@ -85,11 +87,16 @@ def without_ties(
     """
     before, ties, after = _around_ties(rules, of_model)
     shapes = _shapes_after(before, shapes) if ties else {}
-    both = {key: to for key, to in ties.items() if {key, to} <= shapes.keys()}
+    both = {}
+    for key, to in ties.items():
+        if {key, to} <= shapes.keys():
+            both[key] = to
     apart = _stored_ones(both, after, shapes, stored)
-    return [
-        rule for rule in of_model if not (isinstance(rule, Tie) and {rule.key, rule.to} <= apart)
-    ]
+    kept_rules = []
+    for rule in of_model:
+        if not (isinstance(rule, Tie) and {rule.key, rule.to} <= apart):
+            kept_rules.append(rule)
+    return kept_rules
 
 
 def _around_ties(
@@ -97,7 +104,10 @@ def _around_ties(
 ) -> tuple[list[Rule], dict[str, str], list[Rule]]:
     """Return the rules before a model's ties, its ties, and later rules."""
     first = next((n for n, rule in enumerate(of_model) if isinstance(rule, Tie)), 0)
-    after = [rule for rule in of_model[first:] if not isinstance(rule, Tie)]
+    after = []
+    for rule in of_model[first:]:
+        if not isinstance(rule, Tie):
+            after.append(rule)
     return [*rules, *of_model[:first]], _ties(of_model), after
 
 
@@ -122,7 +132,11 @@ def _decided(
         if key in there and stand_ins[to] not in there:
             stand_ins[to] = key
     pairs = [(key, stand_ins[to]) for key, to in ties.items()] + list(stand_ins.items())
-    return [Tie(key, to, optional=True) for key, to in pairs if key not in there and key != to]
+    decided: list[Rule] = []
+    for key, to in pairs:
+        if key not in there and key != to:
+            decided.append(Tie(key, to, optional=True))
+    return decided
 
 
 def _stored_ones(
