@@ -57,7 +57,8 @@ class EncodedSource(TensorSource):
         return self._values.keys_besides(tensor if part is None else part.tensor)
 
     def read(self, wanted: Sequence[Wanted], factor: float = 1.0) -> None:
-        self._values.read([each for each in wanted if each.tensor.name not in self._parts], factor)
+        plain = [request for request in wanted if request.tensor.name not in self._parts]
+        self._values.read(plain, factor)
         for tensor, region, view in wanted:
             part = self._parts.get(tensor.name)
             if part is not None:
@@ -79,7 +80,7 @@ class EncodedSource(TensorSource):
         for region in regions_to_encode(quantized, role, wanted, _ENCODED_AT_ONCE):
             values = self._read_values(part, region)
             try:
-                found = encode(quantized, values, region, maximum)[role]
+                encoded = encode(quantized, values, region, maximum)[role]
             except ValueError as error:
                 raise CheckpointingException(
                     f"{name!r} cannot be quantized: {error}, in region {region} of the tensor it "
@@ -88,9 +89,9 @@ class EncodedSource(TensorSource):
             place = part_regions(quantized, region)[role]
             common = intersect(place, wanted)
             if common is not None:
-                found = found.contiguous().view(view.dtype).view(place.shape)
+                encoded = encoded.contiguous().view(view.dtype).view(place.shape)
                 goal = view[common.relative_to(wanted.offset).slices()]
-                goal.copy_(found[common.relative_to(place.offset).slices()])
+                goal.copy_(encoded[common.relative_to(place.offset).slices()])
 
     def _maximum_of(self, part: EncodedPart) -> float:
         """Return the largest magnitude in a tensor; two threads may both look for it."""

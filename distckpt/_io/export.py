@@ -211,13 +211,13 @@ def _complete_chunks(source: TensorSource, tensors: Sequence[OutputTensor]) -> l
     is_alone = manifest.key_starts[key_ids + 1] == chunks + 1
     places = places[is_alone]
     chunks = chunks[is_alone]
-    found: list[int | None] = [None] * len(tensors)
+    whole_chunks: list[int | None] = [None] * len(tensors)
     rows = zip(places.tolist(), chunks.tolist(), manifest.num_bytes[chunks].tolist(), strict=True)
     for place, chunk, num_bytes in rows:
         # A chunk with as many bytes as the tensor is the whole tensor.
         if num_bytes == tensors[place].num_bytes and chunk not in stored.quantized:
-            found[place] = chunk
-    return found
+            whole_chunks[place] = chunk
+    return whole_chunks
 
 
 def _copied_key(source: TensorSource, tensor: OutputTensor) -> str | None:
@@ -238,14 +238,14 @@ def _read_ranges(
     factor: float = 1.0,
 ) -> None:
     """Read ranges, times a factor."""
-    wanted = []
+    regions = []
     for tensor, first, values in ranges:
         done = 0
         for region in flat_range_regions(tensor.shape, first, first + len(values)):
             view = values[done : done + region.num_elements].view(region.shape)
             done += region.num_elements
-            wanted.append(Wanted(tensor, region, view))
-    source.read(wanted, factor)
+            regions.append(Wanted(tensor, region, view))
+    source.read(regions, factor)
 
 
 def _overflowed(source: TensorSource, ranges: Sequence[_Range]) -> list[_Range]:
@@ -267,9 +267,9 @@ def _read_and_cast(
 
     Yield numbers of values that do not fit.
     """
-    dtypes = [source.dtype_of(each.tensor) for each in ranges]
+    dtypes = [source.dtype_of(piece.tensor) for piece in ranges]
     # Places in memory fit any dtype.
-    counts = [len(each.values) for each in ranges]
+    counts = [len(piece.values) for piece in ranges]
     sizes = [-(-n * dtype.itemsize // 16) * 16 for n, dtype in zip(counts, dtypes, strict=True)]
     for unit in units_of(sizes, UNIT_BYTES, 16):
         memory = torch.from_numpy(bounce_buffer("cast", UNIT_BYTES))
@@ -286,10 +286,10 @@ def _read_and_cast(
             wide.append(_Range(tensor, first + start, values))
             begin += span.num_bytes
         _read_ranges(source, wide)
-        for each, target in zip(wide, targets, strict=True):
-            num_overflows = _count_overflowed(source, each) + cast_and_count(each.values, target)
+        for piece, target in zip(wide, targets, strict=True):
+            num_overflows = _count_overflowed(source, piece) + cast_and_count(piece.values, target)
             if num_overflows:
-                yield each.tensor, num_overflows
+                yield piece.tensor, num_overflows
 
 
 def _count_overflowed(source: TensorSource, computed: _Range) -> int:

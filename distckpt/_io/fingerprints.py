@@ -47,14 +47,14 @@ def sums_of(regions: Iterable[LiveRegion], num_slots: int) -> list[int]:
     for region in regions:
         windows.extend(windows_of(region))
     # One step for the interpreter each: no addition is lost.
-    found: list[tuple[int, int]] = []
+    numbers: list[tuple[int, int]] = []
 
     def add(window: LiveRegion) -> None:
-        found.append((window.slot, region_number(window.values, window.region.offset)))
+        numbers.append((window.slot, region_number(window.values, window.region.offset)))
 
     run_threads(add, windows)
     sums = [0] * num_slots
-    for slot, number in found:
+    for slot, number in numbers:
         sums[slot] = (sums[slot] + number) % PRIME
     return sums
 

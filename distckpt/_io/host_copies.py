@@ -238,9 +238,12 @@ class HostCopies:
         The rest is copied when its turn to be written comes; after that `staged` is set.
         """
         device = _device_of(files)
-        chosen = _choose([file.chunk_bytes for file in files], self._max_bytes)
-        parts = [_Part.of(*pair, device) for pair in zip(files, chosen, strict=True)]
-        self.needed = [size for part in parts for size in part.buffer_bytes], device
+        chunks = _choose([file.chunk_bytes for file in files], self._max_bytes)
+        parts = [_Part.of(*pair, device) for pair in zip(files, chunks, strict=True)]
+        sizes: list[int] = []
+        for part in parts:
+            sizes.extend(part.buffer_bytes)
+        self.needed = sizes, device
         if self._only_measures:
             return list(files)
         self._buffers = self._memory.take(*self.needed, self._timeout)
@@ -295,7 +298,7 @@ def _choose(sizes: Sequence[Sequence[int]], max_bytes: int | None) -> list[list[
     """
     if max_bytes is None:
         return [list(range(len(chunks))) for chunks in sizes]
-    chosen: list[list[int]] = []
+    selection: list[list[int]] = []
     room = max_bytes
     for chunks in reversed(sizes):
         taken: list[int] = []
@@ -303,8 +306,8 @@ def _choose(sizes: Sequence[Sequence[int]], max_bytes: int | None) -> list[list[
             if chunks[index] <= room:
                 room -= chunks[index]
                 taken.append(index)
-        chosen.append(taken[::-1])
-    return chosen[::-1]
+        selection.append(taken[::-1])
+    return selection[::-1]
 
 
 @dataclass(frozen=True)
@@ -391,10 +394,10 @@ class _Copies(NamedTuple):
         """Return the bytes from start to stop, which must not be equal."""
         index = bisect.bisect_right(self.ends, start) - 1
         begin, end = self.ends[index : index + 2]
-        found = self.buffers[index][start - begin : stop - begin]
+        first_part = self.buffers[index][start - begin : stop - begin]
         if stop <= end:
-            return [found]
-        return [found, *self.between(end, stop)]
+            return [first_part]
+        return [first_part, *self.between(end, stop)]
 
     def of_span(self, span: Span) -> list[Bytes]:
         """Return the bytes of a span of a copied chunk."""

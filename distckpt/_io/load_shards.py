@@ -136,8 +136,8 @@ def load_tensors(
     counter.finish()
     settings.overwritten.update(aliases.settle(shards, planned.shards, stored.location))
     tensors = []
-    for given, shard in zip(shards, planned.shards, strict=True):
-        tensors.append(shard.data if given.data is None else given.data)
+    for shard, filled in zip(shards, planned.shards, strict=True):
+        tensors.append(filled.data if shard.data is None else shard.data)
     return tensors
 
 
@@ -185,16 +185,16 @@ def _translated(
     settings: ReadSettings,
 ) -> _Requests:
     """Request the tensors that the rules read."""
-    found = translate(settings.rules, planned.requests, planned.targets)
-    for padding in found.padding:
+    translated = translate(settings.rules, planned.requests, planned.targets)
+    for padding in translated.padding:
         padding.zero_()
-    dtypes = [view.dtype for view in found.views]
-    requests, copies = _plan_copies(stored, found.requests, dtypes, settings)
+    dtypes = [view.dtype for view in translated.views]
+    requests, copies = _plan_copies(stored, translated.requests, dtypes, settings)
     additions = []
-    for pair in zip(found.views, found.adds, strict=True):
+    for pair in zip(translated.views, translated.adds, strict=True):
         if pair[1]:
             additions.append(pair)
-    return _Requests(planned.shards, requests, found.views, copies, additions)
+    return _Requests(planned.shards, requests, translated.views, copies, additions)
 
 
 def _dtype_of(shard: ShardedTensor) -> torch.dtype:

@@ -598,10 +598,10 @@ def _fill(buffers: Sequence[Bytes], data: Bytes) -> int:
 def _verify(reading: _Reading, unit: list[Span], filled: Iterable[Bytes]) -> None:
     """Compare the blocks of a unit with their checksums; the bytes come piece by piece."""
     block = reading.stored.manifest.block_bytes
-    found = block_checksums([span.stop - span.start for span in unit], filled, block)
-    expected = reading.expected(unit, len(found))
-    if found != expected:
-        pairs = zip(found, expected, strict=True)
+    actual = block_checksums([span.stop - span.start for span in unit], filled, block)
+    expected = reading.expected(unit, len(actual))
+    if actual != expected:
+        pairs = zip(actual, expected, strict=True)
         raise _mismatch(reading, unit, next(i for i, (a, b) in enumerate(pairs) if a != b))
 
 

@@ -47,7 +47,10 @@ def read_values(
         progress,
     )
     pieces = plan_decoding(stored, [copy for copy in copies if copy.chunk in stored.quantized])
-    check_files(stored, [part.chunk for piece in pieces for part in piece.copies])
+    chunks: list[int] = []
+    for piece in pieces:
+        chunks.extend(part.chunk for part in piece.copies)
+    check_files(stored, chunks)
     run_threads(
         lambda piece: _read_piece(stored, piece, target_of(piece, targets), progress),
         pieces,
@@ -57,7 +60,7 @@ def read_values(
 
 def read_apart(
     stored: StoredCheckpoint,
-    wanted: Sequence[tuple[Request, torch.Tensor]],
+    targets: Sequence[tuple[Request, torch.Tensor]],
     num_threads: int,
     progress: Callable[[int], None] | None = None,
 ) -> None:
@@ -66,7 +69,7 @@ def read_apart(
     They are read in pieces, together with the gaps between their elements.
     """
     pieces = []
-    for request, target in wanted:
+    for request, target in targets:
         region = whole(request.region.shape)
         for piece in cut_region(region, PIECE_ELEMENTS // math.prod(request.step)):
             pieces.append((request, target, piece))

@@ -107,12 +107,12 @@ def _names_after(manifest: Manifest, removed: set[str]) -> _Names:
     aliases: dict[str, str] = {}
     names: list[str | None] = []
     for group in tied.values():
-        kept = []
+        remaining = []
         for name in group:
             if name not in removed:
-                kept.append(name)
-        names.append(kept[0] if kept else None)
-        aliases.update((alias, kept[0]) for alias in kept[1:])
+                remaining.append(name)
+        names.append(remaining[0] if remaining else None)
+        aliases.update((alias, remaining[0]) for alias in remaining[1:])
     stays = np.array([name is not None for name in names], np.bool_)
     changes = np.array(
         [name != key for name, key in zip(names, manifest.keys, strict=True)], np.bool_
@@ -145,16 +145,16 @@ def _write_remaining(
             locations.link_tree(source, target)
             files[file_id] = file
     chunks = manifest.chunks._replace(first_bytes=first_bytes)
-    kept = chunks.take(np.flatnonzero(stays), manifest.block_bytes)
+    table = chunks.take(np.flatnonzero(stays), manifest.block_bytes)
     key_ids = np.flatnonzero(names.stays).tolist()
     return Manifest(
         keys=[name for name in names.new if name is not None],
         dtypes=[manifest.dtypes[key_id] for key_id in key_ids],
         global_shapes=[manifest.global_shapes[key_id] for key_id in key_ids],
-        chunks=kept._replace(
+        chunks=table._replace(
             files=list(files.values()),
-            key_ids=np.searchsorted(key_ids, kept.key_ids),
-            file_ids=np.searchsorted(list(files), kept.file_ids),
+            key_ids=np.searchsorted(key_ids, table.key_ids),
+            file_ids=np.searchsorted(list(files), table.file_ids),
         ),
         aliases=dict(names.aliases),
         block_bytes=manifest.block_bytes,

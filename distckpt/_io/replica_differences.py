@@ -69,8 +69,8 @@ def select_pairs(
     rows, firsts = differences
     contents = np.column_stack((firsts, table.digests[rows].astype(np.int64)))
     _, distinct = np.unique(contents, axis=0, return_index=True)
-    chosen = np.sort(distinct)[:: 1 + len(distinct) // MAX_PAIRS]
-    needed = np.unique(np.concatenate((rows[chosen], firsts[chosen])))
+    selection = np.sort(distinct)[:: 1 + len(distinct) // MAX_PAIRS]
+    needed = np.unique(np.concatenate((rows[selection], firsts[selection])))
     rows_of_ranks: list[list[int]] = [[] for _ in starts]
     places: dict[int, tuple[int, int]] = {}
     for row in needed.tolist():
@@ -82,7 +82,7 @@ def select_pairs(
         ranks=np.unique(table.ranks[rows]).tolist(),
         pairs=[
             _pair(table, places, row, first)
-            for row, first in zip(rows[chosen].tolist(), firsts[chosen].tolist(), strict=True)
+            for row, first in zip(rows[selection].tolist(), firsts[selection].tolist(), strict=True)
         ],
         rows_of_ranks=rows_of_ranks,
         error=different_replicas_error(table, differences),
@@ -145,7 +145,7 @@ def _pair(table: GlobalTable, places: dict[int, tuple[int, int]], row: int, firs
 
 def samples_to_bytes(samples: Sequence[bytes]) -> bytes:
     """Encode the samples of one rank for sending."""
-    return pack(None, {str(i): np.frombuffer(each, np.uint8) for i, each in enumerate(samples)})
+    return pack(None, {str(i): np.frombuffer(sample, np.uint8) for i, sample in enumerate(samples)})
 
 
 def samples_from_bytes(data: bytes) -> list[bytes]:
@@ -168,12 +168,12 @@ def report_differences(
         InvalidShardingError: most of the elements that differ are of tensors which have nothing in
             common, unless `warns`.
     """
-    found = []
+    differences = []
     for pair in compared.pairs:
-        found.append(
+        differences.append(
             compare_samples(pair.dtype, _sample(samples, pair.main), _sample(samples, pair.other))
         )
-    pairs = zip(compared.pairs, found, strict=True)
+    pairs = zip(compared.pairs, differences, strict=True)
     unrelated = []
     for pair, difference in pairs:
         if difference.is_unrelated:
@@ -190,7 +190,7 @@ def report_differences(
         "an error.",
         summarize_keys(compared.keys),
         ", ".join(map(str, compared.ranks[:8])) + more,
-        largest_of(found),
+        largest_of(differences),
         f", and {summarize_keys(names)} have nothing in common with them" if names else "",
     )
 

@@ -65,11 +65,12 @@ def columns_of(manifest: Manifest, numbers: Sequence[bytes]) -> dict[str, npt.ND
 
 def _numbers_of_values(manifest: Manifest) -> npt.NDArray[np.int64]:
     """Return the number of values of each key. A complex number has two; objects have -1."""
-    per_item = {"C64": 2}
-    return np.array(
-        [
-            -1 if dtype == OBJECT else math.prod(shape) * per_item.get(dtype, 1)
-            for dtype, shape in zip(manifest.dtypes, manifest.global_shapes, strict=True)
-        ],
-        np.int64,
-    )
+    numbers = []
+    for dtype, shape in zip(manifest.dtypes, manifest.global_shapes, strict=True):
+        if dtype == OBJECT:
+            numbers.append(-1)
+        elif dtype == "C64":
+            numbers.append(2 * math.prod(shape))
+        else:
+            numbers.append(math.prod(shape))
+    return np.array(numbers, np.int64)

@@ -102,7 +102,7 @@ def read_shared(
     ranks = sharing.ranks
     if not _may_pay(sharing, targets):
         return copies
-    with ranks.telling("describe the reads", answer_each=True) as told:
+    with ranks.telling("describe the reads", answer_each=True) as message:
         costs = ReadCosts(stored.manifest, sharing.is_local and not stored.verifies)
         divided, table = _describe(sharing, costs, copies, targets)
         pieces = _Pieces(copies, divided)
@@ -111,9 +111,9 @@ def read_shared(
         if sharing.is_auto:
             with ranks.part("read"):
                 left, is_fast = _read_sample(sharing, pieces, table.num_bytes, targets, read)
-        told.payload = (_FAST if is_fast else _SLOW) + table.take(left).to_bytes()
+        message.payload = (_FAST if is_fast else _SLOW) + table.take(left).to_bytes()
     data = ranks.answer_each(
-        told, "plan shared reads", lambda: _plan_together(sharing, told.payloads, costs)
+        message, "plan shared reads", lambda: _plan_together(sharing, message.payloads, costs)
     )
     if not data:
         return pieces.join(left)

@@ -80,18 +80,18 @@ class SummedSource(TensorSource):
     ) -> None:
         weights = [weight * factor for weight in self._weights]
         for dtypes, batch in _batches(self.stored, self._terms, requests, views):
-            wanted = [request for request, _ in batch]
-            terms = _read_terms(self._terms, dtypes, wanted)
+            requested = [request for request, _ in batch]
+            terms = _read_terms(self._terms, dtypes, requested)
             view = batch[0][1]
             is_direct = len(batch) == 1 and view.is_contiguous()
             goal = view.view(-1) if is_direct else scratch("rounded", terms[0].shape, view.dtype)
-            if is_summed(FROM_NAME[self.stored.dtype_name(wanted[0].key)]):
+            if is_summed(FROM_NAME[self.stored.dtype_name(requested[0].key)]):
                 _fill_with_sum(goal, terms, weights, self._decay)
             else:
-                _check_equal(self._terms, wanted, terms)
+                _check_equal(self._terms, requested, terms)
                 goal.copy_(terms[0])
             if not is_direct:
-                for (_, view), part in zip(batch, _divided(goal, wanted), strict=True):
+                for (_, view), part in zip(batch, _divided(goal, requested), strict=True):
                     view.copy_(part)
 
 

@@ -259,18 +259,18 @@ def _functions_by_position(
 ) -> dict[Position, Callable[[Any], Any]]:
     if isinstance(gather_fns, bool):
         gather = operator.methodcaller("full_tensor")
-        chosen = flat if gather_fns else {}
+        leaves_to_gather = flat if gather_fns else {}
         functions: dict[Position, Callable[[Any], Any]] = {}
-        for place, leaf in chosen.items():
+        for place, leaf in leaves_to_gather.items():
             if hasattr(leaf, "full_tensor"):
                 functions[place] = gather
         return functions
     is_flat = any(isinstance(key, tuple) for key in gather_fns)
-    given = gather_fns
+    by_position = gather_fns
     if not is_flat:
-        given = flatten_for_broadcast(gather_fns)
+        by_position = flatten_for_broadcast(gather_fns)
     functions = {}
-    for place, function in given.items():
+    for place, function in by_position.items():
         if function is not None:
             functions[place] = function
     return functions
@@ -281,12 +281,12 @@ def _is_nested(node: Any) -> bool:
 
 
 def _check_same(
-    found: Iterable[Position],
+    actual: Iterable[Position],
     expected: Iterable[Position],
     problem: str,
 ) -> None:
-    lacking = set(expected) - set(found)
-    extra = set(found) - set(expected)
+    lacking = set(expected) - set(actual)
+    extra = set(actual) - set(expected)
     if lacking or extra:
         names = []
         for side in (lacking, extra):
@@ -331,8 +331,8 @@ def broadcast_tensor(
     ranks = Ranks(process_group)
     with ranks.phase("describe the tensor to broadcast"):
         mine = [str(tensor.dtype), list(tensor.shape), src]
-        described = json.dumps([mine, int(memory_limit_bytes)]).encode()
-    everyone = [json.loads(text) for text in ranks.all_gather(described)]
+        description = json.dumps([mine, int(memory_limit_bytes)]).encode()
+    everyone = [json.loads(text) for text in ranks.all_gather(description)]
     with ranks.phase("prepare a broadcast"):
         for rank, (other, _) in enumerate(everyone):
             if other != mine:

@@ -52,7 +52,7 @@ class OwnUnits(NamedTuple):
         plan = self.plan
         unit_in = self._unit_in()
         sizes = self.held_bytes().tolist()
-        found: dict[int, ReadRegion] = {}
+        regions: dict[int, ReadRegion] = {}
         end = 0
         numbers = np.flatnonzero(plan.read_waves == wave)
         places = zip(
@@ -66,7 +66,7 @@ class OwnUnits(NamedTuple):
             sample = self.units[unit_in[number]]
             if unit >= 0:
                 source = self.units[unit].source
-                found[number] = ReadRegion(sample.chunk, source, self.target(unit), unit)
+                regions[number] = ReadRegion(sample.chunk, source, self.target(unit), unit)
                 continue
             ndim = len(sample.source.shape)
             target = self.targets[sample.request]
@@ -74,8 +74,8 @@ class OwnUnits(NamedTuple):
             num_bytes = region.num_elements * target.itemsize
             memory = held[end : end + num_bytes].view(target.dtype).view(region.shape)
             end += sizes[number]
-            found[number] = ReadRegion(sample.chunk, region, memory, unit)
-        return found
+            regions[number] = ReadRegion(sample.chunk, region, memory, unit)
+        return regions
 
     def _unit_in(self) -> list[int]:
         """Return a unit in each region that this rank reads."""
@@ -125,14 +125,14 @@ class Wave:
 
         They are copies of further requests.
         """
-        held = []
+        reads = []
         for read in self._regions.values():
             if read.unit < 0:
-                held.append(read)
+                reads.append(read)
         copies = []
-        for number, read in enumerate(held, first_request):
+        for number, read in enumerate(reads, first_request):
             copies.append(Copy(read.chunk, read.region, number, whole(read.region.shape)))
-        return copies, [read.memory for read in held]
+        return copies, [read.memory for read in reads]
 
     def fill_own(self) -> None:
         """Fill this rank's other units from the regions it has read."""

@@ -348,9 +348,9 @@ class _Output:
     def _keep_checksums(self, number: int, buffers: Sequence[Bytes]) -> None:
         if self._settings.with_checksums:
             sizes = _sizes_of(self.units[number])
-            found = block_checksums(sizes, buffers, self._settings.block_bytes)
+            checksums = block_checksums(sizes, buffers, self._settings.block_bytes)
             # A block that begins before the span belongs to the one before.
-            self.checksums[number] = found[self._starts[number] < self._span[0] :]
+            self.checksums[number] = checksums[self._starts[number] < self._span[0] :]
 
     def _own_buffers(self, number: int) -> tuple[int, list[Bytes]]:
         """Return a unit's bytes in the span, and where they begin."""

@@ -188,13 +188,13 @@ class Checkpoint(SaysOtherNames):
                 f"{self.location!r} holds quantized tensors, and fingerprints are of what is "
                 "stored: open it with as_stored=True."
             )
-        found = list(self.tensors) if keys is None else [each.key for each in self._find(keys)]
+        names = list(self.tensors) if keys is None else [tensor.key for tensor in self._find(keys)]
         verbs = on_demand("fingerprint")
         if stored:
-            saved: dict[str, Fingerprint] = verbs.saved_fingerprints(self._stored, found)
+            saved: dict[str, Fingerprint] = verbs.saved_fingerprints(self._stored, names)
             return saved
         with reading_unchanged(Ranks.alone(), [self._stored]):
-            computed: dict[str, Fingerprint] = verbs.computed_fingerprints(self._stored, found)
+            computed: dict[str, Fingerprint] = verbs.computed_fingerprints(self._stored, names)
         return computed
 
     def _find(self, keys: Collection[str]) -> list[TensorInfo]:
@@ -289,35 +289,39 @@ def _region_of(
     slices: tuple[slice, ...] | None,
 ) -> Region:
     """Convert slices to a region of a tensor."""
-    given = _checked_slices(slices)
+    own_slices = _checked_slices(slices)
     shape = tensor.shape
-    if len(given) > len(shape) or not all(map(_is_within, given, shape)):
+    if len(own_slices) > len(shape) or not all(map(_is_within, own_slices, shape)):
         raise LoadMismatchError(
             f"Key {tensor.key!r} in {location!r} has the shape {shape}: it has no region "
-            f"[{', '.join(map(_text_of, given))}].",
+            f"[{', '.join(map(_text_of, own_slices))}].",
             unexpected=[tensor.key],
         )
-    of_others = [slice(None)] * (len(shape) - len(given))
-    ranges = [range(size)[each] for each, size in zip((*given, *of_others), shape, strict=True)]
-    return Region(tuple(each.start for each in ranges), tuple(map(len, ranges)))
+    of_others = [slice(None)] * (len(shape) - len(own_slices))
+    ranges = [
+        range(size)[indices] for indices, size in zip((*own_slices, *of_others), shape, strict=True)
+    ]
+    return Region(tuple(indices.start for indices in ranges), tuple(map(len, ranges)))
 
 
-def _checked_slices(given: object) -> tuple[slice, ...]:
-    if given is None:
+def _checked_slices(region: object) -> tuple[slice, ...]:
+    if region is None:
         return ()
-    if isinstance(given, tuple) and all(isinstance(each, slice) for each in given):
-        return given
-    raise TypeError(f"region is a tuple of slices, got {given!r:.200}.")
+    if isinstance(region, tuple) and all(isinstance(item, slice) for item in region):
+        return region
+    raise TypeError(f"region is a tuple of slices, got {region!r:.200}.")
 
 
-def _is_within(each: slice, size: int) -> bool:
+def _is_within(piece: slice, size: int) -> bool:
     """Whether a slice without a step lies inside an axis."""
-    selected = range(size)[each]
-    ends = [end for end in (each.start, each.stop) if end is not None]
+    selected = range(size)[piece]
+    ends = [end for end in (piece.start, piece.stop) if end is not None]
     is_inside = all(-size <= end <= size for end in ends)
     return is_inside and selected.step == 1 and selected.start <= selected.stop
 
 
-def _text_of(each: slice) -> str:
-    ends = [each.start, each.stop] if each.step is None else [each.start, each.stop, each.step]
+def _text_of(piece: slice) -> str:
+    ends = (
+        [piece.start, piece.stop] if piece.step is None else [piece.start, piece.stop, piece.step]
+    )
     return ":".join("" if end is None else str(end) for end in ends)

@@ -74,11 +74,11 @@ def consolidate(
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
     ranks = Ranks(process_group)
-    chosen = with_changes(consolidate, ExportOptions, options, changes)
-    request = check_request(ranks, [checkpoint], output_dir, overwrite, chosen)
+    export_options = with_changes(consolidate, ExportOptions, options, changes)
+    request = check_request(ranks, [checkpoint], output_dir, overwrite, export_options)
     with PhaseTimer("consolidate", ranks.rank, request.target).phase("plan"):
-        opened = open_sources(ranks, request.sources, chosen.verify)
-        plan = plan_opened(ranks, opened, chosen)
+        opened = open_sources(ranks, request.sources, export_options.verify)
+        plan = plan_opened(ranks, opened, export_options)
     return write_and_commit(ranks, request, opened.all, plan)
 
 

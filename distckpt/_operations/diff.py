@@ -205,7 +205,7 @@ def diff(
     ranks = Ranks.alone()
     of_both = map(locations.normalize, (a, b))
     with contextlib.ExitStack() as stack:
-        first, second = (stack.enter_context(opened(ranks, each)) for each in of_both)
+        first, second = (stack.enter_context(opened(ranks, location)) for location in of_both)
         compared = plan_diff(first, second, keys, rename or {})
         counter = ProgressCounter(progress, compared.num_bytes)
         compute = functools.partial(compare_window, atol=atol, rtol=rtol)
@@ -594,8 +594,12 @@ def _diff_leaves(
     a, b = (codec.leaves(codec.decode(blob, placeholders=True)) for blob in (left, right))
     for path in a | b:
         if a.get(path, _NOTHING)[0] != b.get(path, _NOTHING)[0]:
-            texts = tuple(_short_text(side[path][1]) if path in side else None for side in (a, b))
-            yield ObjectDifference(key, offset, path, _where(path, a, b), (texts[0], texts[1]))
+            texts = (_text_at(path, a), _text_at(path, b))
+            yield ObjectDifference(key, offset, path, _where(path, a, b), texts)
+
+
+def _text_at(path: str, leaves: Mapping[str, tuple[Any, Any]]) -> str | None:
+    return _short_text(leaves[path][1]) if path in leaves else None
 
 
 def _short_text(value: object) -> str:

@@ -314,8 +314,8 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorSpec]) -> _Model
     config = families.config_for(options.family, location)
     rules = families.rules_for(config, selected, shapes)
     if shapes is not None:
-        given = {key: spec.shape for key, spec in selected.items()}
-        rules = without_ties(options.rules, rules, given, shapes)
+        shapes_of_selected = {key: spec.shape for key, spec in selected.items()}
+        rules = without_ties(options.rules, rules, shapes_of_selected, shapes)
     return _Model(reference, config, rules)
 
 
@@ -468,7 +468,7 @@ def _numbers_of(
     numbers = {}
     for key, key_id in manifest.key_index.items():
         numbers[key] = int(manifest.file_ids[manifest.chunk_rows(key_id).start]) + 1
-    return {key: numbers[each.parts["codes"].key] for key, each in quantized.items()} | numbers
+    return {key: numbers[tensor.parts["codes"].key] for key, tensor in quantized.items()} | numbers
 
 
 def _warn_of_absent(
@@ -476,9 +476,9 @@ def _warn_of_absent(
 ) -> None:
     """Warn of tensors of the reference directory that are not exported."""
     absent = set(reference.manifest.keys).difference(names)
-    for name, each in quantized.items():
+    for name, tensor in quantized.items():
         if name in names:
-            absent.difference_update(each.keys)
+            absent.difference_update(tensor.keys)
     if absent:
         where = reference.location
         logger.warning("%s holds tensors that are not exported: %s", where, summarize_keys(absent))

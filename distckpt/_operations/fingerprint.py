@@ -74,11 +74,11 @@ def fingerprint(
     with ranks.phase("compute fingerprints"):
         own = sums_of(regions_of(owned), len(kinds.keys))
     totals = sum_over_ranks(ranks, own)
-    found = {}
+    fingerprints = {}
     for key, dtype, shape, number in zip(*kinds[:3], totals, strict=True):
         if dtype in FROM_NAME:
-            found[key] = Fingerprint(dtype, tuple(shape), number)
-    return found | {alias: found[key] for alias, key in kinds.aliases.items()}
+            fingerprints[key] = Fingerprint(dtype, tuple(shape), number)
+    return fingerprints | {alias: fingerprints[key] for alias, key in kinds.aliases.items()}
 
 
 def _warn_of_plain(common: Any) -> None:
@@ -134,8 +134,10 @@ def fingerprints_of(
 ) -> dict[str, Fingerprint]:
     """Return the fingerprints of tensors from numbers of their windows."""
     fingerprints = {}
-    for tensor, found in zip(tensors, numbers, strict=True):
-        fingerprints[tensor.key] = Fingerprint(tensor.dtype, tensor.shape, sum(found) % PRIME)
+    for tensor, window_numbers in zip(tensors, numbers, strict=True):
+        fingerprints[tensor.key] = Fingerprint(
+            tensor.dtype, tensor.shape, sum(window_numbers) % PRIME
+        )
     return fingerprints
 
 

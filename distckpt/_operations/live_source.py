@@ -109,12 +109,12 @@ def _of_tied(rules: Sequence[Rule], tensors: Sequence[ShardedTensor]) -> list[Ru
     """Leave out ties of tensors that all have memory of their own."""
     firsts = find_ties(tensors)
     memory = {tensor.key: firsts.get(n, n) for n, tensor in enumerate(tensors)}
-    kept = []
+    remaining = []
     for rule in rules:
         names = (rule.key, rule.to) if isinstance(rule, Tie) else ()
         if len({memory[name] for name in names if name in memory}) < 2:
-            kept.append(rule)
-    return kept
+            remaining.append(rule)
+    return remaining
 
 
 def _encoded(cells: Mapping[str, ShardedObject], common: Any) -> bytes:
@@ -152,8 +152,8 @@ def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
         copy = OpenReplicaId((0, rank))
         return ShardedTensor.from_rank_offsets(dotted(path), leaf, replica_id=copy)
 
-    found: ShardedStateDict = map_leaves(described, state_dict, _is_walked)
-    return found
+    state: ShardedStateDict = map_leaves(described, state_dict, _is_walked)
+    return state
 
 
 def _is_walked(node: Any) -> bool:
@@ -220,9 +220,9 @@ class LiveSource(ShardSource):
             if shard.unique_key not in values:
                 absent.append(shard)
         if self.fallback is not None and absent:
-            found = self.fallback.read_objects(absent)
+            loaded = self.fallback.read_objects(absent)
             names = [shard.unique_key for shard in absent]
-            values = {**values, **dict(zip(names, found, strict=True))}
+            values = {**values, **dict(zip(names, loaded, strict=True))}
         elif absent:
             raise LoadMismatchError(
                 f"No rank holds {summarize_keys(shard.key for shard in absent)}: leave that out "
@@ -341,9 +341,9 @@ class LiveSource(ShardSource):
 
         def decide(descriptions: Sequence[bytes]) -> list[bytes]:
             sources = [_table_of(description) for description in self._held.descriptions]
-            wanted = [_table_of(description) for description in descriptions]
-            plans = [plan.to_bytes() for plan in plan_moves(sources, wanted, settings)]
-            _warn_of_untaken(sources, wanted, self._ties)
+            requests = [_table_of(description) for description in descriptions]
+            plans = [plan.to_bytes() for plan in plan_moves(sources, requests, settings)]
+            _warn_of_untaken(sources, requests, self._ties)
             return plans
 
         description = header + b"\n" + targets.table.to_bytes()
@@ -364,23 +364,23 @@ def _table_of(description: bytes) -> PieceTable:
 
 def _join(descriptions: Sequence[bytes]) -> list[bytes]:
     """Return all given keys with dtypes and shapes, for each rank."""
-    found: dict[str, tuple[str | None, Sequence[int]]] = {}
+    kinds: dict[str, tuple[str | None, Sequence[int]]] = {}
     has_values = False
     ties = []
     for description in descriptions:
         cells, has_common, tied = json.loads(description.partition(b"\n")[0])
         has_values |= bool(cells) or has_common
         ties += tied
-        found.update({key: (None, shape) for key, shape in cells.items()})
+        kinds.update({key: (None, shape) for key, shape in cells.items()})
         for kind in _table_of(description).kinds:
-            found.setdefault(kind.key, (kind.dtype, kind.shape))
-    return [json.dumps([found, has_values, ties]).encode()] * len(descriptions)
+            kinds.setdefault(kind.key, (kind.dtype, kind.shape))
+    return [json.dumps([kinds, has_values, ties]).encode()] * len(descriptions)
 
 
 def _read_joined(agreed: Agreement) -> tuple[dict[str, StoredEntry], bool, list[list[str]]]:
-    found, has_values, ties = json.loads(agreed.result)
+    kinds, has_values, ties = json.loads(agreed.result)
     entries = {}
-    for key, (dtype, shape) in found.items():
+    for key, (dtype, shape) in kinds.items():
         entries[key] = StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape))
     return entries, has_values, ties
 

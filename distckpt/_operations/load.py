@@ -199,11 +199,11 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
     for attempt in read_attempts(ranks, location):
         with attempt, _putting_back(request):
             with timer.phase("plan"):
-                found = find_checkpoint(
+                checkpoint = find_checkpoint(
                     ranks, location, verify=request.options.verify, attempt=attempt
                 )
                 choose_source = partial(
-                    source_of, ranks, location, found, request.options, request.process_group
+                    source_of, ranks, location, checkpoint, request.options, request.process_group
                 )
                 source, targets = describe_targets(
                     ranks, state_dict, request, location, choose_source
@@ -309,22 +309,22 @@ def restore(
     targets = read.targets
     loaded = read.loaded
     absent_of_all = _report_absent_values(ranks, request, targets, loaded)
-    with ranks.telling("restore the objects of the state dict") as told:
+    with ranks.telling("restore the objects of the state dict") as message:
         schedulers = schedulers_of(read.source.marker)
         saved = Saved(read.location, schedulers, read.source.shared_value)
         values = targets.split.common if request.fills_values else {}
         changes = changes_of(state_dict, values, loaded)
         restored = restore_objects(targets.resolved, loaded, saved, request.asks_for_all)
-        told.payload = timer.figures(read.num_bytes)
-    with ranks.answering(told, "report"):
+        message.payload = timer.figures(read.num_bytes)
+    with ranks.answering(message, "report"):
         if ranks.is_coordinator:
-            told.answer = json.dumps(timer.united(told.payloads, moving)).encode()
+            message.answer = json.dumps(timer.united(message.payloads, moving)).encode()
     # No rank has failed. Changes that cannot fail any more come last: values are changed all, or
     # none.
     changes.apply()
     if ranks.is_coordinator:
         _warn_of_unchanged(changes, read.location)
-    return Restored(restored, absent_of_all, tuple(json.loads(told.answer)))
+    return Restored(restored, absent_of_all, tuple(json.loads(message.answer)))
 
 
 def _absent_keys(
@@ -348,19 +348,19 @@ def _read(
     """Return the values of all shards, and the common state."""
     shards = targets.split.shards
     ties = targets.ties
-    wanted = []
+    numbers = []
     for number, shard in enumerate(shards):
         if shard.key not in absent and number not in ties:
-            wanted.append(number)
-    requested: list[Shard] = [shards[number] for number in wanted]
+            numbers.append(number)
+    requested: list[Shard] = [shards[number] for number in numbers]
     try:
-        *found, common = source.read([*requested, _COMMON], targets.rules)
+        *loaded, common = source.read([*requested, _COMMON], targets.rules)
     except LoadMismatchError as error:
         if ranks.size > 1 and not ranks.is_known_to_all(error):
             raise
         _name_plain_tensors(error, source)
         raise
-    by_number = dict(zip(wanted, found, strict=True))
+    by_number = dict(zip(numbers, loaded, strict=True))
     values = []
     for number, shard in enumerate(shards):
         values.append(by_number.get(ties.get(number, number), absent.get(shard.key, HOLE)))

@@ -225,8 +225,8 @@ def _check_modules_are_different(described: objects.Described, split: flatten.Sp
         return
     tensors = [leaves(at(described.state_dict, place.path)) for place in modules]
     keys = []
-    for each in tensors:
-        keys.append(frozenset(shard.key for _, shard in each if hasattr(shard, "key")))
+    for shards in tensors:
+        keys.append(frozenset(shard.key for _, shard in shards if hasattr(shard, "key")))
     if len(set(keys)) < len(keys):
         flatten.check_keys_are_different(split, [place.path for place in modules])
 
@@ -304,9 +304,9 @@ def _stored_settings(
     entries: Mapping[str, StoredEntry],
 ) -> StateDict:
     with ranks.phase("read the settings of optimizers"):
-        wanted = objects.settings_of(described, entries)
-        values = source.read_objects(list(wanted.values()))
-    return dict(zip(wanted, values, strict=True))
+        cells = objects.settings_of(described, entries)
+        values = source.read_objects(list(cells.values()))
+    return dict(zip(cells, values, strict=True))
 
 
 def _without_skipped(
@@ -433,9 +433,11 @@ def _coverage(
         if isinstance(rule, Assemble):
             of_config.update(rule.sources)
     taken = stored_names(rules, targets.shapes)
-    found = find(taken)
-    known = stored_names(rules, of_config) & found.of_modules
-    return found._replace(of_modules=known, unclaimed=found.unclaimed | (found.of_modules - known))
+    coverage = find(taken)
+    known = stored_names(rules, of_config) & coverage.of_modules
+    return coverage._replace(
+        of_modules=known, unclaimed=coverage.unclaimed | (coverage.of_modules - known)
+    )
 
 
 def absent_ties(
@@ -473,7 +475,7 @@ def _compare_keys(
     own_garbage = _without_values(request, targets, requested - stored)
     sent = ranks.all_gather(json.dumps([sorted(requested), own_garbage]).encode())
     # Every rank compares the keys of all, so that all raise the same error.
-    received = [json.loads(each) for each in sent]
+    received = [json.loads(message) for message in sent]
     of_all = frozenset[str]().union(*(keys for keys, _ in received))
     missing = frozenset[str]()
     if StrictHandling.requires_global_app_metadata(mode):

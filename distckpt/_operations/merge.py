@@ -90,15 +90,15 @@ def merge(
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
     ranks = Ranks(process_group)
-    chosen = with_changes(merge, ExportOptions, options, changes)
+    export_options = with_changes(merge, ExportOptions, options, changes)
     with ranks.phase("check the weights", decision=True, same={"weights": weights, "ema": ema}):
         sources, factors = check_terms(checkpoints, weights, ema)
         if ranks.is_coordinator:
             check_is_apart(output_dir, sources)
-    request = check_request(ranks, sources, output_dir, overwrite, chosen)
+    request = check_request(ranks, sources, output_dir, overwrite, export_options)
     with PhaseTimer("consolidate", ranks.rank, request.target).phase("plan"):
-        opened = open_sources(ranks, request.sources, chosen.verify)
-        plan = plan_opened_sum(ranks, opened, factors, ema, chosen)
+        opened = open_sources(ranks, request.sources, export_options.verify)
+        plan = plan_opened_sum(ranks, opened, factors, ema, export_options)
     return write_and_commit(ranks, request, opened.all, plan)
 
 
@@ -188,16 +188,16 @@ def _factors(
 ) -> list[float]:
     """Return the factor of each checkpoint."""
     try:
-        chosen = _factors_of_average(count, ema) if weights is None else [*map(float, weights)]
+        factors = _factors_of_average(count, ema) if weights is None else [*map(float, weights)]
     except (TypeError, ValueError, OverflowError):
-        chosen = []
+        factors = []
     is_one_too_many = weights is not None and ema is not None
-    if is_one_too_many or len(chosen) != count or not all(map(math.isfinite, chosen)):
+    if is_one_too_many or len(factors) != count or not all(map(math.isfinite, factors)):
         raise ValueError(
             f"{count} checkpoints, weights={weights!r:.200}, ema={ema!r:.200}: give a finite "
             "weight for each, or an ema from 0 to 1, or neither."
         )
-    return chosen
+    return factors
 
 
 def _factors_of_average(count: int, ema: float | None) -> list[float]:

@@ -125,8 +125,8 @@ def run_move(
         source = LiveSource(
             ranks, given, fallback, request.options, agreements, memory, request.compares
         )
-        wanted = with_shards(new_state, ranks.rank)
-        _, targets = describe_targets(ranks, wanted, load, directory, lambda: source)
+        targets_state = with_shards(new_state, ranks.rank)
+        _, targets = describe_targets(ranks, targets_state, load, directory, lambda: source)
         differences = check_targets(ranks, load, request.place, source, targets)
     with timer.phase("move"):
         read = read_targets(ranks, load, request.place, source, targets, differences)
@@ -150,6 +150,6 @@ def _fallback(ranks: Ranks, request: LoadRequest, location: str) -> ShardSource 
     """
     if not location:
         return None
-    found = find_checkpoint(ranks, location)
+    checkpoint = find_checkpoint(ranks, location)
     with ranks.phase("open the fallback"):
-        return source_of(ranks, location, found, request.options, request.process_group)
+        return source_of(ranks, location, checkpoint, request.options, request.process_group)

@@ -92,8 +92,8 @@ def record_loader(
     _refuse_copies_of_threads(tensors.values(), recording)
     target = LoaderTarget(_state_of(recording))
     filled = set()
-    for name, each in tensors.items():
-        if recording.memory_of(each) is not None:
+    for name, tensor in tensors.items():
+        if recording.memory_of(tensor) is not None:
             filled.add(name)
     target.module = module
     target.memory = {name: tensors[name].detach() for name in filled}
@@ -127,7 +127,7 @@ def _refuse_copies_of_threads(tensors: Iterable[torch.Tensor], recording: Record
     """
     of_module = [recording.memory_of(tensor) for tensor in tensors]
     for memory in recording.written_by_threads:
-        if not any(memory is each for each in of_module):
+        if not any(memory is own_memory for own_memory in of_module):
             raise InvalidShardingError(
                 f"The loader copies the stored tensor {summarize_keys(memory.names())} in a thread "
                 "of its own, into memory that is no parameter or persistent buffer of the model, "
@@ -157,14 +157,14 @@ def _spec_of(name: str | None, entry: Any) -> tuple[str, tuple[tuple[int, ...], 
 
 def _tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
     """Return a module's parameters and persistent buffers after the loader's run."""
-    found = dict(named_tensors(module))
-    for name, value in found.items():
+    tensors = dict(named_tensors(module))
+    for name, value in tensors.items():
         if is_recorded(value):
             raise InvalidShardingError(
                 f"The loader makes a stored tensor the parameter {name!r} of the model, instead of "
                 "copying into memory of the model: there is nothing to record."
             )
-    return found
+    return tensors
 
 
 def _state_of(recording: Recording) -> Iterator[tuple[str, ShardedTensor]]:
@@ -172,8 +172,9 @@ def _state_of(recording: Recording) -> Iterator[tuple[str, ShardedTensor]]:
     by_key: dict[str, list[_Place]] = {}
     for memory in recording.real.values():
         memory.settle()
-        for place in (place for piece in memory.pieces for place in _places(memory, piece)):
-            by_key.setdefault(place.key, []).append(place)
+        for piece in memory.pieces:
+            for place in _places(memory, piece):
+                by_key.setdefault(place.key, []).append(place)
     for key, places in by_key.items():
         regions = [place.region for place in places]
         copies = {max(pair) for pair in overlaps(regions)}

@@ -24,7 +24,7 @@ def saved_stats(
     manifest = stored.manifest
     if manifest.stats is None:
         return None
-    found: list[TensorStats] = []
+    all_stats: list[TensorStats] = []
     for name in chosen_names(stored, keys):
         key_id = manifest.key_index[name]
         dtype = manifest.dtypes[key_id]
@@ -32,8 +32,8 @@ def saved_stats(
         stats = manifest.stats.of_key(key_id, name, dtype, shape)
         if stats is None:
             return None
-        found.append(stats)
-    return found
+        all_stats.append(stats)
+    return all_stats
 
 
 def chosen_names(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[str]:
@@ -53,14 +53,14 @@ def chosen_names(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[s
     names.sort(key=natural_order)
     if keys is None:
         return names
-    chosen = []
+    matching = []
     for name in names:
         if matches(name, keys):
-            chosen.append(name)
-    if not chosen:
+            matching.append(name)
+    if not matching:
         patterns = ", ".join(map(repr, keys))
         there = summarize_keys(names)
         raise LoadMismatchError(
             f"No tensor of {stored.location!r} matches {patterns}; there are {there}."
         )
-    return chosen
+    return matching

@@ -130,12 +130,12 @@ def source_of(
 
 
 def _choose(
-    location: str, given: Any, marker: Mapping[str, Any]
+    location: str, choice: Any, marker: Mapping[str, Any]
 ) -> tuple[LoadShardedStrategy | None, EngineSettings]:
-    if given is None:
-        given = (marker["sharded_backend"], marker.get("sharded_backend_version", 1))
+    if choice is None:
+        choice = (marker["sharded_backend"], marker.get("sharded_backend_version", 1))
     try:
-        return choose_load_strategy(given)
+        return choose_load_strategy(choice)
     except CheckpointingException as error:
         raise CheckpointingException(f"Cannot read {location!r}: {error}") from error
 
@@ -173,8 +173,13 @@ class _OpenCheckpoint(ShardSource):
 
     def for_objects(self, described: Described, has_optimizers: bool) -> ShardSource:
         names = on_demand("state_dict_names")
-        found = names.translated(self.ranks, self.stored, described, has_optimizers)
-        return replace(self, stored=found.stored, settings=found.settings, hidden=found.hidden)
+        translation = names.translated(self.ranks, self.stored, described, has_optimizers)
+        return replace(
+            self,
+            stored=translation.stored,
+            settings=translation.settings,
+            hidden=translation.hidden,
+        )
 
     def optimizer_keys(self) -> set[str]:
         keys: set[str] = on_demand("model_keys").optimizer_keys(self.stored)

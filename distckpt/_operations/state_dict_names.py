@@ -134,9 +134,11 @@ def translated(
     with ranks.phase("translate the names of the checkpoint"):
         settings: dict[str, list[Entry]] = {}
         hidden: set[str] = set()
-        for optimizer, found in zip(united, cast(Any, codec.decode(encoded)), strict=True):
-            if found is not None:
-                path, optimizer.by_number, numbers, keys, entries = found
+        for optimizer, stored_settings in zip(
+            united, cast(Any, codec.decode(encoded)), strict=True
+        ):
+            if stored_settings is not None:
+                path, optimizer.by_number, numbers, keys, entries = stored_settings
                 hidden.update(keys)
                 optimizer.path = tuple(path)
                 optimizer.number(numbers)
@@ -174,7 +176,7 @@ def _list_objects(
         own = [vars(optimizer) for optimizer in _own_optimizers(described)]
     sent = map(json.loads, ranks.all_gather(json.dumps([has_prefix, own]).encode()))
     prefixes, listed = zip(*sent, strict=True)
-    optimizers = (_Optimizer(**each) for each in itertools.chain.from_iterable(listed))
+    optimizers = (_Optimizer(**fields) for fields in itertools.chain.from_iterable(listed))
     return any(prefixes), _united(optimizers)
 
 
@@ -224,17 +226,19 @@ def _named_params(
         shard = state.shards.get(id(local_part(param)))
         if shard is not None:
             key = param_name(shard)
-            prefix = next((each for each in prefixes if key.startswith(each)), "")
+            prefix = next((start for start in prefixes if key.startswith(start)), "")
             yield key, (key.removeprefix(prefix), number)
 
 
 def _united(optimizers: Iterable[_Optimizer]) -> list[_Optimizer]:
     """Return all ranks' optimizers, by place, with all parameters."""
     united: dict[tuple[Any, ...], _Optimizer] = {}
-    for each in optimizers:
-        first = united.setdefault(tuple(each.path), replace(each, path=tuple(each.path)))
-        first.params.update(each.params)
-        first.own_names.update(each.own_names)
+    for optimizer in optimizers:
+        first = united.setdefault(
+            tuple(optimizer.path), replace(optimizer, path=tuple(optimizer.path))
+        )
+        first.params.update(optimizer.params)
+        first.own_names.update(optimizer.own_names)
     return list(united.values())
 
 
@@ -259,17 +263,21 @@ def _settings(stored: StoredCheckpoint, optimizers: Sequence[_Optimizer]) -> lis
     settings; None where no state dict is stored.
     """
     known = parameter_groups(_names_of_values(stored))
-    for each in optimizers:
+    for optimizer in optimizers:
         # `get_state_dict(model, [first, second])` makes one of several.
-        while each.path and isinstance(each.path[-1], int) and each.beginning not in known:
-            each.path = each.path[:-1]
-    if not any(each.beginning in known for each in optimizers):
+        while (
+            optimizer.path
+            and isinstance(optimizer.path[-1], int)
+            and optimizer.beginning not in known
+        ):
+            optimizer.path = optimizer.path[:-1]
+    if not any(optimizer.beginning in known for optimizer in optimizers):
         return [None] * len(optimizers)
     common = load_common_state(stored)
     settings = []
-    for each in optimizers:
-        if each.beginning in known:
-            settings.append(_settings_of(stored, each, at(common, each.path, {})))
+    for optimizer in optimizers:
+        if optimizer.beginning in known:
+            settings.append(_settings_of(stored, optimizer, at(common, optimizer.path, {})))
         else:
             settings.append(None)
     return settings
@@ -367,8 +375,8 @@ def _warn_of_nested(
 
 
 def _holds_tensors_alone(value: Any) -> bool:
-    found = [leaf for _, leaf in leaves(value)]
-    return bool(found) and all(leaf is HOLE for leaf in found)
+    values = [leaf for _, leaf in leaves(value)]
+    return bool(values) and all(leaf is HOLE for leaf in values)
 
 
 def _find_states(
@@ -398,11 +406,11 @@ def _number_by_name(
     of_model = {_without_wrappers(name): key for key, (name, _) in optimizer.params.items()}
     for keys in (optimizer.own_names, of_model):
         if stored.keys() & keys.keys():
-            found = {}
+            numbers_of_keys = {}
             for name, key in keys.items():
                 if name in stored:
-                    found[key] = stored[name]
-            optimizer.number({key: found.get(key, -1) for key in optimizer.params})
+                    numbers_of_keys[key] = stored[name]
+            optimizer.number({key: numbers_of_keys.get(key, -1) for key in optimizer.params})
             return True
     if stored and optimizer.params:
         logger.warning(
@@ -435,7 +443,7 @@ def _without_wrappers(name: str) -> str:
 
 def _states_of(stored: StoredCheckpoint, optimizer: _Optimizer) -> dict[str, dict[str, str]]:
     """Return the keys that hold the states of an optimizer's parameters."""
-    found: dict[str, dict[str, str]] = {}
+    states: dict[str, dict[str, str]] = {}
     keys = {str(pair[optimizer.by_number]): key for key, pair in optimizer.params.items()}
     start = f"{optimizer.beginning}state."
     for there in stored.manifest.key_index:
@@ -444,8 +452,8 @@ def _states_of(stored: StoredCheckpoint, optimizer: _Optimizer) -> dict[str, dic
             ends = (place for place, sign in enumerate(rest) if sign == ".")
             end = next((place for place in ends if rest[:place] in keys), None)
             if end is not None:
-                found.setdefault(keys[rest[:end]], {})[rest[end + 1 :]] = there
-    return found
+                states.setdefault(keys[rest[:end]], {})[rest[end + 1 :]] = there
+    return states
 
 
 def _is_scalar(stored: StoredCheckpoint, key: str) -> bool:
@@ -483,30 +491,30 @@ def _rest_of(
     for group in groups:
         for number in group["params"]:
             numbers.add(str(number))
-    kept = {}
+    rest = {}
     for key, value in tree.items():
         if key not in ("state", "param_groups"):
-            kept[key] = value
+            rest[key] = value
     states = _states_in(tree)
     if others := {key: value for key, value in states.items() if str(key) not in numbers}:
-        kept["state"] = others
+        rest["state"] = others
     keys = _keys_of_rest(stored, optimizer, numbers)
     tensors = _read(stored, keys)
     names = {key.removeprefix(optimizer.beginning): tensors[key] for key in keys}
     what = f"optimizer at {dotted(optimizer.path)!r}"
-    return joined_value(kept, nested_by_name(names), what), keys
+    return joined_value(rest, nested_by_name(names), what), keys
 
 
 def _keys_of_rest(
     stored: StoredCheckpoint, optimizer: _Optimizer, numbers: Container[str]
 ) -> list[str]:
-    found = []
+    remaining = []
     for key in stored.manifest.key_index if optimizer.beginning else ():
         first, *others = key.removeprefix(optimizer.beginning).split(".")
         is_of_parameter = first == "param_groups" or (first == "state" and others[0] in numbers)
         if key.startswith(optimizer.beginning) and not (is_of_parameter or stored.is_object(key)):
-            found.append(key)
-    return found
+            remaining.append(key)
+    return remaining
 
 
 def _groups(
@@ -529,9 +537,11 @@ def _groups(
         return groups
     flat = {key.removeprefix("param_groups."): value for key, value in tree.items()}
     names = [name for name, _ in optimizer.params.values()]
-    found = {name: {**_options(flat, name), **_options(options, name)} for name in names}
+    options_of_params = {
+        name: {**_options(flat, name), **_options(options, name)} for name in names
+    }
     groups = []
-    for name, values in found.items():
+    for name, values in options_of_params.items():
         if values:
             groups.append({"params": [name], **values})
     return groups
@@ -585,9 +595,9 @@ def _values_of(tree: Any, name: str | int) -> dict[str, Any]:
     values = _options({k: v for k, v in tree.items() if k.startswith("state.")}, f"state.{name}")
     states = _states_in(tree)
     # torch turns the keys of dicts into text.
-    kept = states.get(name, states.get(str(name)))
-    if isinstance(kept, dict):
-        return {**values, **kept}
+    own_values = states.get(name, states.get(str(name)))
+    if isinstance(own_values, dict):
+        return {**values, **own_values}
     return values
 
 
@@ -621,14 +631,14 @@ def _check_shapes(stored: StoredCheckpoint, optimizer: _Optimizer) -> None:
     for key, states in optimizer.states.items():
         shape = _shape_of(stored, key)
         for state in sorted(_LIKE_PARAMETERS & states.keys()):
-            found = stored.global_shape(states[state])
-            if shape is None or _are_alike(found, shape):
+            stored_shape = stored.global_shape(states[state])
+            if shape is None or _are_alike(stored_shape, shape):
                 continue
             number = optimizer.params[key][1]
             text = (
                 f"{state!r} of parameter {number} of the optimizer at {dotted(optimizer.path)!r} "
-                f"has shape {found}, and parameter {number} here is {key!r} of shape {shape}: "
-                "create the optimizer with its parameters in the order in which it was saved."
+                f"has shape {stored_shape}, and parameter {number} here is {key!r} of shape "
+                f"{shape}: create the optimizer with its parameters in the order in which it was saved."
             )
             if optimizer.is_of_torch:
                 raise LoadMismatchError(text)
@@ -636,15 +646,15 @@ def _check_shapes(stored: StoredCheckpoint, optimizer: _Optimizer) -> None:
             return
 
 
-def _are_alike(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    pairs = zip(found, shape, strict=False)
-    return len(found) == len(shape) and all(size in (1, whole) for size, whole in pairs)
+def _are_alike(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    pairs = zip(sizes, shape, strict=False)
+    return len(sizes) == len(shape) and all(size in (1, whole) for size, whole in pairs)
 
 
 def _shape_of(stored: StoredCheckpoint, key: str) -> tuple[int, ...] | None:
     """Return the shape of a parameter, if it is stored."""
     known = stored.manifest.key_index
-    name = next((each for each in (key, f"{_MODEL}{key}") if each in known), None)
+    name = next((candidate for candidate in (key, f"{_MODEL}{key}") if candidate in known), None)
     if name is None:
         return None
     return stored.global_shape(name)

@@ -47,8 +47,8 @@ def compute_stats(
     tensors = tensors_to_measure(stored, keys)
     counter = ProgressCounter(progress, sum(tensor.num_bytes for tensor in tensors))
     results = map_windows([tensors], partial(measure_window, tensors), counter)
-    for tensor, found in zip(tensors, results, strict=True):
-        yield stats_of_windows(tensor, found)
+    for tensor, windows in zip(tensors, results, strict=True):
+        yield stats_of_windows(tensor, windows)
 
 
 def tensors_to_measure(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[StoredTensor]:
@@ -68,7 +68,10 @@ def measure_window(
 
 def stats_of_windows(tensor: StoredTensor, windows: Sequence[WindowStats]) -> TensorStats:
     """Combine the statistics of the windows of a tensor."""
-    whole = together([part for window in windows for part in window.parts])
+    parts: list[BlockStats] = []
+    for window in windows:
+        parts.extend(window.parts)
+    whole = together(parts)
     histogram: tuple[int, ...] = ()
     if whole.num_finite:
         sample = np.concatenate([window.sample for window in windows])

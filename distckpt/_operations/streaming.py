@@ -155,7 +155,10 @@ def save_safetensors_streaming_sharded(
     groups = hf_names.group_keys_by_bytes(
         {name: meta.num_bytes for name, meta in metas.items()}, max_file_bytes
     ) or [[]]
-    layout = _lay_out([[metas[name] for name in group] for group in groups], metadata)
+    metas_of_files = []
+    for group in groups:
+        metas_of_files.append([metas[name] for name in group])
+    layout = _lay_out(metas_of_files, metadata)
     names = hf_names.output_filenames(hf_names.BASE_PREFIX, len(groups))
     location = posix.resolve(os.fspath(output_dir))
     posix.put_back(location)
@@ -221,7 +224,10 @@ def _lay_out(
             bad.append(key)
     if bad:
         raise ValueError(f"header metadata holds texts only, {bad[0]!r} is not one")
-    return lay_out([[Entry(*meta, meta.num_bytes) for meta in group] for group in groups], texts)
+    entries = []
+    for group in groups:
+        entries.append([Entry(*meta, meta.num_bytes) for meta in group])
+    return lay_out(entries, texts)
 
 
 def _index(

@@ -168,10 +168,10 @@ def verify(
     location = locations.normalize(checkpoint_dir)
     if live is not None:
         compare = on_demand("verify_live").compare_with_memory
-        found: VerifyReport = compare(
+        comparison: VerifyReport = compare(
             location, live, process_group=process_group, num_threads=num_threads, progress=progress
         )
-        return found
+        return comparison
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
             report = _verify(location, attempt, mode, num_threads, progress)
@@ -306,24 +306,24 @@ def keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:
     table = manifest.chunks
     counts = np.bincount(table.key_ids, table.shapes.prod(axis=1), len(manifest.keys))
     are_whole = counts >= np.array([math.prod(shape) for shape in manifest.global_shapes])
-    chosen = (manifest.fingerprints != NO_FINGERPRINT) & are_whole
-    return list(itertools.compress(manifest.keys, chosen.tolist()))
+    has_fingerprint = (manifest.fingerprints != NO_FINGERPRINT) & are_whole
+    return list(itertools.compress(manifest.keys, has_fingerprint.tolist()))
 
 
 def _check_fingerprints(
     stored: StoredCheckpoint, keys: Sequence[str], add_bytes: Callable[[int], None]
 ) -> list[Problem]:
-    found = on_demand("fingerprint").computed_fingerprints(stored, keys, add_bytes)
-    return describe_fingerprints(stored, found)
+    computed = on_demand("fingerprint").computed_fingerprints(stored, keys, add_bytes)
+    return describe_fingerprints(stored, computed)
 
 
-def describe_fingerprints(stored: StoredCheckpoint, found: Mapping[str, Any]) -> list[Problem]:
+def describe_fingerprints(stored: StoredCheckpoint, computed: Mapping[str, Any]) -> list[Problem]:
     """Return problems of tensors whose fingerprints differ from stored ones."""
-    saved = on_demand("fingerprint").saved_fingerprints(stored, list(found))
+    saved = on_demand("fingerprint").saved_fingerprints(stored, list(computed))
     text = "the tensor is not the one that was in memory when it was saved: fingerprint mismatch"
     problems = []
-    for key in found:
-        if found[key] != saved[key]:
+    for key in computed:
+        if computed[key] != saved[key]:
             problems.append(Problem(stored.location, text, key))
     return problems
 
@@ -394,8 +394,8 @@ def check_units(
     num_read: list[int] = []
 
     def check(unit: range) -> None:
-        found, num_of_unit = _check_unit(stored, blocks, unit)
-        bad.extend(found)
+        bad_blocks, num_of_unit = _check_unit(stored, blocks, unit)
+        bad.extend(bad_blocks)
         num_read.append(num_of_unit)
         add_bytes(num_of_unit)
 
@@ -566,8 +566,8 @@ def _check_one_by_one(
     bad: list[BadBlock] = []
     num_read = 0
     for number in unit:
-        found, num_of_block = _check_unit(stored, blocks, range(number, number + 1))
-        bad += found
+        bad_blocks, num_of_block = _check_unit(stored, blocks, range(number, number + 1))
+        bad += bad_blocks
         num_read += num_of_block
     return bad, num_read
 

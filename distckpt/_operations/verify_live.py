@@ -102,8 +102,8 @@ def compare_with_memory(
                 if own.problems:
                     attempt.check_is_there()
             absent = _absent_in_memory(ranks, stored, described)
-    found = _of_all_ranks(ranks, own)
-    if not found.held:
+    results = _of_all_ranks(ranks, own)
+    if not results.held:
         raise ValueError(
             "`live` holds no tensor that could be compared on any rank: the checkpoint has no "
             "plain tensors at their places in the state dict. Give it the module itself, such as "
@@ -113,13 +113,13 @@ def compare_with_memory(
     return VerifyReport(
         location,
         "live",
-        problems=(*found.problems, *_held_in_part(ranks, stored, found), *absent),
+        problems=(*results.problems, *_held_in_part(ranks, stored, results), *absent),
         has_checksums=manifest.has_checksums,
-        num_keys=len(found.held),
-        num_tensors=len(found.held),
+        num_keys=len(results.held),
+        num_tensors=len(results.held),
         num_files=len(manifest.files),
         num_chunks=len(manifest.key_ids),
-        num_bytes=found.num_bytes,
+        num_bytes=results.num_bytes,
         seconds=time.perf_counter() - started,
     )
 
@@ -131,27 +131,27 @@ def _of_all_ranks(ranks: Ranks, own: _Found) -> _Found:
     """
     extents = {key: list(regions) for key, regions in own.held.items()}
     sent = [extents, list(map(dataclasses.asdict, own.problems)), own.num_bytes]
-    told = [json.loads(data) for data in ranks.all_gather(json.dumps(sent).encode())]
+    messages = [json.loads(data) for data in ranks.all_gather(json.dumps(sent).encode())]
     held: dict[str, _Extents] = {}
-    for of_rank, _, _ in told:
+    for of_rank, _, _ in messages:
         for key, regions in of_rank.items():
-            found = held.setdefault(key, set())
-            found.update((tuple(offset), tuple(shape)) for offset, shape in regions)
+            extents_of_key = held.setdefault(key, set())
+            extents_of_key.update((tuple(offset), tuple(shape)) for offset, shape in regions)
     problems = []
-    for _, of_rank, _ in told:
+    for _, of_rank, _ in messages:
         for fields in of_rank:
             problems.append(Problem(**fields))
-    return _Found(held, problems, sum(each for _, _, each in told))
+    return _Found(held, problems, sum(num_read for _, _, num_read in messages))
 
 
-def _held_in_part(ranks: Ranks, stored: StoredCheckpoint, found: _Found) -> list[Problem]:
+def _held_in_part(ranks: Ranks, stored: StoredCheckpoint, results: _Found) -> list[Problem]:
     """Name tensors of which the ranks together have only a part.
 
     A single process may have a part.
     """
     problems = []
-    differing = {problem.key for problem in found.problems}
-    for key, regions in found.held.items() if ranks.size > 1 else ():
+    differing = {problem.key for problem in results.problems}
+    for key, regions in results.held.items() if ranks.size > 1 else ():
         if key in differing or key not in stored.manifest.key_index:
             continue
         # Regions that are not the same rarely overlap.
@@ -194,14 +194,14 @@ def _compare(
     progress: Progress | None,
 ) -> _Found:
     """Compare the tensors of this rank."""
-    held = []
+    tensors = []
     for shard in described.shards:
         if isinstance(shard, ShardedTensor):
-            held.append(shard)
+            tensors.append(shard)
     names, faults = _compare_plain(stored, described.common)
     compared: dict[str, _Extents] = {name: set() for name in names}
     windows: list[_Window] = []
-    for shard in _without_absent_ties(stored, held):
+    for shard in _without_absent_ties(stored, tensors):
         regions = compared.setdefault(shard.key, set())
         text = _fault_of(stored, shard)
         if text is not None:
@@ -252,7 +252,7 @@ def _compare_plain(stored: StoredCheckpoint, common: Any) -> tuple[set[str], lis
         text: str | None = _NOT_STORED
         if isinstance(content, torch.Tensor):
             names.add(name)
-            kinds = [(_name_of(each.dtype), tuple(each.shape)) for each in (values, content)]
+            kinds = [(_name_of(tensor.dtype), tuple(tensor.shape)) for tensor in (values, content)]
             text = _difference_of_kinds(*kinds) or _difference(content, values)
         if text is not None:
             faults.append(_Fault(name, text))
@@ -260,11 +260,11 @@ def _compare_plain(stored: StoredCheckpoint, common: Any) -> tuple[set[str], lis
 
 
 def _without_absent_ties(
-    stored: StoredCheckpoint, held: Sequence[ShardedTensor]
+    stored: StoredCheckpoint, tensors: Sequence[ShardedTensor]
 ) -> list[ShardedTensor]:
     """Leave out further names of tensors that exports store once."""
-    absent = absent_ties(held, find_ties(held), stored.manifest.key_index)
-    return [shard for number, shard in enumerate(held) if number not in absent]
+    absent = absent_ties(tensors, find_ties(tensors), stored.manifest.key_index)
+    return [shard for number, shard in enumerate(tensors) if number not in absent]
 
 
 def _fault_of(stored: StoredCheckpoint, shard: ShardedTensor) -> str | None:

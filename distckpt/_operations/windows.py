@@ -47,8 +47,8 @@ def map_windows(
     shape. `values`, one for each side, are in memory that is used again.
     """
     results = map_some_windows(sides, windows_of(sides[0]), compute, counter)
-    for _, found in itertools.groupby(results, operator.itemgetter(0)):
-        yield [result for _, result in found]
+    for _, group in itertools.groupby(results, operator.itemgetter(0)):
+        yield [result for _, result in group]
 
 
 def windows_of(tensors: Sequence[StoredTensor]) -> Iterator[Window]:
@@ -97,18 +97,22 @@ def _results(
     counter: ProgressCounter,
 ) -> Iterator[tuple[int, _Result]]:
     while group := list(itertools.islice(batches, _GROUP_BATCHES)):
-        found: dict[int, list[_Result]] = {}
+        results: dict[int, list[_Result]] = {}
 
-        def work(item: tuple[int, list[Window]], found: dict[int, list[_Result]] = found) -> None:
+        def work(
+            item: tuple[int, list[Window]], results: dict[int, list[_Result]] = results
+        ) -> None:
             number, batch = item
             values = [_read(f"side {side}", tensors, batch) for side, tensors in enumerate(sides)]
-            found[number] = [compute(*arguments) for arguments in zip(batch, *values, strict=True)]
+            results[number] = [
+                compute(*arguments) for arguments in zip(batch, *values, strict=True)
+            ]
             counter.add(sum(part.nbytes for part in itertools.chain(*values)))
 
         num_threads = max(num_threads_at(tensors[0].stored.location) for tensors in sides)
         run_threads(work, enumerate(group), num_threads)
         for number, batch in enumerate(group):
-            yield from zip((window.tensor for window in batch), found[number], strict=True)
+            yield from zip((window.tensor for window in batch), results[number], strict=True)
 
 
 def _read(
@@ -125,8 +129,8 @@ def _read(
     values = []
     for piece, size, dtype, window in zip(pieces, sizes, dtypes, batch, strict=True):
         values.append(piece[:size].view(dtype).view(window.region.shape))
-    chosen = [(tensors[window.tensor], window.region) for window in batch]
-    requests = [Request(tensor.key, tensor.shape, region) for tensor, region in chosen]
+    regions = [(tensors[window.tensor], window.region) for window in batch]
+    requests = [Request(tensor.key, tensor.shape, region) for tensor, region in regions]
     stored = tensors[0].stored
     read_copies(stored, plan_load(stored, requests), values, num_threads=1)
     return values

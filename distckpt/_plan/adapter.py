@@ -202,10 +202,10 @@ def _by_name_in_memory(
 ) -> dict[str, OutputTensor]:
     """Return the outputs by the adapter's names for them."""
     shapes = {output.name: output.shape for output in outputs}
-    found: Mapping[str, str] = {}
+    names: Mapping[str, str] = {}
     if model and not _has_modules(shapes, adapter):
-        found = names_in_memory(model, shapes)
-    return {found.get(output.name, output.name): output for output in outputs}
+        names = names_in_memory(model, shapes)
+    return {names.get(output.name, output.name): output for output in outputs}
 
 
 def _has_modules(names: Iterable[str], adapter: Adapter) -> bool:
@@ -216,7 +216,7 @@ def _has_modules(names: Iterable[str], adapter: Adapter) -> bool:
     modules = {_module_of(name.removesuffix(".0.down_proj.weight")) for name in names}
     keys = [_without_wrappers(key) for key in adapter.stored.manifest.key_index]
     matrices = filter(None, map(_MATRIX.fullmatch, keys))
-    return all(found["module"] in modules for found in matrices)
+    return all(matrix["module"] in modules for matrix in matrices)
 
 
 def _without_wrappers(key: str) -> str:
@@ -231,13 +231,13 @@ def _changes(adapter: Adapter, exported: Shapes) -> dict[str, Change]:
     changes: dict[str, Change] = {}
     keys = adapter.stored.manifest.key_index
     for key in keys:
-        found = _MATRIX.fullmatch(key)
-        if found is None or _partner(found) not in keys:
+        matrix = _MATRIX.fullmatch(key)
+        if matrix is None or _partner(matrix) not in keys:
             # PEFT saves the weight of an embedding together with its matrices.
             name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
             changes[name] = replace(changes.get(name, Change()), replacement=key)
-        elif found["letter"] == "B":
-            for name, product in _products(adapter, found, exported):
+        elif matrix["letter"] == "B":
+            for name, product in _products(adapter, matrix, exported):
                 changes[name] = replace(changes.get(name, Change()), product=product)
     return changes
 
@@ -373,12 +373,12 @@ def _check_saved(
         if change.replacement is not None:
             saved.append(name)
     absent = []
-    for each in listed:
-        if not _is_in(each, saved):
-            absent.append(each)
+    for module in listed:
+        if not _is_in(module, saved):
+            absent.append(module)
     # PEFT adds names for classifiers, of which a model has one.
     has_none = bool(listed) and len(absent) == len(listed)
-    if has_none or any(_is_in(each, exported) for each in absent):
+    if has_none or any(_is_in(module, exported) for module in absent):
         raise _incomplete(adapter, "modules_to_save", absent)
 
 
@@ -453,23 +453,23 @@ def _possible_embeddings(outputs: Mapping[str, OutputTensor], model: Mapping[str
 
 def _check_parameters(adapter: Adapter, changes: Mapping[str, Change]) -> None:
     """Refuse an adapter without matrices for a parameter that it lists."""
-    for wanted in adapter.names_of("target_parameters"):
-        first = OF_EXPERTS.get(wanted.rpartition(".")[2], (wanted,))[0]
-        if not any(_is_for(wanted, first, name, change) for name, change in changes.items()):
+    for parameter in adapter.names_of("target_parameters"):
+        first = OF_EXPERTS.get(parameter.rpartition(".")[2], (parameter,))[0]
+        if not any(_is_for(parameter, first, name, change) for name, change in changes.items()):
             raise CheckpointingException(
-                f"The adapter {adapter.location!r} has no tensors for {wanted!r}, of "
+                f"The adapter {adapter.location!r} has no tensors for {parameter!r}, of "
                 f"target_parameters in its {CONFIG_NAME}: it is not complete, or they are no "
                 "experts that can be merged here."
             )
 
 
-def _is_for(wanted: str, first: str, name: str, change: Change) -> bool:
+def _is_for(parameter: str, first: str, name: str, change: Change) -> bool:
     """Whether a tensor's change is for a parameter.
 
     For experts, `first` is the first part of the parameter.
     """
     is_of_experts = change.product is not None and change.product.num_experts > 0
-    return (is_of_experts and f".{first}." in name) or ends_with(name, [wanted])
+    return (is_of_experts and f".{first}." in name) or ends_with(name, [parameter])
 
 
 def _check_shape(adapter: Adapter, output: OutputTensor, change: Change) -> None:

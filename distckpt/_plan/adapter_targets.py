@@ -79,9 +79,9 @@ def check_targets(
 
 def _said(config: Mapping[str, Any]) -> str:
     """Describe a configuration's fields about modules, for messages."""
-    given = {field: config.get(field) for field in FIELDS}
+    fields = {field: config.get(field) for field in FIELDS}
     texts = []
-    for field, value in given.items():
+    for field, value in fields.items():
         if value is not None:
             texts.append(f"{field}={value!r:.300}")
     return ", ".join(texts)
@@ -197,13 +197,13 @@ def _not_loaded(modules: Collection[str], model: Mapping[str, Any] | None) -> se
 
     These are modules of token prediction, and shared keys and values.
     """
-    found = _of_prediction(modules)
+    not_loaded = _of_prediction(modules)
     first_shared = _first_shared_layer(model or {})
     if first_shared is not None:
         for module in modules:
             if module.endswith(_KEYS_AND_VALUES) and _layer_number(module) >= first_shared:
-                found.add(module)
-    return found
+                not_loaded.add(module)
+    return not_loaded
 
 
 def _of_prediction(modules: Collection[str]) -> set[str]:

@@ -86,7 +86,7 @@ def _why_codes(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> st
 
 def _key_of_scales(stored: StoredCheckpoint) -> str | None:
     """Return the key of any stored scales, or None."""
-    parts = (each.parts["scale"].key for each in stored.quantized.values())
+    parts = (quantized.parts["scale"].key for quantized in stored.quantized.values())
     key = next(parts, stored.manifest.scales_key)
     return key and key.removesuffix(AS_STORED)
 

@@ -47,40 +47,40 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
 
     A view stays as it is.
     """
-    found = {}
+    quantized_tensors = {}
     if not stored.quantized:
-        found = find(stored)
-    if not found:
+        quantized_tensors = find(stored)
+    if not quantized_tensors:
         return stored
     manifest = stored.manifest
-    tensors = list(found.values())
+    tensors = list(quantized_tensors.values())
     names = {}
-    for each in tensors:
-        for key in each.keys:
+    for tensor in tensors:
+        for key in tensor.keys:
             names[key] = key + AS_STORED
     view = Manifest(
-        [*(names.get(key, key) for key in manifest.keys), *found],
-        [*manifest.dtypes, *(each.dtype for each in tensors)],
-        [*manifest.global_shapes, *(each.model_shape for each in tensors)],
+        [*(names.get(key, key) for key in manifest.keys), *quantized_tensors],
+        [*manifest.dtypes, *(tensor.dtype for tensor in tensors)],
+        [*manifest.global_shapes, *(tensor.model_shape for tensor in tensors)],
         _with_chunks(manifest, tensors),
-        _aliases_in_view(manifest.aliases, found, names),
+        _aliases_in_view(manifest.aliases, quantized_tensors, names),
         manifest.block_bytes,
         manifest.has_checksums,
         manifest.origin,
         manifest.quantization,
     )
-    renamed = [_with_names(each, names) for each in tensors]
+    renamed = [_with_names(tensor, names) for tensor in tensors]
     quantized = dict(enumerate(renamed, len(manifest.key_ids)))
     return replace(stored, manifest=view, quantized=quantized)
 
 
 def _aliases_in_view(
-    aliases: Mapping[str, str], found: Collection[str], names: Mapping[str, str]
+    aliases: Mapping[str, str], quantized_keys: Collection[str], names: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the aliases of a view, given its new `names` of parts."""
     in_view = {}
     for alias, key in aliases.items():
-        if key in found or key not in names:
+        if key in quantized_keys or key not in names:
             in_view[alias] = key
     for alias, key in aliases.items():
         if key in names:
@@ -102,7 +102,7 @@ def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> Chun
     shapes = np.ones((len(tensors), ndim), np.int64)
     for row, quantized in enumerate(tensors):
         shapes[row, : len(quantized.shape)] = quantized.model_shape
-    items = np.array([ITEM_BYTES[each.dtype] for each in tensors], np.int64)
+    items = np.array([ITEM_BYTES[quantized_tensor.dtype] for quantized_tensor in tensors], np.int64)
     added = ChunkTable.empty()._replace(
         key_ids=np.arange(first_key, first_key + len(tensors)),
         file_ids=np.zeros(len(tensors), np.int64),

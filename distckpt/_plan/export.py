@@ -156,7 +156,7 @@ def _dtypes_by_pattern(
     if isinstance(dtype, torch.dtype):
         return {"*": dtype}
     is_dict = isinstance(dtype, Mapping)
-    if not is_dict or not all(isinstance(each, torch.dtype) for each in dtype.values()):
+    if not is_dict or not all(isinstance(value, torch.dtype) for value in dtype.values()):
         raise TypeError(
             "dtype is a torch.dtype, such as torch.bfloat16, or a dict of them by pattern, got "
             f"{dtype!r}."
@@ -189,7 +189,7 @@ def _pattern_for(name: str, patterns: Iterable[str]) -> str | None:
 def _converted(
     name: str,
     stored: torch.dtype,
-    wanted: torch.dtype,
+    requested: torch.dtype,
     is_named: bool,
 ) -> torch.dtype:
     """Return the dtype of a tensor in an export.
@@ -199,7 +199,7 @@ def _converted(
     is_ordinary = stored.is_floating_point and stored.itemsize > 1
     target = stored
     if is_ordinary or is_named:
-        target = wanted
+        target = requested
     has_fractions = target.is_floating_point or target.is_complex
     is_cut = is_ordinary and not is_named and not has_fractions
     if is_cut or not is_convertible(stored, target):

@@ -141,13 +141,13 @@ def forgotten(stored: StoredCheckpoint, absent: Collection[str]) -> str:
     """Name the file with absent keys that its directory's index omits."""
     by_file = (stored.manifest.origin or {}).get("forgotten", {})
     for name, keys in by_file.items():
-        found = []
+        matching = []
         for key in keys:
             if key in absent:
-                found.append(key)
-        if found:
+                matching.append(key)
+        if matching:
             return (
-                f"The index does not name {summarize_keys(found)}, in {name!r}: add to its "
+                f"The index does not name {summarize_keys(matching)}, in {name!r}: add to its "
                 "weight_map what belongs to the model."
             )
     return ""
@@ -183,8 +183,8 @@ def _optimizer_advice(absent: Sequence[str], known: Iterable[str]) -> str:
 def _smaller_model(absent: Sequence[str], known: Iterable[str]) -> str:
     """Describe absent keys that differ from stored ones in numbers only."""
     patterns = {without_numbers(key) for key in known}
-    wanted = {without_numbers(key) for key in absent}
-    if not wanted <= patterns or any(len(pattern) == 1 for pattern in wanted):
+    absent_patterns = {without_numbers(key) for key in absent}
+    if not absent_patterns <= patterns or any(len(pattern) == 1 for pattern in absent_patterns):
         return ""
     return " (the checkpoint has such keys with other numbers: was a smaller model saved?)"
 
@@ -203,8 +203,8 @@ def check_dtypes(
     stored_dtypes = [FROM_NAME.get(manifest.dtypes[manifest.key_index[key]]) for key in keys]
     triples = zip(keys, stored_dtypes, requested, strict=True)
     differing = []
-    for key, found, dtype in triples:
-        if found != dtype:
+    for key, stored_dtype, dtype in triples:
+        if stored_dtype != dtype:
             differing.append((key, dtype))
     for key, dtype in dict.fromkeys(differing):
         _check_dtype(stored, key, dtype, allow_cast)

@@ -108,8 +108,8 @@ def _check_all_are_common(
         if not write_tied:
             # A name that is only tied to another one may be absent elsewhere, as in Hugging Face
             # directories.
-            held = {own[name] for name in common}
-            absent = {name for name in absent if own[name] not in held}
+            common_ids = {own[name] for name in common}
+            absent = {name for name in absent if own[name] not in common_ids}
         if absent:
             raise _not_found_everywhere(term, [name for name in own if name in absent], terms, ids)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -324,9 +325,9 @@ def _with_wrapped_experts(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     joined: dict[str, Pair] = {}
     blocks: dict[str, dict[str, dict[int, Pair]]] = {}
     for name, pair in pairs.items():
-        if found := _EXPERT.fullmatch(name):
-            block = blocks.setdefault(found["block"], {})
-            block.setdefault(found["leaf"], {})[int(found["expert"])] = pair
+        if expert := _EXPERT.fullmatch(name):
+            block = blocks.setdefault(expert["block"], {})
+            block.setdefault(expert["leaf"], {})[int(expert["expert"])] = pair
         else:
             joined[name] = pair
     for name, parts in blocks.items():
@@ -341,7 +342,7 @@ def _wrapped(block: str, parts: Mapping[str, object]) -> list[tuple[str, ...]]:
     for names in OF_EXPERTS.values():
         if parts.keys() >= set(names):
             wrapped.append(names)
-    if {name for names in wrapped for name in names} != parts.keys():
+    if set(itertools.chain.from_iterable(wrapped)) != parts.keys():
         raise CheckpointingException(
             f"LoRA for {block!r} changes {', '.join(sorted(parts))}. PEFT's layout is known for "
             "gate_proj and up_proj together, and for down_proj."
@@ -351,9 +352,11 @@ def _wrapped(block: str, parts: Mapping[str, object]) -> list[tuple[str, ...]]:
 
 def _joined(parts: Sequence[Mapping[int, Pair]]) -> Pair:
     """Join all experts' pairs; `parts` have them by expert number."""
-    first, *_ = of_parts = [[part[number] for number in sorted(part)] for part in parts]
-    of_experts = list(zip(*of_parts, strict=True))
+    pairs_of_parts = []
+    for part in parts:
+        pairs_of_parts.append([part[number] for number in sorted(part)])
+    a = [pair.a for pair in pairs_of_parts[0]]
     b = []
-    for of_expert in of_experts:
-        b.append(join([pair.b for pair in of_expert], 0))
-    return Pair(join([pair.a for pair in first], 0), interleave(join(b, 1), 1, len(b)))
+    for pairs_of_expert in zip(*pairs_of_parts, strict=True):
+        b.append(join([pair.b for pair in pairs_of_expert], 0))
+    return Pair(join(a, 0), interleave(join(b, 1), 1, len(b)))

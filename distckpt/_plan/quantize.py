@@ -102,14 +102,14 @@ def quantize_outputs(
     """
     result: list[OutputTensor] = []
     parts: dict[str, EncodedPart] = {}
-    kept: list[str] = []
+    unquantized: list[str] = []
     used: list[str] = []
     for output in outputs:
         name = _format_for(output, formats, model)
         if name is None:
             result.append(output)
             if len(output.shape) == 2 and output.name.endswith(".weight"):
-                kept.append(output.name)
+                unquantized.append(output.name)
             continue
         used.append(name)
         quantized = quantized_as(FORMATS[name], output.name, output.shape, output.dtype)
@@ -117,7 +117,7 @@ def quantize_outputs(
             num_bytes = math.prod(part.shape) * ITEM_BYTES[part.dtype]
             result.append(OutputTensor(part.key, part.dtype, part.shape, num_bytes, output.mapped))
             parts[part.key] = EncodedPart(output, quantized, role)
-    config = _config({name: FORMATS[name] for name in used}, formats, kept)
+    config = _config({name: FORMATS[name] for name in used}, formats, unquantized)
     _check_names(result)
     return QuantizedOutputs(result, parts, config)
 
@@ -133,9 +133,9 @@ def _format_for(
     if pattern == _USUAL and (_USUAL not in formats or not _is_usual(name, model)):
         return None
     is_float = dtype.is_floating_point and dtype.itemsize > 1
-    chosen = formats[pattern]
-    if is_float and takes(FORMATS[chosen], name, output.shape):
-        return chosen
+    format_name = formats[pattern]
+    if is_float and takes(FORMATS[format_name], name, output.shape):
+        return format_name
     return None
 
 
@@ -146,7 +146,7 @@ def _is_usual(name: str, model: Set[str] | None) -> bool:
 
 
 def _config(
-    used: Mapping[str, Format], formats: Mapping[str, str], kept: Sequence[str]
+    used: Mapping[str, Format], formats: Mapping[str, str], unquantized: Sequence[str]
 ) -> Mapping[str, Any]:
     unused = sorted(set(formats.values()) - used.keys())
     if unused:
@@ -156,7 +156,7 @@ def _config(
             "with whole groups of columns), mxfp4 for '*.experts.*_proj' with three, as "
             "transformers has them in memory for gpt-oss."
         )
-    config = quantization_config(list(used.values()), kept)
+    config = quantization_config(list(used.values()), unquantized)
     if config is None:
         raise CheckpointingException(
             f"No config.json can describe {sorted(used)} in one model: choose one of them."

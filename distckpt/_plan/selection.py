@@ -22,12 +22,12 @@ def matches(key: str, patterns: str | Sequence[str]) -> bool:
     Patterns with `*`, `?` or `[` match as in file names, others by prefix. Patterns behind a `!`
     exclude keys; if there are no other patterns, all other keys match.
     """
-    wanted, unwanted = divided(patterns)
-    if any(_fits(key, pattern) for pattern in unwanted):
+    included, excluded = divided(patterns)
+    if any(_fits(key, pattern) for pattern in excluded):
         return False
-    if not wanted:
-        return bool(unwanted)
-    return any(_fits(key, pattern) for pattern in wanted)
+    if not included:
+        return bool(excluded)
+    return any(_fits(key, pattern) for pattern in included)
 
 
 def divided(patterns: str | Sequence[str]) -> tuple[list[str], list[str]]:
@@ -35,14 +35,14 @@ def divided(patterns: str | Sequence[str]) -> tuple[list[str], list[str]]:
     listed = patterns
     if isinstance(patterns, str):
         listed = [patterns]
-    wanted = []
-    unwanted = []
+    included = []
+    excluded = []
     for pattern in listed:
         if pattern.startswith("!"):
-            unwanted.append(pattern[1:])
+            excluded.append(pattern[1:])
         else:
-            wanted.append(pattern)
-    return wanted, unwanted
+            included.append(pattern)
+    return included, excluded
 
 
 def _fits(key: str, pattern: str) -> bool:
@@ -69,8 +69,8 @@ def check_rename(rename: object) -> None:
         TypeError: it is neither a dict of texts nor None.
     """
     is_dict = isinstance(rename, Mapping | None)
-    pairs = rename.items() if isinstance(rename, Mapping) else ()
-    if not is_dict or not all(isinstance(name, str) for pair in pairs for name in pair):
+    names = (*rename, *rename.values()) if isinstance(rename, Mapping) else ()
+    if not is_dict or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"rename is a dict of old beginnings of names -> new ones, got {rename!r:.200}."
         )
@@ -89,8 +89,8 @@ def check_all_match(
     Raises:
         LoadMismatchError: one matches nothing.
     """
-    wanted, unwanted = divided(keys or ())
-    absent = _without_match(unwanted, names)
+    included, excluded = divided(keys or ())
+    absent = _without_match(excluded, names)
     if absent:
         named = ", ".join(map(repr, absent))
         logger.warning("no tensor%s matches %s, which is to be left out", where, named)
@@ -98,7 +98,7 @@ def check_all_match(
     for old in rename:
         if not any(name.startswith(old) for name in names):
             unused.append(old)
-    unused += _without_match(wanted, names)
+    unused += _without_match(included, names)
     if unused:
         there = summarize_keys(names) or "none"
         raise LoadMismatchError(
@@ -108,9 +108,9 @@ def check_all_match(
 
 def _without_match(patterns: Iterable[str], names: Collection[str]) -> list[str]:
     unmatched = []
-    for each in patterns:
-        if not any(_fits(name, each) for name in names):
-            unmatched.append(each)
+    for pattern in patterns:
+        if not any(_fits(name, pattern) for name in names):
+            unmatched.append(pattern)
     return unmatched
 
 
@@ -147,19 +147,19 @@ def select_tensors(
     for name in names:
         if name not in hidden and name not in left_out:
             visible.append(name)
-    chosen = visible
+    selected = visible
     if keys is not None:
-        chosen = []
+        selected = []
         for name in visible:
             if matches(name, keys):
-                chosen.append(name)
-    if not chosen:
+                selected.append(name)
+    if not selected:
         raise _nothing_chosen(keys, visible, _besides(names, left_out))
     check_all_match(names, keys)
     if not write_tied:
-        chosen = _first_of_tied(chosen, manifest.key_index)
+        selected = _first_of_tied(selected, manifest.key_index)
     infos = {}
-    for name in sorted(chosen, key=natural_order):
+    for name in sorted(selected, key=natural_order):
         key_id = manifest.key_index[name]
         infos[name] = TensorSpec(manifest.global_shapes[key_id], manifest.dtypes[key_id])
     return infos

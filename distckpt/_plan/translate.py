@@ -223,24 +223,24 @@ def translate(
     infos = {r.key: TensorSpec(r.global_shape, TO_NAME[t.dtype]) for r, t in pairs}
     stored = _apply_some(rules, infos)
     mapped = invert(stored, infos | _of_other_ranks(stored, infos))
-    found = Translated([], [], [], [], [])
+    translated_requests = Translated([], [], [], [], [])
     for number, (request, tensor) in enumerate(zip(requests, tensors, strict=True)):
         if request.key not in mapped and drops:
             continue
         if request.key not in mapped:
-            found.numbers.append(number)
-            found.requests.append(request)
-            found.views.append(tensor)
-            found.adds.append(0.0)
+            translated_requests.numbers.append(number)
+            translated_requests.requests.append(request)
+            translated_requests.views.append(tensor)
+            translated_requests.adds.append(0.0)
             continue
         for padding in resolve_padding(mapped[request.key], request.region):
-            found.padding.append(tensor[padding.slices()])
+            translated_requests.padding.append(tensor[padding.slices()])
         for place, part in resolve(mapped[request.key], request.region):
             shape = stored[part.key].shape
             may_differ = request.allow_shape_mismatch
             translated = Request(part.key, shape, part.source, may_differ, part.source_step)
-            found.numbers.append(number)
-            found.requests.append(translated)
-            found.views.append(target_view(tensor, place, part))
-            found.adds.append(part.add)
-    return found
+            translated_requests.numbers.append(number)
+            translated_requests.requests.append(translated)
+            translated_requests.views.append(target_view(tensor, place, part))
+            translated_requests.adds.append(part.add)
+    return translated_requests

@@ -264,7 +264,7 @@ def _built_in(action: StrategyAction, backend: str, version: int) -> StrategyBas
     return made
 
 
-def choose_save_strategy(given: Any) -> tuple[SaveShardedStrategy | None, EngineSettings]:
+def choose_save_strategy(choice: Any) -> tuple[SaveShardedStrategy | None, EngineSettings]:
     """Return a caller's strategy, or None for the built-in engine.
 
     The caller gives a strategy, or its `(backend, version)`. The settings are for the built-in
@@ -273,43 +273,43 @@ def choose_save_strategy(given: Any) -> tuple[SaveShardedStrategy | None, Engine
     Raises:
         CheckpointingException: it is no strategy that saves, or none has this name.
     """
-    strategy = _named(StrategyAction.SAVE_SHARDED, given)
+    strategy = _named(StrategyAction.SAVE_SHARDED, choice)
     if strategy is None:
         return None, EngineSettings()
     if not isinstance(strategy, SaveShardedStrategy):
-        raise _not_a("SaveShardedStrategy", given)
+        raise _not_a("SaveShardedStrategy", choice)
     engine = strategy.engine_settings()
     if engine is None:
         return (strategy, EngineSettings())
     return (None, engine)
 
 
-def choose_load_strategy(given: Any) -> tuple[LoadShardedStrategy | None, EngineSettings]:
+def choose_load_strategy(choice: Any) -> tuple[LoadShardedStrategy | None, EngineSettings]:
     """Return a caller's strategy for loading, like `choose_save_strategy`."""
-    strategy = _named(StrategyAction.LOAD_SHARDED, given)
+    strategy = _named(StrategyAction.LOAD_SHARDED, choice)
     if strategy is None:
         return None, EngineSettings()
     if not isinstance(strategy, LoadShardedStrategy):
-        raise _not_a("LoadShardedStrategy", given)
+        raise _not_a("LoadShardedStrategy", choice)
     engine = strategy.engine_settings()
     if engine is None:
         return (strategy, EngineSettings())
     return (None, engine)
 
 
-def _named(action: StrategyAction, given: Any) -> Any:
+def _named(action: StrategyAction, choice: Any) -> Any:
     """Return a named strategy, or None for the built-in one.
 
     Anything else is returned as it is.
     """
-    if given == (BUILT_IN, 1):
+    if choice == (BUILT_IN, 1):
         return None
-    if isinstance(given, tuple):
-        return get_default_strategy(action, *given)
-    return given
+    if isinstance(choice, tuple):
+        return get_default_strategy(action, *choice)
+    return choice
 
 
-def _not_a(kind: str, given: Any) -> CheckpointingException:
+def _not_a(kind: str, choice: Any) -> CheckpointingException:
     return CheckpointingException(
-        f"strategy must be a {kind}, (backend, version) or None, got {type(given).__name__}."
+        f"strategy must be a {kind}, (backend, version) or None, got {type(choice).__name__}."
     )
