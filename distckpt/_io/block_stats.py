@@ -83,9 +83,9 @@ def stats_on_device(values: torch.Tensor) -> BlockStats:
     num_nan = int(numbers.isnan().sum())
     numbers = numbers[numbers.isfinite()]
     num_finite = numbers.numel()
-    low, high = (
-        (float(limit) for limit in numbers.aminmax()) if num_finite else (math.nan, math.nan)
-    )
+    low = high = math.nan
+    if num_finite:
+        low, high = map(float, numbers.aminmax())
     # Sums of large numbers, and squares, would overflow.
     largest = max(abs(low), abs(high))
     scale = largest if largest > 0 else 1.0

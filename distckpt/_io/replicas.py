@@ -119,9 +119,9 @@ def _samples_of_device(tensors: Sequence[torch.Tensor]) -> list[Bytes]:
     """
     places = [_places(tensor) for tensor in tensors]
     there = torch.cat(places).to(tensors[0].device)
-    split = torch.split_with_sizes(there, [len(own_places) for own_places in places])
-    taken = [_taken(tensor, own_places) for tensor, own_places in zip(tensors, split, strict=True)]
-    ends = np.cumsum([len(sample) for sample in taken])
+    split = torch.split_with_sizes(there, list(map(len, places)))
+    taken = list(map(_taken, tensors, split))
+    ends = np.cumsum(list(map(len, taken)))
     return np.split(tensor_bytes(torch.cat(taken).cpu()), ends[:-1])
 
 

@@ -297,10 +297,10 @@ def _region_of(
             f"[{', '.join(map(_text_of, own_slices))}].",
             unexpected=[tensor.key],
         )
-    of_others = [slice(None)] * (len(shape) - len(own_slices))
-    ranges = [
-        range(size)[indices] for indices, size in zip((*own_slices, *of_others), shape, strict=True)
-    ]
+    rest = [slice(None)] * (len(shape) - len(own_slices))
+    ranges = []
+    for size, axis_slice in zip(shape, [*own_slices, *rest], strict=True):
+        ranges.append(range(size)[axis_slice])
     return Region(tuple(indices.start for indices in ranges), tuple(map(len, ranges)))
 
 
@@ -321,7 +321,10 @@ def _is_within(piece: slice, size: int) -> bool:
 
 
 def _text_of(piece: slice) -> str:
-    ends = (
-        [piece.start, piece.stop] if piece.step is None else [piece.start, piece.stop, piece.step]
-    )
-    return ":".join("" if end is None else str(end) for end in ends)
+    ends = [piece.start, piece.stop]
+    if piece.step is not None:
+        ends.append(piece.step)
+    texts = []
+    for end in ends:
+        texts.append("" if end is None else str(end))
+    return ":".join(texts)

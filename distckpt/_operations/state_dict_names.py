@@ -234,9 +234,8 @@ def _united(optimizers: Iterable[_Optimizer]) -> list[_Optimizer]:
     """Return all ranks' optimizers, by place, with all parameters."""
     united: dict[tuple[Any, ...], _Optimizer] = {}
     for optimizer in optimizers:
-        first = united.setdefault(
-            tuple(optimizer.path), replace(optimizer, path=tuple(optimizer.path))
-        )
+        path = tuple(optimizer.path)
+        first = united.setdefault(path, replace(optimizer, path=path))
         first.params.update(optimizer.params)
         first.own_names.update(optimizer.own_names)
     return list(united.values())
@@ -265,11 +264,7 @@ def _settings(stored: StoredCheckpoint, optimizers: Sequence[_Optimizer]) -> lis
     known = parameter_groups(_names_of_values(stored))
     for optimizer in optimizers:
         # `get_state_dict(model, [first, second])` makes one of several.
-        while (
-            optimizer.path
-            and isinstance(optimizer.path[-1], int)
-            and optimizer.beginning not in known
-        ):
+        while _is_in_list(optimizer) and optimizer.beginning not in known:
             optimizer.path = optimizer.path[:-1]
     if not any(optimizer.beginning in known for optimizer in optimizers):
         return [None] * len(optimizers)
@@ -281,6 +276,10 @@ def _settings(stored: StoredCheckpoint, optimizers: Sequence[_Optimizer]) -> lis
         else:
             settings.append(None)
     return settings
+
+
+def _is_in_list(optimizer: _Optimizer) -> bool:
+    return bool(optimizer.path) and isinstance(optimizer.path[-1], int)
 
 
 def _names_of_values(stored: StoredCheckpoint) -> Iterable[str]:
@@ -638,7 +637,8 @@ def _check_shapes(stored: StoredCheckpoint, optimizer: _Optimizer) -> None:
             text = (
                 f"{state!r} of parameter {number} of the optimizer at {dotted(optimizer.path)!r} "
                 f"has shape {stored_shape}, and parameter {number} here is {key!r} of shape "
-                f"{shape}: create the optimizer with its parameters in the order in which it was saved."
+                f"{shape}: create the optimizer with its parameters in the order in which it was "
+                "saved."
             )
             if optimizer.is_of_torch:
                 raise LoadMismatchError(text)
