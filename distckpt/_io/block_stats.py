@@ -192,7 +192,9 @@ def real_numbers(values: torch.Tensor) -> torch.Tensor:
 
     Converted values are in scratch memory.
     """
-    values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    values = values.reshape(-1)
     if values.dtype in (torch.float32, torch.float64):
         return values
     if values.dtype.itemsize == 1:

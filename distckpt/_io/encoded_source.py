@@ -54,7 +54,9 @@ class EncodedSource(TensorSource):
 
     def keys_besides(self, tensor: OutputTensor) -> list[str]:
         part = self._parts.get(tensor.name)
-        return self._values.keys_besides(tensor if part is None else part.tensor)
+        if part is not None:
+            tensor = part.tensor
+        return self._values.keys_besides(tensor)
 
     def read(self, wanted: Sequence[Wanted], factor: float = 1.0) -> None:
         plain = [request for request in wanted if request.tensor.name not in self._parts]

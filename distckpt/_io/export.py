@@ -86,8 +86,9 @@ def counting_from(file: NewFile, start: int, uncounted: Fill) -> NewFile:
     starts = list(itertools.accumulate(file.chunk_bytes, initial=len(file.header)))
 
     def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
-        is_before = bool(unit) and starts[unit[0].chunk] + unit[0].start < start
-        return (uncounted if is_before else file.fill)(unit, memory_of_thread)
+        if unit and starts[unit[0].chunk] + unit[0].start < start:
+            return uncounted(unit, memory_of_thread)
+        return file.fill(unit, memory_of_thread)
 
     return file._replace(fill=fill)
 

@@ -223,7 +223,9 @@ def _common_dtype(outputs: Sequence[OutputTensor]) -> torch.dtype | None:
 
 def _name_dtype(config: Mapping[str, Any], dtype: torch.dtype | None) -> None:
     """Put a dtype into a configuration, wherever it names one."""
-    for part in parts_of(config) if dtype is not None else ():
+    if dtype is None:
+        return
+    for part in parts_of(config):
         for name in ("dtype", "torch_dtype"):
             if name in part:
                 part[name] = str(dtype).removeprefix("torch.")

@@ -78,7 +78,10 @@ def columns_of(manifest: Manifest, numbers: Sequence[bytes]) -> dict[str, npt.ND
     """Add up the numbers of all ranks; return a manifest column."""
     totals = []
     for dtype in manifest.dtypes:
-        totals.append(0 if dtype in ITEM_BYTES else NO_FINGERPRINT)
+        if dtype in ITEM_BYTES:
+            totals.append(0)
+        else:
+            totals.append(NO_FINGERPRINT)
     for of_rank in numbers:
         for key_id, number in np.frombuffer(of_rank, np.int64).reshape(-1, 2).tolist():
             totals[key_id] = (totals[key_id] + number) % PRIME

@@ -107,12 +107,15 @@ def _names_after(manifest: Manifest, removed: set[str]) -> _Names:
     aliases: dict[str, str] = {}
     names: list[str | None] = []
     for group in tied.values():
-        remaining = []
+        first = None
         for name in group:
-            if name not in removed:
-                remaining.append(name)
-        names.append(remaining[0] if remaining else None)
-        aliases.update((alias, remaining[0]) for alias in remaining[1:])
+            if name in removed:
+                continue
+            if first is None:
+                first = name
+            else:
+                aliases[name] = first
+        names.append(first)
     stays = np.array([name is not None for name in names], np.bool_)
     changes = np.array(
         [name != key for name, key in zip(names, manifest.keys, strict=True)], np.bool_

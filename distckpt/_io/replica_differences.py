@@ -77,13 +77,14 @@ def select_pairs(
         rank = int(table.ranks[row])
         places[row] = rank, len(rows_of_ranks[rank])
         rows_of_ranks[rank].append(row - starts[rank])
+    pairs = []
+    for row, first in zip(rows[selection].tolist(), firsts[selection].tolist(), strict=True):
+        pairs.append(_pair(table, places, row, first))
+    key_ids = np.unique(table.key_ids[rows])
     return ReplicasToCompare(
-        keys=[table.keys[key_id] for key_id in np.unique(table.key_ids[rows]).tolist()],
+        keys=[table.keys[key_id] for key_id in key_ids.tolist()],
         ranks=np.unique(table.ranks[rows]).tolist(),
-        pairs=[
-            _pair(table, places, row, first)
-            for row, first in zip(rows[selection].tolist(), firsts[selection].tolist(), strict=True)
-        ],
+        pairs=pairs,
         rows_of_ranks=rows_of_ranks,
         error=different_replicas_error(table, differences),
     )

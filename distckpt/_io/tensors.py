@@ -343,7 +343,9 @@ def broadcast_tensor(
         if not 0 <= src < ranks.size:
             raise ValueError(f"src is {src}, but the group has {ranks.size} ranks, counted from 0")
         chunks = chunk_tensor_by_memory(tensor.detach(), min(limit for _, limit in everyone))
-    for chunk in chunks if ranks.size > 1 else ():
+    if ranks.size == 1:
+        return reshard(tensor, target_sharding)
+    for chunk in chunks:
         plain = to_plain_memory(chunk)
         ranks.broadcast_into(tensor_bytes(plain), src)
         if ranks.rank != src and plain is not chunk:

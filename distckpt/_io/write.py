@@ -167,13 +167,13 @@ def _write_units(outputs: Sequence[_Output], settings: WriteSettings) -> None:
 def _upload(outputs: Sequence[_Output], settings: WriteSettings) -> None:
     # Imported when it is needed: most programs write to local paths only.
     uploads = importlib.import_module("distckpt._storage.uploads")
+    files = []
+    for output in outputs:
+        location = output.file.location
+        header = output.file.header
+        files.append(uploads.OutgoingFile(location, header, output.sizes, output.buffers_of))
     uploads.upload_files(
-        [
-            uploads.OutgoingFile(
-                output.file.location, output.file.header, output.sizes, output.buffers_of
-            )
-            for output in outputs
-        ],
+        files,
         settings.num_requests,
         settings.max_part_bytes,
         settings.progress,
@@ -186,13 +186,13 @@ def in_folder(name: str, suffix: str) -> str:
     See `PreparedSave.folder_suffix`. With a suffix, a folder has the files of `FOLDER_RANKS` ranks.
     """
     folder, _, file = name.partition("/")
-    rank = None
-    if suffix:
-        rank = _RANK.match(file)
-    number = 0
-    if rank:
+    folder += suffix
+    rank = _RANK.match(file)
+    if suffix and rank:
         number = (int(rank[1]) - 1) // FOLDER_RANKS
-    return f"{folder}{suffix}{f'-{number}' if number else ''}/{file}"
+        if number:
+            folder += f"-{number}"
+    return f"{folder}/{file}"
 
 
 def create_file(location: str, header: bytes, num_bytes: int) -> None:
@@ -356,8 +356,9 @@ class _Output:
         """Return a unit's bytes in the span, and where they begin."""
         low, high = self._own_part(number)
         buffers = self.buffers_of(number)
-        is_whole = (low, high) == (0, self.sizes[number])
-        return low, buffers if is_whole else cut_buffers(buffers, low, high)
+        if (low, high) != (0, self.sizes[number]):
+            buffers = cut_buffers(buffers, low, high)
+        return low, buffers
 
     def _own_part(self, number: int) -> tuple[int, int]:
         """Return the range of a unit's bytes that is in the span."""

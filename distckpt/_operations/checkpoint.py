@@ -88,13 +88,12 @@ class Checkpoint(SaysOtherNames):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Describe each tensor, by key."""
         stored = self._stored
-        return MappingProxyType(
-            {
-                key: TensorInfo(key, stored.global_shape(key), FROM_NAME[stored.dtype_name(key)])
-                for key in stored.manifest.key_index
-                if not (stored.is_object(key) or key.endswith(AS_STORED))
-            }
-        )
+        tensors = {}
+        for key in stored.manifest.key_index:
+            if not (stored.is_object(key) or key.endswith(AS_STORED)):
+                dtype = FROM_NAME[stored.dtype_name(key)]
+                tensors[key] = TensorInfo(key, stored.global_shape(key), dtype)
+        return MappingProxyType(tensors)
 
     @cached_property
     def objects(self) -> Mapping[str, tuple[int, ...]]:

@@ -398,7 +398,8 @@ def _warn_of_untaken(
     """Warn of given tensors that no rank takes under any name."""
     taken = _keys_of_tables(targets)
     for pair in ties:
-        taken.update(pair if taken.intersection(pair) else ())
+        if taken.intersection(pair):
+            taken.update(pair)
     untaken = _keys_of_tables(sources) - taken
     if untaken:
         logger.warning(

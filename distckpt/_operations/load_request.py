@@ -369,7 +369,9 @@ def _warn_of_unmatched(rules: Sequence[Rule], flags: Sequence[bytes]) -> None:
 
     Only the coordinator gets `flags`.
     """
-    for rule, *matched in zip(rules, *flags, strict=False) if flags else ():
+    if not flags:
+        return
+    for rule, *matched in zip(rules, *flags, strict=False):
         if not any(matched) and not rule.optional:
             logger.warning(
                 "%s matches no tensor that is requested: nothing is loaded through it. Correct the "
@@ -447,8 +449,10 @@ def absent_ties(
 
     An export stores one name of tied tensors. The keys and values are numbers of shards.
     """
+    if not stored:
+        return {}
     by_first: dict[int, list[int]] = {}
-    for tie, first in (ties if stored else {}).items():
+    for tie, first in ties.items():
         by_first.setdefault(first, [first]).append(tie)
     absent: dict[int, int] = {}
     for group in by_first.values():

@@ -41,8 +41,11 @@ def _check_files(location: str) -> bytes:
     has_config = CONFIG_NAME in names
     if (has_tensors and has_config) or not locations.exists(location):
         return b""
-    lacks = [] if has_tensors else ["adapter_model.safetensors"]
-    lacks += [] if has_config else [CONFIG_NAME]
+    lacks = []
+    if not has_tensors:
+        lacks.append("adapter_model.safetensors")
+    if not has_config:
+        lacks.append(CONFIG_NAME)
     raise CheckpointNotFoundError(
         f"{location!r} is no adapter of PEFT, it has no {' and no '.join(lacks)}: "
         f"{_advice(location, names)}."

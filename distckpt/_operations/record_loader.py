@@ -151,8 +151,9 @@ def _spec_of(name: str | None, entry: Any) -> tuple[str, tuple[tuple[int, ...], 
     else:
         shape = entry.shape
         dtype = entry.dtype
-    key = name if name is not None else getattr(entry, "name", None) or entry.key
-    return key, (tuple(shape), dtype)
+    if name is None:
+        name = getattr(entry, "name", None) or entry.key
+    return name, (tuple(shape), dtype)
 
 
 def _tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
@@ -179,8 +180,9 @@ def _state_of(recording: Recording) -> Iterator[tuple[str, ShardedTensor]]:
         regions = [place.region for place in places]
         copies = {max(pair) for pair in overlaps(regions)}
         for number, place in enumerate(places):
+            name = f"{key}#{number}" if number else key
             replica_id = (1, number) if number in copies else OpenReplicaId((0,))
-            yield f"{key}#{number}" if number else key, _shard_of(place, replica_id)
+            yield name, _shard_of(place, replica_id)
 
 
 def _shard_of(place: _Place, replica_id: ReplicaId) -> ShardedTensor:

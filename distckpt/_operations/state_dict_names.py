@@ -325,7 +325,8 @@ def _settings_of(
     keys_of_rest: list[str] = []
     if optimizer.by_number and optimizer.beginning:
         rest, keys_of_rest = _rest_of(stored, optimizer, tree, groups)
-        entries += [rest_entry(rest, [((), True)])] if rest else []
+        if rest:
+            entries.append(rest_entry(rest, [((), True)]))
     numbers = {key: number for key, (_, number) in optimizer.params.items()}
     hidden = _keys_of_options(stored, optimizer) + keys_of_rest
     return list(optimizer.path), optimizer.by_number, numbers, hidden, entries
@@ -507,8 +508,10 @@ def _rest_of(
 def _keys_of_rest(
     stored: StoredCheckpoint, optimizer: _Optimizer, numbers: Container[str]
 ) -> list[str]:
+    if not optimizer.beginning:
+        return []
     remaining = []
-    for key in stored.manifest.key_index if optimizer.beginning else ():
+    for key in stored.manifest.key_index:
         first, *others = key.removeprefix(optimizer.beginning).split(".")
         is_of_parameter = first == "param_groups" or (first == "state" and others[0] in numbers)
         if key.startswith(optimizer.beginning) and not (is_of_parameter or stored.is_object(key)):

@@ -102,11 +102,13 @@ def save_safetensors_streaming(
             raise ValueError(
                 f"rename=False needs a local path; {destination!r} can only be written in place"
             )
-        _refuse([location] if locations.exists(location) else [])
+        if locations.exists(location):
+            _refuse([location])
         with new_files([location], layout) as files:
             write_stream(files, layout, tensor_iter)
         return destination
-    _refuse([location] if os.path.isdir(location) else [])
+    if os.path.isdir(location):
+        _refuse([location])
     temporary = locations.temporary_beside(location)
     if not rename:
         # Programs look for it there; a file of an earlier call is replaced.

@@ -149,9 +149,11 @@ def _held_in_part(ranks: Ranks, stored: StoredCheckpoint, results: _Found) -> li
 
     A single process may have a part.
     """
+    if ranks.size == 1:
+        return []
     problems = []
     differing = {problem.key for problem in results.problems}
-    for key, regions in results.held.items() if ranks.size > 1 else ():
+    for key, regions in results.held.items():
         if key in differing or key not in stored.manifest.key_index:
             continue
         # Regions that are not the same rarely overlap.
