@@ -268,10 +268,13 @@ def _read_and_cast(
 
     Yield numbers of values that do not fit.
     """
-    dtypes = [source.dtype_of(piece.tensor) for piece in ranges]
-    # Places in memory fit any dtype.
-    counts = [len(piece.values) for piece in ranges]
-    sizes = [-(-n * dtype.itemsize // 16) * 16 for n, dtype in zip(counts, dtypes, strict=True)]
+    dtypes = []
+    sizes = []
+    for piece in ranges:
+        dtype = source.dtype_of(piece.tensor)
+        dtypes.append(dtype)
+        # Places in memory fit any dtype.
+        sizes.append(-(-len(piece.values) * dtype.itemsize // 16) * 16)
     for unit in units_of(sizes, UNIT_BYTES, 16):
         memory = torch.from_numpy(bounce_buffer("cast", UNIT_BYTES))
         wide: list[_Range] = []

@@ -39,14 +39,15 @@ def read_values(
     if not stored.quantized:
         read_copies(stored, copies, targets, num_threads, progress)
         return
-    read_copies(
-        stored,
-        [c for c in copies if c.chunk not in stored.quantized],
-        targets,
-        num_threads,
-        progress,
-    )
-    pieces = plan_decoding(stored, [copy for copy in copies if copy.chunk in stored.quantized])
+    plain = []
+    encoded = []
+    for copy in copies:
+        if copy.chunk in stored.quantized:
+            encoded.append(copy)
+        else:
+            plain.append(copy)
+    read_copies(stored, plain, targets, num_threads, progress)
+    pieces = plan_decoding(stored, encoded)
     chunks: list[int] = []
     for piece in pieces:
         chunks.extend(part.chunk for part in piece.copies)

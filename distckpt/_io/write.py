@@ -103,13 +103,13 @@ def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArra
     of them is reserved first: a full disk is found before anything is written, if the file system
     can tell.
     """
-    are_local = [locations.is_local(file.location) for file in files]
     outputs = []
-    for file, is_local in zip(files, are_local, strict=True):
-        outputs.append(_Output(file, is_local, settings))
+    for file in files:
+        outputs.append(_Output(file, locations.is_local(file.location), settings))
     _write_local([output for output in outputs if output.is_local], settings)
-    if not all(are_local):
-        _upload([output for output in outputs if not output.is_local], settings)
+    remote = [output for output in outputs if not output.is_local]
+    if remote:
+        _upload(remote, settings)
     units = itertools.chain.from_iterable(output.checksums for output in outputs)
     return np.array(list(itertools.chain.from_iterable(units)), np.uint64)
 

@@ -6,7 +6,7 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import length_hint
@@ -148,8 +148,7 @@ class Targets:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shapes of the tensors by key."""
-        tensors = (shard for shard in self.split.shards if isinstance(shard, ShardedTensor))
-        return {tensor.key: tuple(tensor.global_shape) for tensor in tensors}
+        return _shapes_of(self.split.shards)
 
 
 @dataclass(frozen=True)
@@ -231,6 +230,14 @@ def _check_modules_are_different(described: objects.Described, split: flatten.Sp
         flatten.check_keys_are_different(split, [place.path for place in modules])
 
 
+def _shapes_of(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    for shard in shards:
+        if isinstance(shard, ShardedTensor):
+            shapes[shard.key] = tuple(shard.global_shape)
+    return shapes
+
+
 def _rules(
     request: LoadRequest,
     location: str,
@@ -239,10 +246,7 @@ def _rules(
     source: ShardSource,
 ) -> Sequence[Rule]:
     """Return the rules from the request's names to the source's names."""
-    shapes = {}
-    for shard in shards:
-        if isinstance(shard, ShardedTensor):
-            shapes[shard.key] = tuple(shard.global_shape)
+    shapes = _shapes_of(shards)
     of_family: Sequence[Rule] = ()
     if request.family is not None:
         of_family = source.rules_of_family(request.family, location, list(shapes))

@@ -460,7 +460,13 @@ def _readable_checksums(
 ) -> tuple[dict[int, Checksums], list[Problem]]:
     """Return readable files' checksums, and problems of all other files."""
     fetched = stored.manifest.fetched_checksums
-    known = {holder: fetched[holder] for holder in holders if holder in fetched}
+    known: dict[int, Checksums] = {}
+    missing = []
+    for holder in holders:
+        if holder in fetched:
+            known[holder] = fetched[holder]
+        else:
+            missing.append(holder)
     unread: list[Problem] = []
 
     def read(holder: int) -> None:
@@ -471,7 +477,6 @@ def _readable_checksums(
         except OSError as error:
             unread.append(_unreadable(stored.path_of_file(holder), error))
 
-    missing = [holder for holder in holders if holder not in known]
     run_threads(read, missing, num_threads or _default_threads(stored.location))
     return known, unread
 

@@ -227,10 +227,10 @@ def _compare(
 
     run_threads(compare, windows, num_threads or num_threads_at(stored.location))
     faults.sort(key=lambda fault: (fault.key, fault.region or ""))
-    problems = [
-        Problem(stored.location, f"{text} (rank {ranks.rank})", key, region)
-        for key, text, region in faults
-    ]
+    problems = []
+    for fault in faults:
+        message = f"{fault.text} (rank {ranks.rank})"
+        problems.append(Problem(stored.location, message, fault.key, fault.region))
     return _Found(compared, problems, num_bytes)
 
 

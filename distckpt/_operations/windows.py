@@ -119,9 +119,14 @@ def _read(
     purpose: str, tensors: Sequence[StoredTensor], batch: Sequence[Window]
 ) -> list[torch.Tensor]:
     """Read windows of a checkpoint into this thread's scratch memory."""
-    dtypes = [FROM_NAME[tensors[window.tensor].dtype] for window in batch]
+    requests = []
+    dtypes = []
     sizes = []
-    for window, dtype in zip(batch, dtypes, strict=True):
+    for window in batch:
+        tensor = tensors[window.tensor]
+        dtype = FROM_NAME[tensor.dtype]
+        requests.append(Request(tensor.key, tensor.shape, window.region))
+        dtypes.append(dtype)
         sizes.append(window.region.num_elements * dtype.itemsize)
     # A multiple of the size of every item, so that each window can be viewed in its dtype.
     spaces = [-(-size // 16) * 16 for size in sizes]
@@ -129,8 +134,6 @@ def _read(
     values = []
     for piece, size, dtype, window in zip(pieces, sizes, dtypes, batch, strict=True):
         values.append(piece[:size].view(dtype).view(window.region.shape))
-    regions = [(tensors[window.tensor], window.region) for window in batch]
-    requests = [Request(tensor.key, tensor.shape, region) for tensor, region in regions]
     stored = tensors[0].stored
     read_copies(stored, plan_load(stored, requests), values, num_threads=1)
     return values

@@ -94,9 +94,12 @@ class Change:
     @property
     def keys(self) -> list[str]:
         """All keys of the adapter that this change uses."""
-        product = self.product
-        keys = [self.replacement, *([product.a, product.b] if product else [])]
-        return [key for key in keys if key is not None]
+        keys = []
+        if self.replacement is not None:
+            keys.append(self.replacement)
+        if self.product is not None:
+            keys += [self.product.a, self.product.b]
+        return keys
 
 
 def plan_changes(

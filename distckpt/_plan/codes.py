@@ -198,4 +198,6 @@ def _facts_of(config: Mapping[str, Any]) -> list[str]:
         facts = ["symmetric: false"]
     if transformed:
         facts.append(transformed if isinstance(transformed, str) else "a transform")
-    return facts + [f"num_bits: {bits}" for bits in dict.fromkeys(config.get("num_bits", ()))]
+    for bits in dict.fromkeys(config.get("num_bits", ())):
+        facts.append(f"num_bits: {bits}")
+    return facts

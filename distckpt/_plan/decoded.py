@@ -168,11 +168,10 @@ def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]
             source, max(1, PIECE_ELEMENTS // -(-quantized.pack // source.shape[-1]))
         ):
             regions = part_regions(quantized, region)
-            owners += [(len(pieces), index) for index in range(len(regions))]
-            requests += [
-                Request(quantized.parts[role].key, quantized.parts[role].shape, regions[role])
-                for role in regions
-            ]
+            for index, (role, part_region) in enumerate(regions.items()):
+                spec = quantized.parts[role]
+                owners.append((len(pieces), index))
+                requests.append(Request(spec.key, spec.shape, part_region))
             pieces.append(
                 Piece(quantized, region, copy, tuple(regions), tuple(regions.values()), [])
             )

@@ -364,8 +364,11 @@ def plan_files(
         if is_single:
             return [OutputFile(SINGLE_NAME, numbered[0].tensors)]
         return numbered
-    by_name = {tensor.name: tensor for tensor in outputs}
-    sizes = {tensor.name: tensor.num_bytes for tensor in outputs}
+    by_name = {}
+    sizes = {}
+    for tensor in outputs:
+        by_name[tensor.name] = tensor
+        sizes[tensor.name] = tensor.num_bytes
     groups = group_keys_by_bytes(sizes, max_file_bytes)
     names = output_filenames(BASE_PREFIX, len(groups))
     files = []

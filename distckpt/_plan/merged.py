@@ -60,8 +60,11 @@ def merged(
     for name in common:
         if name not in aliases:
             names.append(name)
-    dtypes = [_dtype_of_sum(name, terms) for name in names]
-    shapes = [terms[0].global_shape(name) for name in names]
+    dtypes = []
+    shapes = []
+    for name in names:
+        dtypes.append(_dtype_of_sum(name, terms))
+        shapes.append(terms[0].global_shape(name))
     manifest = Manifest(names, dtypes, shapes, ChunkTable.empty(), aliases, has_checksums=False)
     marker = note_of_module(names_of_module(terms[0].marker))
     return MergedView(StoredCheckpoint(terms[0].location, manifest, marker=marker), terms)
@@ -138,12 +141,15 @@ def _dtype_of_sum(name: str, terms: Sequence[StoredCheckpoint]) -> str:
 
     8-bit floats next to other dtypes do not count.
     """
-    shapes = {term.location: term.global_shape(name) for term in terms}
+    shapes = {}
+    dtypes = {}
+    for term in terms:
+        shapes[term.location] = term.global_shape(name)
+        dtypes[term.location] = FROM_NAME[term.dtype_name(name)]
     if len(set(shapes.values())) > 1:
         raise LoadMismatchError(
             f"Key {name!r} has different shapes: {shapes}. Leave it out with `keys`."
         )
-    dtypes = {term.location: FROM_NAME[term.dtype_name(name)] for term in terms}
     different = set(dtypes.values())
     if len(different) == 1:
         return TO_NAME[different.pop()]
