@@ -195,20 +195,20 @@ class _Reading:
     def __init__(
         self,
         stored: StoredCheckpoint,
-        in_order: _Parts,
+        sorted_parts: _Parts,
         copier: Copier,
         files: OpenFiles,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.stored = stored
-        self.parts = in_order.parts
+        self.parts = sorted_parts.parts
         self.copier = copier
         self.files = files
-        self._in_order = in_order
+        self._sorted_parts = sorted_parts
         self._progress = progress
-        self._paths = {file: stored.path_of_file(file) for file in {*in_order.files.tolist()}}
+        self._paths = {file: stored.path_of_file(file) for file in {*sorted_parts.files.tolist()}}
         if stored.verifies:
-            self._expected, self._first_expected = _expected_checksums(stored, in_order)
+            self._expected, self._first_expected = _expected_checksums(stored, sorted_parts)
 
     def run(self, num_threads: int) -> None:
         """Read everything. A disk is fastest where each of a few threads reads on and on."""
@@ -222,7 +222,7 @@ class _Reading:
 
         Spans have the numbers of parts, and positions in them. A sparse part is a unit.
         """
-        parts, files, positions = self._in_order
+        parts, files, positions = self._sorted_parts
         sizes = [part.stop - part.start for part in parts]
         is_sparse = np.array([part.is_sparse for part in parts], np.bool_)
         begins_run = np.ones(len(parts), np.bool_)
@@ -323,11 +323,11 @@ class _Reading:
 
     def _position(self, unit: list[Span]) -> int:
         """Return the position of a unit in its file."""
-        return int(self._in_order.positions[unit[0].chunk]) + unit[0].start
+        return int(self._sorted_parts.positions[unit[0].chunk]) + unit[0].start
 
     def file_of(self, unit: list[Span]) -> int:
         """Return the number of the file of a unit."""
-        return int(self._in_order.files[unit[0].chunk])
+        return int(self._sorted_parts.files[unit[0].chunk])
 
 
 class _Goal(NamedTuple):
@@ -431,8 +431,8 @@ def _long_runs(reading: _Reading, span: Span, place: int) -> list[_Goal]:
     num_bytes = math.prod(target.shape[outer:]) * dtype.itemsize
     if num_bytes < LONG_RUN_BYTES:
         return []
-    in_unit = place - part.start - span.start
-    begins = run_starts(shape, part.region, outer) * dtype.itemsize + in_unit
+    unit_offset = place - part.start - span.start
+    begins = run_starts(shape, part.region, outer) * dtype.itemsize + unit_offset
     places = begins.clip(place, place + span.num_bytes)
     sizes = (begins + num_bytes).clip(place, place + span.num_bytes) - places
     addresses = _run_addresses(target, outer) + places - begins
@@ -605,19 +605,21 @@ def _verify(reading: _Reading, unit: list[Span], filled: Iterable[Bytes]) -> Non
         raise _mismatch(reading, unit, next(i for i, (a, b) in enumerate(pairs) if a != b))
 
 
-def _expected_checksums(stored: StoredCheckpoint, in_order: _Parts) -> tuple[Checksums, IntArray]:
+def _expected_checksums(
+    stored: StoredCheckpoint, sorted_parts: _Parts
+) -> tuple[Checksums, IntArray]:
     """Return all parts' stored block checksums, and where each part begins."""
     manifest = stored.manifest
     block = stored.manifest.block_bytes
-    fetch_checksums(stored, in_order.files)
-    table = [(part.chunk, part.start, part.stop) for part in in_order.parts]
+    fetch_checksums(stored, sorted_parts.files)
+    table = [(part.chunk, part.start, part.stop) for part in sorted_parts.parts]
     chunks, starts, stops = np.array(table, np.int64).reshape(-1, 3).T
     counts = -(-(stops - starts) // block)
     begins = np.cumsum(counts) - counts
     # For each block: the first one of its part, plus its number within the part.
     firsts = manifest.first_blocks[chunks] + starts // block - begins
     blocks = np.repeat(firsts, counts) + np.arange(int(counts.sum()))
-    files = np.repeat(in_order.files, counts)
+    files = np.repeat(sorted_parts.files, counts)
     return checksums_of_blocks(manifest, files, blocks), begins
 
 

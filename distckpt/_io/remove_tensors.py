@@ -137,9 +137,9 @@ def _write_remaining(
     files: dict[int, ShardFile] = {}
     for file_id in sorted(set(file_ids[stays].tolist())):
         file = manifest.files[file_id]
-        in_file = file_ids == file_id
-        if changes[in_file].any():
-            rows = np.flatnonzero(in_file & stays)
+        is_of_file = file_ids == file_id
+        if changes[is_of_file].any():
+            rows = np.flatnonzero(is_of_file & stays)
             files[file_id], first_bytes[rows] = _rewrite(
                 location, directory, manifest, file, rows, names.new
             )

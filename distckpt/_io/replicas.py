@@ -99,8 +99,8 @@ def _samples(tensors: Sequence[torch.Tensor]) -> list[Any]:
         elif tensor.numel():
             elsewhere[tensor.device].append(number)
     for numbers in elsewhere.values():
-        of_device = _samples_of_device([tensors[number].detach() for number in numbers])
-        for number, sample in zip(numbers, of_device, strict=True):
+        device_samples = _samples_of_device([tensors[number].detach() for number in numbers])
+        for number, sample in zip(numbers, device_samples, strict=True):
             samples[number] = sample
     return samples
 

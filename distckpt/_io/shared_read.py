@@ -223,13 +223,13 @@ def _read_sample(
     Return the units that are left, and whether this rank reads fast.
     """
     ranks = sharing.ranks
-    in_turn = np.roll(np.arange(len(num_bytes)), -(len(num_bytes) * ranks.rank // ranks.size))
-    is_sample = np.cumsum(num_bytes[in_turn]) - num_bytes[in_turn] < SAMPLE_BYTES
-    sample_bytes = int(num_bytes[in_turn[is_sample]].sum())
+    units = np.roll(np.arange(len(num_bytes)), -(len(num_bytes) * ranks.rank // ranks.size))
+    is_sample = np.cumsum(num_bytes[units]) - num_bytes[units] < SAMPLE_BYTES
+    sample_bytes = int(num_bytes[units[is_sample]].sum())
     started = time.perf_counter()
-    read(pieces.join(in_turn[is_sample]), targets, sharing.max_inflight_bytes)
+    read(pieces.join(units[is_sample]), targets, sharing.max_inflight_bytes)
     is_fast = sample_bytes >= FAST_BYTES_PER_SECOND * (time.perf_counter() - started)
-    return np.sort(in_turn[~is_sample]), is_fast or not sample_bytes
+    return np.sort(units[~is_sample]), is_fast or not sample_bytes
 
 
 def _read_in_waves(
@@ -270,8 +270,8 @@ def _memory_for(
 ) -> tuple[torch.Tensor, deque[torch.Tensor], int]:
     """Return held memory for two waves, message buffers, and memory for reads."""
     plan = own.plan
-    in_wave = np.bincount(plan.read_waves, own.held_bytes(), plan.num_waves).astype(np.int64)
-    memory = torch.empty((2, int(in_wave.max())), dtype=torch.uint8, device="cpu")
+    wave_bytes = np.bincount(plan.read_waves, own.held_bytes(), plan.num_waves).astype(np.int64)
+    memory = torch.empty((2, int(wave_bytes.max())), dtype=torch.uint8, device="cpu")
     message_bytes, read_bytes = _budget(max_inflight_bytes, memory.nbytes)
     return memory, make_buffers(message_bytes), read_bytes
 

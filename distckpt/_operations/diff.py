@@ -203,9 +203,11 @@ def diff(
     started = time.perf_counter()
     check_arguments(keys, rename, atol, rtol)
     ranks = Ranks.alone()
-    of_both = map(locations.normalize, (a, b))
+    location_a = locations.normalize(a)
+    location_b = locations.normalize(b)
     with contextlib.ExitStack() as stack:
-        first, second = (stack.enter_context(opened(ranks, location)) for location in of_both)
+        first = stack.enter_context(opened(ranks, location_a))
+        second = stack.enter_context(opened(ranks, location_b))
         compared = plan_diff(first, second, keys, rename or {})
         counter = ProgressCounter(progress, compared.num_bytes)
         compute = functools.partial(compare_window, atol=atol, rtol=rtol)
@@ -239,22 +241,22 @@ class Compared:
     Attributes:
         first: the checkpoint A.
         second: the checkpoint B.
-        of_a: tensors of A, by the names that they have in B.
-        of_b: tensors of B.
+        tensors_a: tensors of A, by the names that they have in B.
+        tensors_b: tensors of B.
         has_keys: whether only some keys were chosen.
     """
 
     first: StoredCheckpoint
     second: StoredCheckpoint
-    of_a: _Tensors
-    of_b: _Tensors
+    tensors_a: _Tensors
+    tensors_b: _Tensors
     has_keys: bool
 
     @functools.cached_property
     def pairs(self) -> dict[str, tuple[StoredTensor, StoredTensor]]:
         """The tensors that both checkpoints have."""
-        common = sorted(self.of_a.keys() & self.of_b.keys(), key=natural_order)
-        return {key: (self.of_a[key], self.of_b[key]) for key in common}
+        common = sorted(self.tensors_a.keys() & self.tensors_b.keys(), key=natural_order)
+        return {key: (self.tensors_a[key], self.tensors_b[key]) for key in common}
 
     @functools.cached_property
     def comparable(self) -> dict[str, tuple[StoredTensor, StoredTensor]]:
@@ -287,8 +289,8 @@ def plan_diff(
     Raises:
         LoadMismatchError: a pattern matches nothing.
     """
-    of_a, of_b = _tensors_to_compare(first, second, keys, rename)
-    return Compared(first, second, of_a, of_b, keys is not None)
+    tensors_a, tensors_b = _tensors_to_compare(first, second, keys, rename)
+    return Compared(first, second, tensors_a, tensors_b, keys is not None)
 
 
 def report_of_diff(
@@ -302,22 +304,22 @@ def report_of_diff(
     """
     first = compared.first
     second = compared.second
-    of_a = compared.of_a
-    of_b = compared.of_b
+    tensors_a = compared.tensors_a
+    tensors_b = compared.tensors_b
     has_objects = holds_objects(first) and holds_objects(second)
     objects_compared = not compared.has_keys and has_objects
     return DiffReport(
         first.location,
         second.location,
-        only_in_a=tuple(sorted(of_a.keys() - of_b.keys(), key=natural_order)),
-        only_in_b=tuple(sorted(of_b.keys() - of_a.keys(), key=natural_order)),
+        only_in_a=tuple(sorted(tensors_a.keys() - tensors_b.keys(), key=natural_order)),
+        only_in_b=tuple(sorted(tensors_b.keys() - tensors_a.keys(), key=natural_order)),
         tensors=tuple(_differences(compared.pairs, changes)),
         objects=tuple(_diff_objects(first, second)) if objects_compared else (),
         objects_compared=objects_compared,
         num_compared=len(compared.comparable),
         num_bytes=compared.num_bytes,
         seconds=seconds(),
-        optimizer_keys=_of_optimizers(first, of_a) | _of_optimizers(second, of_b),
+        optimizer_keys=_optimizer_names(first, tensors_a) | _optimizer_names(second, tensors_b),
     )
 
 
@@ -339,15 +341,15 @@ def _tensors_to_compare(
     back = {new: old for old, new in rename.items()}
     names_in_a = {name: name for name in _tensor_names(first)}
     names_of_b = {name: renamed(name, back) for name in _tensor_names(second)}
-    of_a = _chosen(first, names_in_a, keys, rename)
-    of_b = _chosen(second, names_of_b, keys, {})
-    if keys is not None and not (of_a or of_b):
+    tensors_a = _chosen(first, names_in_a, keys, rename)
+    tensors_b = _chosen(second, names_of_b, keys, {})
+    if keys is not None and not (tensors_a or tensors_b):
         raise LoadMismatchError(
             f"No tensor of {first.location!r} or {second.location!r} matches {keys!r}."
         )
     check_all_match(names_in_a, rename=rename, where=f" of {first.location!r}")
-    check_all_match({*names_in_a, *(names_of_b[name] for name in of_b)}, keys)
-    return of_a, of_b
+    check_all_match({*names_in_a, *(names_of_b[name] for name in tensors_b)}, keys)
+    return tensors_a, tensors_b
 
 
 def _tensor_names(stored: StoredCheckpoint) -> list[str]:
@@ -377,7 +379,7 @@ def _chosen(
     return tensors
 
 
-def _of_optimizers(stored: StoredCheckpoint, tensors: _Tensors) -> frozenset[str]:
+def _optimizer_names(stored: StoredCheckpoint, tensors: _Tensors) -> frozenset[str]:
     """Return the names of one side's optimizer tensors."""
     keys = optimizer_keys(stored)
     return frozenset(name for name, tensor in tensors.items() if tensor.key in keys)

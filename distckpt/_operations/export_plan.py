@@ -348,12 +348,12 @@ def _outputs(
     aliases: Mapping[str, str],
 ) -> list[OutputTensor]:
     """Return the tensors of the export with their stored values."""
-    of_model = model.rules
+    model_rules = model.rules
     if any(_OF_LORA in key for key in selected):
-        of_model = on_demand("peft_names").with_peft_names(of_model, selected, model.config)
+        model_rules = on_demand("peft_names").with_peft_names(model_rules, selected, model.config)
     outputs = plan_tensors(
         selected,
-        [*options.rules, *of_model],
+        [*options.rules, *model_rules],
         options.rename or {},
         options.dtype,
         keep_unmatched=options.unmatched == "keep",
@@ -389,17 +389,17 @@ def _ties(
     stored: StoredCheckpoint,
     selected: Mapping[str, TensorSpec],
     rules: Sequence[Rule],
-    of_model: Sequence[Rule],
+    model_rules: Sequence[Rule],
 ) -> tuple[Pairs, set[str]]:
     """Find tensors that the model ties and the checkpoint holds twice.
 
     Return them in pairs, and the keys of all tensors that rules of the model tie. `rules` come
     before the rules of the model.
     """
-    ties = [rule for rule in of_model if isinstance(rule, Tie)]
+    ties = [rule for rule in model_rules if isinstance(rule, Tie)]
     if not ties:
         return (), set()
-    before = itertools.takewhile(lambda rule: not isinstance(rule, Tie), of_model)
+    before = itertools.takewhile(lambda rule: not isinstance(rule, Tie), model_rules)
     outputs = plan_tensors(selected, [*rules, *before], {}, None, keep_unmatched=True)
     named = {output.name: output for output in outputs}
     pairs = []
@@ -409,9 +409,9 @@ def _ties(
         for name in (tie.key, tie.to):
             if name in named:
                 pair.append(named[name])
-        of_pair = _stored_keys(pair)
-        keys |= of_pair
-        if len(pair) == 2 and len(set(map(stored.manifest.key_index.get, of_pair))) > 1:
+        pair_keys = _stored_keys(pair)
+        keys |= pair_keys
+        if len(pair) == 2 and len(set(map(stored.manifest.key_index.get, pair_keys))) > 1:
             pairs.append((pair[0], pair[1]))
     return pairs, keys
 

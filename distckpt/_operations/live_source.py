@@ -96,8 +96,8 @@ def _described(
     if family is not None and tensors:
         keys = [shard.key for shard in tensors]
         families = on_demand("families")
-        of_family = families.rules_for(families.config_for(family, at), keys)
-        rules = [*rules, *_of_tied(of_family, tensors)]
+        family_rules = families.rules_for(families.config_for(family, at), keys)
+        rules = [*rules, *_without_separate_ties(family_rules, tensors)]
     pieces = pieces_of(tensors, rules, drops=True)
     kinds = {cell.key: cell.global_shape for cell in cells.values()}
     header = json.dumps([kinds, bool(common), [_keys_of(pieces, pair) for pair in _tied(pieces)]])
@@ -105,7 +105,7 @@ def _described(
     return GivenState(pieces, _encoded(cells, common), description)
 
 
-def _of_tied(rules: Sequence[Rule], tensors: Sequence[ShardedTensor]) -> list[Rule]:
+def _without_separate_ties(rules: Sequence[Rule], tensors: Sequence[ShardedTensor]) -> list[Rule]:
     """Leave out ties of tensors that all have memory of their own."""
     firsts = find_ties(tensors)
     memory = {tensor.key: firsts.get(n, n) for n, tensor in enumerate(tensors)}
@@ -263,10 +263,10 @@ class LiveSource(ShardSource):
                 items, values = _decoded(data)
                 self._values = {**dict(items), **self._values}
                 first_with.setdefault(values, rank)
-            of_ranks = {rank: _decoded(values) for values, rank in first_with.items()}
-            if self.ranks.is_coordinator and len(of_ranks) > 1:
-                warn_of_differences(of_ranks)
-            common = united_values(of_ranks)
+            values_by_rank = {rank: _decoded(values) for values, rank in first_with.items()}
+            if self.ranks.is_coordinator and len(values_by_rank) > 1:
+                warn_of_differences(values_by_rank)
+            common = united_values(values_by_rank)
             if common or self.fallback is None:
                 self._values[_COMMON.unique_key] = common
         return self._values

@@ -404,9 +404,9 @@ def _refuse_absent(
     if request.asks_for_all:
         refuse_absent_tensors(targets.split.common, loaded, location)
     if request.asks_for_all and not request.warns_of_values:
-        of_objects = {place.path for place in targets.described.places}
+        object_paths = {place.path for place in targets.described.places}
         holder = "What is given" if source.is_live else f"The checkpoint {location!r}"
-        refuse_absent_values(targets.split.common, of_objects, loaded, holder)
+        refuse_absent_values(targets.split.common, object_paths, loaded, holder)
 
 
 def _report_absent_values(
@@ -415,10 +415,10 @@ def _report_absent_values(
     """Warn about values for which nothing was loaded; return their names."""
     if request.mode is not StrictHandling.LOG_ALL and not request.warns_of_values:
         return frozenset()
-    of_objects = {place.path for place in targets.described.places}
+    object_paths = {place.path for place in targets.described.places}
     if not request.asks_for_all:
-        of_objects -= {p.path for p in targets.described.places if p.kind is Kind.STATEFUL}
-    absent = absent_values(targets.split.common, of_objects, loaded)
+        object_paths -= {p.path for p in targets.described.places if p.kind is Kind.STATEFUL}
+    absent = absent_values(targets.split.common, object_paths, loaded)
     sent = ranks.all_gather(json.dumps(sorted(absent)).encode())
     absent_of_all = frozenset[str]().union(*map(json.loads, sent))
     if absent_of_all and ranks.is_coordinator:

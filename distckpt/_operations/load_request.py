@@ -247,20 +247,20 @@ def _rules(
 ) -> Sequence[Rule]:
     """Return the rules from the request's names to the source's names."""
     shapes = _shapes_of(shards)
-    of_family: Sequence[Rule] = ()
+    family_rules: Sequence[Rule] = ()
     if request.family is not None:
-        of_family = source.rules_of_family(request.family, location, list(shapes))
+        family_rules = source.rules_of_family(request.family, location, list(shapes))
     stored = None
-    if request.rules or of_family:
+    if request.rules or family_rules:
         stored = source.shapes()
     if stored is None:
-        return (*request.rules, *of_family)
+        return (*request.rules, *family_rules)
     pairs = ((shards[tie].key, shards[first].key) for tie, first in ties.items())
     shared = {}
     for key, to in pairs:
         if key != to:
             shared[key] = to
-    return decide_ties(request.rules, of_family, shapes, shared, stored)
+    return decide_ties(request.rules, family_rules, shapes, shared, stored)
 
 
 def _how_much_is_needed(described: objects.Described, mode: StrictHandling, depends: bool) -> int:
@@ -269,9 +269,9 @@ def _how_much_is_needed(described: objects.Described, mode: StrictHandling, depe
     With 0 the keys of the checkpoint need not be known; with 2 stored settings are needed as well.
     `depends` says whether the shards depend on the keys.
     """
-    of_objects = objects.needs_stored(described)
+    object_needs = objects.needs_stored(described)
     compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
-    return of_objects or compares or depends
+    return object_needs or compares or depends
 
 
 def _look_up(
@@ -434,13 +434,13 @@ def _coverage(
     )
     if not rules or not compared:
         return find(requested)
-    of_config: dict[str, tuple[int, ...]] = {}
+    config_shapes: dict[str, tuple[int, ...]] = {}
     for rule in rules:
         if isinstance(rule, Assemble):
-            of_config.update(rule.sources)
+            config_shapes.update(rule.sources)
     taken = stored_names(rules, targets.shapes)
     coverage = find(taken)
-    known = stored_names(rules, of_config) & coverage.of_modules
+    known = stored_names(rules, config_shapes) & coverage.of_modules
     return coverage._replace(
         of_modules=known, unclaimed=coverage.unclaimed | (coverage.of_modules - known)
     )
@@ -484,13 +484,13 @@ def _compare_keys(
     sent = ranks.all_gather(json.dumps([sorted(requested), own_garbage]).encode())
     # Every rank compares the keys of all, so that all raise the same error.
     received = [json.loads(message) for message in sent]
-    of_all = frozenset[str]().union(*(keys for keys, _ in received))
+    keys_of_all = frozenset[str]().union(*(keys for keys, _ in received))
     missing = frozenset[str]()
     if StrictHandling.requires_global_app_metadata(mode):
-        missing = _missing(targets.stored, of_all)
-    handle_mismatch(mode, missing, of_all - stored, stored, location)
+        missing = _missing(targets.stored, keys_of_all)
+    handle_mismatch(mode, missing, keys_of_all - stored, stored, location)
     _refuse_garbage(frozenset[str]().union(*(keys for _, keys in received)), location)
-    return Differences(missing, frozenset(requested - stored), of_all - stored)
+    return Differences(missing, frozenset(requested - stored), keys_of_all - stored)
 
 
 def _without_values(
@@ -520,5 +520,5 @@ def _missing(entries: Mapping[str, StoredEntry], requested: frozenset[str]) -> f
     for key in requested & entries.keys():
         taken.update(entries[key].parts)
     # A tensor that is only computed from its parts is not missing: its parts are.
-    of_their_own = (key for key, entry in entries.items() if not entry.parts or key in entry.parts)
-    return frozenset(of_their_own) - taken
+    own_keys = (key for key, entry in entries.items() if not entry.parts or key in entry.parts)
+    return frozenset(own_keys) - taken

@@ -125,9 +125,9 @@ def _refuse_copies_of_threads(tensors: Iterable[torch.Tensor], recording: Record
 
     It is not known whether the threads have copied them on.
     """
-    of_module = [recording.memory_of(tensor) for tensor in tensors]
+    module_memories = [recording.memory_of(tensor) for tensor in tensors]
     for memory in recording.written_by_threads:
-        if not any(memory is own_memory for own_memory in of_module):
+        if not any(memory is own_memory for own_memory in module_memories):
             raise InvalidShardingError(
                 f"The loader copies the stored tensor {summarize_keys(memory.names())} in a thread "
                 "of its own, into memory that is no parameter or persistent buffer of the model, "

@@ -360,7 +360,7 @@ def _warn_of_nested(
 
     A single name may have dots, too.
     """
-    states = itertools.chain.from_iterable(of_group for _, of_group in pairs)
+    states = itertools.chain.from_iterable(group_states for _, group_states in pairs)
     names: set[str] = set()
     for state in states:
         names.update(name for name, value in state.values.items() if _holds_tensors_alone(value))
@@ -403,8 +403,8 @@ def _number_by_name(
     Return whether there are any. A parameter without a stored name gets -1.
     """
     stored = _numbers_of_names(groups, numbers)
-    of_model = {_without_wrappers(name): key for key, (name, _) in optimizer.params.items()}
-    for keys in (optimizer.own_names, of_model):
+    model_names = {_without_wrappers(name): key for key, (name, _) in optimizer.params.items()}
+    for keys in (optimizer.own_names, model_names):
         if stored.keys() & keys.keys():
             numbers_of_keys = {}
             for name, key in keys.items():

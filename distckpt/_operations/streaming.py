@@ -164,7 +164,7 @@ def save_safetensors_streaming_sharded(
     names = hf_names.output_filenames(hf_names.BASE_PREFIX, len(groups))
     location = posix.resolve(os.fspath(output_dir))
     posix.put_back(location)
-    _refuse(_in_the_way(location))
+    _refuse(_present_files(location))
     check_replaceable(location)
     index_name = hf_names.index_filename(hf_names.BASE_PREFIX)
     with new_output(Ranks.alone(), location, OutputSettings()) as output:
@@ -246,7 +246,7 @@ def _index(
     )
 
 
-def _in_the_way(location: str) -> list[str]:
+def _present_files(location: str) -> list[str]:
     if not locations.exists(location):
         return []
     if not locations.isdir(location):
@@ -261,8 +261,8 @@ def _in_the_way(location: str) -> list[str]:
     return present
 
 
-def _refuse(in_the_way: Sequence[str]) -> None:
-    if in_the_way:
+def _refuse(present: Sequence[str]) -> None:
+    if present:
         raise CheckpointExistsError(
-            f"{in_the_way[0]!r} is there already: remove it, or choose another place."
+            f"{present[0]!r} is there already: remove it, or choose another place."
         )

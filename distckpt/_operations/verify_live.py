@@ -183,9 +183,9 @@ def _absent_in_memory(
     in_memory = {shard.key for shard in described.shards}
     names = names_of_module(stored.marker)
     coverage = coverage_of(described.objects, in_memory, entries, tensors, names, set)
-    of_modules, of_optimizers, _ = left_out_of_all(ranks, coverage, entries)
+    module_keys, optimizer_keys, _ = left_out_of_all(ranks, coverage, entries)
     text = "no rank has it in memory, as a part of the object that it was saved for"
-    return [Problem(stored.location, text, key) for key in (*of_modules, *of_optimizers)]
+    return [Problem(stored.location, text, key) for key in (*module_keys, *optimizer_keys)]
 
 
 def _compare(

@@ -197,7 +197,7 @@ def _not_loaded(modules: Collection[str], model: Mapping[str, Any] | None) -> se
 
     These are modules of token prediction, and shared keys and values.
     """
-    not_loaded = _of_prediction(modules)
+    not_loaded = _prediction_modules(modules)
     first_shared = _first_shared_layer(model or {})
     if first_shared is not None:
         for module in modules:
@@ -206,7 +206,7 @@ def _not_loaded(modules: Collection[str], model: Mapping[str, Any] | None) -> se
     return not_loaded
 
 
-def _of_prediction(modules: Collection[str]) -> set[str]:
+def _prediction_modules(modules: Collection[str]) -> set[str]:
     """Return the modules of token prediction."""
     prefixes = []
     for module in modules:

@@ -171,11 +171,11 @@ def undecoded(stored: StoredCheckpoint, key: str) -> str:
     """
     known = stored.manifest.key_index
     module = key[: key.rfind(".") + 1]
-    in_module = ("qweight", "W_q", "_weight_qdata", "compressed")
-    names = [
-        *(key + end for end in ("_packed", "_blocks", "._data")),
-        *(module + n for n in in_module),
-    ]
+    names = []
+    for suffix in ("_packed", "_blocks", "._data"):
+        names.append(key + suffix)
+    for name in ("qweight", "W_q", "_weight_qdata", "compressed"):
+        names.append(module + name)
     codes = next((name for name in names if name in known), None)
     if codes is None:
         return ""

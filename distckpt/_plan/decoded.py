@@ -78,14 +78,14 @@ def _aliases_in_view(
     aliases: Mapping[str, str], quantized_keys: Collection[str], names: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the aliases of a view, given its new `names` of parts."""
-    in_view = {}
+    view_aliases = {}
     for alias, key in aliases.items():
         if key in quantized_keys or key not in names:
-            in_view[alias] = key
+            view_aliases[alias] = key
     for alias, key in aliases.items():
         if key in names:
-            in_view[alias + AS_STORED] = names[key]
-    return in_view
+            view_aliases[alias + AS_STORED] = names[key]
+    return view_aliases
 
 
 def _with_names(quantized: QuantizedTensor, names: Mapping[str, str]) -> QuantizedTensor:

@@ -303,21 +303,21 @@ def check_codes(
         elif output.dtype != output.mapped.dtype:
             casts |= {part.key: FROM_NAME[output.dtype] for part in output.mapped.parts}
     check_scales_cast(stored, casts)
-    of_codes = []
+    code_outputs = []
     for output in outputs:
         if may_be_codes(output.mapped.dtype):
-            of_codes.append(output)
-    if of_codes:
-        _check_scales_are_there(stored, of_codes, {output.name for output in outputs})
+            code_outputs.append(output)
+    if code_outputs:
+        _check_scales_are_there(stored, code_outputs, {output.name for output in outputs})
 
 
 def _check_scales_are_there(
-    stored: StoredCheckpoint, of_codes: Sequence[OutputTensor], names: Collection[str]
+    stored: StoredCheckpoint, code_outputs: Sequence[OutputTensor], names: Collection[str]
 ) -> None:
     index = stored.manifest.key_index
     unexplained = []
     keys = []
-    for output in of_codes:
+    for output in code_outputs:
         for part in output.mapped.parts:
             keys.append((output.name, part.key))
     for name, key in keys:

@@ -331,14 +331,14 @@ def _intersect_chunks(
         stop = max(start + 1, int(np.searchsorted(ends, done + MAX_PAIRS, "right")))
         rows = np.repeat(np.arange(start, stop), counts[start:stop])
         chunks = first_chunks[rows] + np.arange(done, int(ends[stop - 1])) - (ends - counts)[rows]
-        in_tensor = manifest.offsets[chunks]
+        stored_offsets = manifest.offsets[chunks]
         requested = offsets[rows]
         hits, low, extent = intersect_many(
-            in_tensor, manifest.shapes[chunks], requested, shapes[rows]
+            stored_offsets, manifest.shapes[chunks], requested, shapes[rows]
         )
         batches.append(
             _Intersections(
-                chunks[hits], rows[hits], low - in_tensor[hits], low - requested[hits], extent
+                chunks[hits], rows[hits], low - stored_offsets[hits], low - requested[hits], extent
             )
         )
         start = stop

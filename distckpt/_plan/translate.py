@@ -22,7 +22,7 @@ from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Tie, apply_rules, matched_rules
 
 
-def _of_other_ranks(
+def _tensors_of_other_ranks(
     stored: Mapping[str, MappedTensor], infos: Mapping[str, TensorSpec]
 ) -> dict[str, TensorSpec]:
     """Describe tensors of other ranks that rules name, such as stack members."""
@@ -48,7 +48,7 @@ def _ties(rules: Sequence[Rule]) -> dict[str, str]:
 
 def decide_ties(
     rules: Sequence[Rule],
-    of_model: Sequence[Rule],
+    model_rules: Sequence[Rule],
     shapes: Mapping[str, tuple[int, ...]],
     shared: Mapping[str, str],
     stored: Collection[str],
@@ -59,12 +59,12 @@ def decide_ties(
 
     Args:
         rules: rules of the user, which come first and stay as they are.
-        of_model: rules of the family.
+        model_rules: rules of the family.
         shapes: shapes of the requested tensors by key.
         shared: requested keys -> other keys with the same memory.
         stored: names of the tensors in the checkpoint.
     """
-    before, ties, after = _around_ties(rules, of_model)
+    before, ties, after = _around_ties(rules, model_rules)
     known = {**_ties(rules), **ties}
     shared = {key: to for key, to in shared.items() if key not in known and to not in known}
     return [
@@ -77,7 +77,7 @@ def decide_ties(
 
 def without_ties(
     rules: Sequence[Rule],
-    of_model: Sequence[Rule],
+    model_rules: Sequence[Rule],
     shapes: Mapping[str, tuple[int, ...]],
     stored: Collection[str],
 ) -> list[Rule]:
@@ -85,7 +85,7 @@ def without_ties(
 
     See `decide_ties`; `shapes` are of all tensors that are given.
     """
-    before, ties, after = _around_ties(rules, of_model)
+    before, ties, after = _around_ties(rules, model_rules)
     shapes = _shapes_after(before, shapes) if ties else {}
     both = {}
     for key, to in ties.items():
@@ -93,22 +93,22 @@ def without_ties(
             both[key] = to
     apart = _stored_ones(both, after, shapes, stored)
     kept_rules = []
-    for rule in of_model:
+    for rule in model_rules:
         if not (isinstance(rule, Tie) and {rule.key, rule.to} <= apart):
             kept_rules.append(rule)
     return kept_rules
 
 
 def _around_ties(
-    rules: Sequence[Rule], of_model: Sequence[Rule]
+    rules: Sequence[Rule], model_rules: Sequence[Rule]
 ) -> tuple[list[Rule], dict[str, str], list[Rule]]:
     """Return the rules before a model's ties, its ties, and later rules."""
-    first = next((n for n, rule in enumerate(of_model) if isinstance(rule, Tie)), 0)
+    first = next((n for n, rule in enumerate(model_rules) if isinstance(rule, Tie)), 0)
     after = []
-    for rule in of_model[first:]:
+    for rule in model_rules[first:]:
         if not isinstance(rule, Tie):
             after.append(rule)
-    return [*rules, *of_model[:first]], _ties(of_model), after
+    return [*rules, *model_rules[:first]], _ties(model_rules), after
 
 
 def _shapes_after(
@@ -222,7 +222,7 @@ def translate(
     pairs = zip(requests, tensors, strict=True)
     infos = {r.key: TensorSpec(r.global_shape, TO_NAME[t.dtype]) for r, t in pairs}
     stored = _apply_some(rules, infos)
-    mapped = invert(stored, infos | _of_other_ranks(stored, infos))
+    mapped = invert(stored, infos | _tensors_of_other_ranks(stored, infos))
     translated_requests = Translated([], [], [], [], [])
     for number, (request, tensor) in enumerate(zip(requests, tensors, strict=True)):
         if request.key not in mapped and drops:
