@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 class Separated(NamedTuple):
     """Targets to read into, without shared memory.
 
-    `pairs` are the (first, second) targets of which the second has elements of the first, an
-    earlier one. While it is read, the second of a pair has memory of its own in `targets`; `given`
-    has the original targets.
+    `pairs` are the (first, second) targets where `second` has elements of `first`, an earlier one.
+    While it is read, the second of a pair has memory of its own in `targets`; `given` has the
+    original targets.
     """
 
     targets: list[torch.Tensor]

@@ -299,7 +299,7 @@ def _read_and_cast(
 def _count_overflowed(source: TensorSource, computed: _Range) -> int:
     """Count results that overflowed, though their sources are finite.
 
-    With a factor of 0 such results are 0, and others stay not finite.
+    With a factor of 0 such results are 0; results of sources that are not finite stay so.
     """
     tensor, first, values = computed
     if not source.may_overflow(tensor) or are_finite(values):

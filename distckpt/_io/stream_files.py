@@ -200,7 +200,7 @@ def write_stream(
     """Write every tensor that comes.
 
     Raises:
-        ValueError: not all that were announced have come, or others.
+        ValueError: announced tensors are missing, or other tensors have come.
     """
     files.create()
     awaited = dict.fromkeys(layout.places)

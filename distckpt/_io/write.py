@@ -142,8 +142,8 @@ def _write_and_close(outputs: Sequence[_Output], settings: WriteSettings) -> Non
         _write_units(outputs, settings)
     finally:
         for output in outputs:
-            # Complete files are closed already. An error of closing others would hide the one that
-            # matters.
+            # Complete files are closed already. An error of closing other files would hide the one
+            # that matters.
             with contextlib.suppress(OSError):
                 output.close()
 

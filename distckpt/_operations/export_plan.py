@@ -91,7 +91,7 @@ class ExportPlan:
 
     @property
     def dropped(self) -> list[str]:
-        """Selected keys of which nothing is exported."""
+        """Selected keys that no output uses."""
         used = _stored_keys(self.outputs)
         dropped = []
         for key, info in self.selected.items():

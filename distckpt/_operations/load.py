@@ -177,7 +177,7 @@ class Loaded:
     Attributes:
         state_dict: the result of `load`.
         missing: keys that no rank requested, where the mode compares keys.
-        unexpected: keys that this rank requested in vain.
+        unexpected: keys that this rank requested and the checkpoint lacks.
         report: figures of the load.
     """
 
@@ -248,7 +248,7 @@ class _Read:
         targets: targets with their tensors filled.
         loaded: the state dict, with values instead of objects.
         num_bytes: size of the tensors.
-        lost: keys that were read in vain on any rank.
+        lost: keys whose values were overwritten on any rank.
     """
 
     location: str

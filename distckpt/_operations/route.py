@@ -39,7 +39,7 @@ MAX_ATTEMPTS = 3
 """Attempts to move one version among the same members. If no member is lost, contact will not last.
 
 Altogether a version is moved as many times more as it had members at first: targets that start
-again and die each time do not keep the others in it.
+again and die each time do not keep the other members in it.
 """
 
 

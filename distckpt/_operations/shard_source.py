@@ -42,7 +42,8 @@ class ShardSource(ABC):
 
     Attributes:
         marker: the fields of its marker.
-        overwritten: keys that were read in vain, since other keys' tensors have their memory.
+        overwritten: keys whose values were overwritten, since other keys' tensors have their
+            memory.
         is_live: whether it is memory of ranks, which can fill any targets: overlapping ones, and
             several dtypes.
     """

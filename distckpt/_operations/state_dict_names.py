@@ -116,7 +116,7 @@ def translated(
     Collective operation: all ranks must call it.
 
     Raises:
-        LoadMismatchError: parameters go by number, and the optimizer has others.
+        LoadMismatchError: parameters are stored by number, and the optimizer has other parameters.
     """
     if not _may_hold_state_dicts(stored, has_optimizers):
         return Translation(stored)

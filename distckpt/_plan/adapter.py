@@ -65,7 +65,7 @@ class Product:
         b: key of the matrix with the rows of the tensor.
         a: key of the matrix with its columns.
         scaling: the factor.
-        transposed: whether the product is to be transposed.
+        transposed: whether to transpose the product.
         expert: number of the expert, if the matrices hold several experts, as PEFT's do.
         num_experts: the number of experts; 0 without. The rows of `a` are in the order of the
             experts, and the columns of `b` take turns.

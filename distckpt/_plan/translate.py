@@ -55,7 +55,7 @@ def decide_ties(
 ) -> list[Rule]:
     """Let the checkpoint, not the configuration, decide which names are tied.
 
-    Names that are stored apart are read apart; of others, one that is stored stands for all.
+    Names that are stored apart are read apart; among the rest, a stored name stands for all.
 
     Args:
         rules: rules of the user, which come first and stay as they are.

@@ -258,7 +258,7 @@ def is_built_in(action: StrategyAction, backend: str, version: int) -> bool:
 def _built_in(action: StrategyAction, backend: str, version: int) -> StrategyBase | None:
     if not is_built_in(action, backend, version):
         return None
-    # It imports modules for reading and for writing, of which most calls need one.
+    # It imports modules for reading and for writing; most calls need only one of them.
     module = importlib.import_module("distckpt.strategies.safetensors")
     made: StrategyBase = module.DEFAULTS[action]
     return made
