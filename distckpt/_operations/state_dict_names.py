@@ -501,8 +501,8 @@ def _rest_of(
     keys = _keys_of_rest(stored, optimizer, numbers)
     tensors = _read(stored, keys)
     names = {key.removeprefix(optimizer.beginning): tensors[key] for key in keys}
-    what = f"optimizer at {dotted(optimizer.path)!r}"
-    return joined_value(rest, nested_by_name(names), what), keys
+    owner = f"optimizer at {dotted(optimizer.path)!r}"
+    return joined_value(rest, nested_by_name(names), owner), keys
 
 
 def _keys_of_rest(

@@ -30,7 +30,7 @@ def nested_by_name(values: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def joined_value(value: Any, parts: Mapping[str, Any], what: str) -> Any:
+def joined_value(value: Any, parts: Mapping[str, Any], owner: str) -> Any:
     """Return a list or dict with its separately stored tensors.
 
     torch names the items of lists by their places, and the items of dicts by their keys as text.
@@ -38,7 +38,7 @@ def joined_value(value: Any, parts: Mapping[str, Any], what: str) -> Any:
     Args:
         value: the items that are no tensors; None without any.
         parts: the tensors, see `nested_by_name`.
-        what: name of the value, for an error.
+        owner: name of the value, for an error.
 
     Raises:
         LoadMismatchError: it is a dict whose keys are no text.
@@ -50,11 +50,11 @@ def joined_value(value: Any, parts: Mapping[str, Any], what: str) -> Any:
         is_nested = isinstance(inner, dict)
         items[key] = inner
         if is_nested:
-            items[key] = joined_value(items.get(key), inner, what)
+            items[key] = joined_value(items.get(key), inner, owner)
     if not isinstance(value, dict) and items.keys() == {*range(len(items))}:
         return [items[place] for place in range(len(items))]
     if int in map(type, items.keys() - keys.values()):
-        raise unknown_keys_error(what)
+        raise unknown_keys_error(owner)
     return items
 
 
@@ -68,10 +68,10 @@ def _key_of(name: str) -> str | int:
     return int(name) if name.isdecimal() else name
 
 
-def unknown_keys_error(what: str) -> LoadMismatchError:
+def unknown_keys_error(owner: str) -> LoadMismatchError:
     """Return the error about a dict whose keys cannot be known."""
     return LoadMismatchError(
-        f"The {what} has tensors in a dict whose keys are no text, which their names do not tell. "
+        f"The {owner} has tensors in a dict whose keys are no text, which their names do not tell. "
         "Load the state dict itself, with `optimizer.state_dict()` in the place of the optimizer, "
         "and give it to `optimizer.load_state_dict`."
     )

@@ -19,7 +19,7 @@ from distckpt._plan.load import Request, plan_load
 from distckpt._quantization.numbers import scratch
 
 WINDOW_ELEMENTS = 1 << 22
-"""Elements per side that a thread reads at a time, from several tensors."""
+"""Elements per side that a thread reads at a time, of one or more tensors."""
 _BATCH_WINDOWS = 256
 _GROUP_BATCHES = 128
 """Batches that are in work together, with their results in memory."""

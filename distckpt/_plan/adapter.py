@@ -59,7 +59,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Product:
-    """Two matrices whose scaled product `b @ a` is added to a tensor.
+    """A scaled product `b @ a` that is added to a tensor.
 
     Attributes:
         b: key of the matrix with the rows of the tensor.

@@ -69,9 +69,9 @@ def _why_codes(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> st
         return f"the transform_config of its {config['file']} changes weights besides"
     if scales:
         return f"{scales[0]!r} holds their scales"
-    beside = scale_beside(key, manifest.scale_places)
-    if beside and are_codes_beside_scales(key.removesuffix(AS_STORED), name):
-        return f"{beside.removesuffix(AS_STORED)!r} beside it is named like a scale"
+    scale = scale_beside(key, manifest.scale_places)
+    if scale and are_codes_beside_scales(key.removesuffix(AS_STORED), name):
+        return f"{scale.removesuffix(AS_STORED)!r} beside it is named like a scale"
     if "file" in config and is_small:
         return f"its {config['file']} says that it is quantized"
     if is_named_as_codes(key.removesuffix(AS_STORED)):

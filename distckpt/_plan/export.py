@@ -330,9 +330,9 @@ def _check_scales_are_there(
     if unexplained:
         places = places_of_scales(names)
     for name, key in unexplained:
-        beside = scale_beside(key, stored.manifest.scale_places)
-        if beside is not None and scale_beside(name, places) is None:
-            raise _without_scales(stored, key, name, [beside])
+        stored_scale = scale_beside(key, stored.manifest.scale_places)
+        if stored_scale is not None and scale_beside(name, places) is None:
+            raise _without_scales(stored, key, name, [stored_scale])
 
 
 def _without_scales(

@@ -114,7 +114,7 @@ def names_in_memory(
 
 
 def _name_in_memory(mapped: MappedTensor, sources: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return a tensor's name in memory, or the name of its expert piece."""
+    """Return a tensor's name in memory, or its expert piece's name."""
     if len(mapped.parts) != 1:
         return None
     part = mapped.parts[0]

@@ -154,7 +154,7 @@ def select_tensors(
             if matches(name, keys):
                 selected.append(name)
     if not selected:
-        raise _nothing_chosen(keys, visible, _besides(names, left_out))
+        raise _nothing_selected(keys, visible, _optimizer_note(names, left_out))
     check_all_match(names, keys)
     if not write_tied:
         selected = _first_of_tied(selected, manifest.key_index)
@@ -165,10 +165,10 @@ def select_tensors(
     return infos
 
 
-def _nothing_chosen(
-    keys: str | Sequence[str] | None, visible: Sequence[str], besides: str
+def _nothing_selected(
+    keys: str | Sequence[str] | None, visible: Sequence[str], optimizer_note: str
 ) -> LoadMismatchError:
-    if keys is None and not besides:
+    if keys is None and not optimizer_note:
         return LoadMismatchError(
             "The checkpoint holds no tensors: plain tensors in a state dict, such as those of "
             "model.state_dict(), are saved in common state. Save the module itself, "
@@ -176,18 +176,18 @@ def _nothing_chosen(
         )
     there = summarize_keys(visible) or "none"
     pattern = "the model" if keys is None else repr(keys)
-    return LoadMismatchError(f"No tensor matches {pattern}; there are {there}{besides}.")
+    return LoadMismatchError(f"No tensor matches {pattern}; there are {there}{optimizer_note}.")
 
 
-def _besides(names: Iterable[str], left_out: Set[str]) -> str:
+def _optimizer_note(names: Iterable[str], left_out: Set[str]) -> str:
     """Name the optimizers' tensors, which an export leaves out by default."""
-    besides = []
+    optimizer_names = []
     for name in names:
         if name in left_out:
-            besides.append(name)
-    if not besides:
+            optimizer_names.append(name)
+    if not optimizer_names:
         return ""
-    return f' besides an optimizer\'s, which keys="*" selects: {summarize_keys(besides)}'
+    return f' besides an optimizer\'s, which keys="*" selects: {summarize_keys(optimizer_names)}'
 
 
 def _first_of_tied(names: Iterable[str], key_index: Mapping[str, int]) -> list[str]:
