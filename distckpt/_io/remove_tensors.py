@@ -106,7 +106,9 @@ def _names_after(manifest: Manifest, removed: set[str]) -> _Names:
         tied[target].append(alias)
     aliases: dict[str, str] = {}
     names: list[str | None] = []
-    for group in tied.values():
+    stays = []
+    changes = []
+    for key, group in tied.items():
         first = None
         for name in group:
             if name in removed:
@@ -116,11 +118,9 @@ def _names_after(manifest: Manifest, removed: set[str]) -> _Names:
             else:
                 aliases[name] = first
         names.append(first)
-    stays = np.array([name is not None for name in names], np.bool_)
-    changes = np.array(
-        [name != key for name, key in zip(names, manifest.keys, strict=True)], np.bool_
-    )
-    return _Names(names, aliases, stays, changes)
+        stays.append(first is not None)
+        changes.append(first != key)
+    return _Names(names, aliases, np.array(stays, np.bool_), np.array(changes, np.bool_))
 
 
 def _write_remaining(
