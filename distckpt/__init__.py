@@ -169,7 +169,7 @@ _HOMES = {
     "MoveReport": "_base.reports",
     "SaveReport": "_base.reports",
 }
-"""The module that defines each public name, imported when the name is first used."""
+"""Modules that define the public names, imported on first use."""
 
 if not TYPE_CHECKING:  # else a type checker believes that the package has every name
 

@@ -1,5 +1,7 @@
-"""Weights for inference engines: what vLLM and SGLang call to take versions from a trainer,
-tensors one after the other in bounded memory, and buckets of bytes.
+"""Weights for inference engines such as vLLM and SGLang.
+
+Engines call these functions to take versions from a trainer, tensors one after the other in bounded
+memory, and buckets of bytes.
 
 `distckpt.record_loader` describes where the weight loader of an engine puts tensors, without code
 for the model.

@@ -1,8 +1,8 @@
-"""Classes that give the values in a state dict their place in a checkpoint.
+"""Classes that give a state dict's values their place in a checkpoint.
 
 Model authors wrap their tensors, mostly with `ShardedTensor.from_rank_offsets`, and other per-rank
-values with `ShardedObject`. A state dict that holds such wrappers is a *sharded state dict*; it is
-what `save` and `load` take.
+values with `ShardedObject`. A state dict that holds such wrappers is a *sharded state dict*, the
+argument of `save` and `load`.
 
 Words used below. The *key* names a global tensor or object. A *shard* is the part of it that one
 rank holds. The *grid* is the division of each axis of the global tensor among shards; it is regular

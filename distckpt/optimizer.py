@@ -1,4 +1,4 @@
-"""Optimizer state as shards, derived from the sharded state dict of the model.
+"""Optimizer state as shards, derived from the model's sharded state dict.
 
 For a torch optimizer, whatever it keeps:
 

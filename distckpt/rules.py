@@ -1,14 +1,13 @@
-"""Rules that turn the tensors of one checkpoint into the tensors of another: names and shapes only,
-no data.
+"""Rules that turn a checkpoint's tensors into another's: names and shapes only, no data.
 
 Two programs store the same model under other names, with layers stacked, projections fused,
 vocabularies padded. A list of rules says how one gets from the first form to the second. Rules are
-applied in order, each to what those before it made, so they combine freely; `apply_rules` returns
-where every region of every new tensor comes from, and `invert` the way back.
+applied in order, each to the result of the rules before it, so they combine freely; `apply_rules`
+returns where every region of every new tensor comes from, and `invert` the way back.
 
 Key patterns: `*` matches one dotted component (one or more characters other than a dot), `**` one
-or more components. In new names, `{0}` is what the first of them matched, `{1}` the second and so
-on.
+or more components. In new names, `{0}` is the match of the first of them, `{1}` of the second and
+so on.
 """
 
 from distckpt._base.public import set_public_home

@@ -5,8 +5,8 @@
         reports = list(pool.map(distckpt.tasks.Task.run, tasks))
 
 Each task is a value that can be pickled. Its process needs nothing but the same storage: there is
-no process group, and no order. What a task has written stays when it is killed; running it again
-goes on from there. The last one lets the output appear, in one step.
+no process group, and no order. Files that a task has written stay when it is killed; running it
+again goes on from there. The last one lets the output appear, in one step.
 """
 
 from distckpt._base.public import set_public_home

@@ -1,5 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint, as PyTorch writes them and as Megatron Core does
-(`torch_dist`).
+"""Checkpoints of `torch.distributed.checkpoint`, also of Megatron Core (`torch_dist`).
 
 `distckpt.load` and `distckpt.consolidate` read such directories as they are, whatever number of
 ranks wrote them:

@@ -1,4 +1,4 @@
-"""Tensors with the changes of an adapter of PEFT, from the values of another source."""
+"""Tensors of another source, with the changes of a PEFT adapter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distckpt._storage.open_files import OpenFiles
 
 
 class AdaptedSource(TensorSource):
-    """Values of another source, of which an adapter changes some, by the name of the tensor."""
+    """Another source's values, with an adapter's changes to some tensors."""
 
     def __init__(
         self, values: TensorSource, adapter: StoredCheckpoint, changes: Mapping[str, Change]
@@ -44,14 +44,18 @@ class AdaptedSource(TensorSource):
         if tensor.name not in self._changes:
             return dtype
         # Torch does not promote 8-bit floats.
-        return torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
+        if dtype.itemsize > 1:
+            return torch.promote_types(dtype, torch.float32)
+        return torch.float32
 
     def converts(self, tensor: OutputTensor) -> bool:
         return tensor.name not in self._changes and self._values.converts(tensor)
 
     def keys_besides(self, tensor: OutputTensor) -> list[str]:
         change = self._changes.get(tensor.name)
-        keys = [] if change is None else [f"{key} of the adapter" for key in change.keys]
+        keys = []
+        if change is not None:
+            keys = [f"{key} of the adapter" for key in change.keys]
         return [*self._values.keys_besides(tensor), *keys]
 
     def read(self, wanted: Sequence[Wanted], factor: float = 1.0) -> None:
@@ -68,13 +72,14 @@ class AdaptedSource(TensorSource):
         view: torch.Tensor,
         factor: float,
     ) -> None:
-        """Change a region of a tensor as the adapter says."""
+        """Apply the adapter's change to a region of a tensor."""
         if change.replacement is not None:
             view.copy_(self._read_adapter(change.replacement, region, view.dtype))
         product = change.product
         if product is None:
             return
-        view = view.T if product.transposed else view
+        if product.transposed:
+            view = view.T
         row, column = region.offset[::-1] if product.transposed else region.offset
         num = max(product.num_experts, 1)
         rank = self._adapter.global_shape(product.a)[0]

@@ -1,5 +1,6 @@
-"""Targets of a load that share memory: if they were read together, one would be overwritten while
-its checksum is computed.
+"""Separation of load targets that share memory.
+
+If they were read together, one would be overwritten while its checksum is computed.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class Separated(NamedTuple):
-    """The targets to read into, those that were given, and the pairs of them (first, second) of
-    which the second has elements of the first, an earlier one.
+    """Targets to read into, without shared memory.
 
-    While it is read, the second of a pair has memory of its own.
+    `pairs` are the (first, second) targets where `second` has elements of `first`, an earlier one.
+    While it is read, the second of a pair has memory of its own in `targets`; `given` has the
+    original targets.
     """
 
     targets: list[torch.Tensor]
@@ -38,17 +40,20 @@ def separate(
     copies: Sequence[Copy],
     targets: Sequence[torch.Tensor],
 ) -> Separated:
-    """Give memory of its own to each target that has elements of an earlier one, unless both are
-    stored in the same place.
+    """Give each target that overlaps an earlier one memory of its own.
+
+    Targets that are stored in the same place keep their memory.
     """
     shared = sorted((second, first) for first, second in overlapping(targets))
     if not shared:
         return Separated(list(targets), targets, [])
-    concerned = {number for pair in shared for number in pair}
+    concerned: set[int] = set()
+    for pair in shared:
+        concerned.update(pair)
     sources = _sources_of(stored, copies, concerned)
-    places = {
-        n: (targets[n].dtype, address_array(targets[n]).__array_interface__) for n in concerned
-    }
+    places = {}
+    for n in concerned:
+        places[n] = (targets[n].dtype, address_array(targets[n]).__array_interface__)
 
     def is_same(first: int, second: int) -> bool:
         return (sources[first], places[first]) == (sources[second], places[second])
@@ -62,13 +67,15 @@ def separate(
 
 def _own_memory(request: Request, target: torch.Tensor) -> torch.Tensor:
     memory = torch.empty(target.shape, dtype=target.dtype, device="cpu")
-    return memory.zero_() if request.allow_shape_mismatch else memory
+    if request.allow_shape_mismatch:
+        return memory.zero_()
+    return memory
 
 
 def _sources_of(
     stored: StoredCheckpoint, copies: Sequence[Copy], requests: set[int]
 ) -> dict[int, set[Any]]:
-    """Return where what fills some requests is stored, by request."""
+    """Return the stored places that fill some requests, by request."""
     sources: dict[int, set[Any]] = defaultdict(set)
     for copy in copies:
         if copy.request in requests:
@@ -78,15 +85,17 @@ def _sources_of(
 
 
 def join(requests: Sequence[Request], separated: Separated, location: str) -> set[str]:
-    """Give shared memory the value that was read last, and warn if it differs from the one read
-    before; return the keys of those that are lost.
+    """Give shared memory the value that was read last.
+
+    Warn if it differs from the value that was read before, and return the keys of lost values.
     """
     earlier: dict[int, list[int]] = defaultdict(list)
     for first, second in separated.pairs:
         earlier[second].append(first)
     lost: set[str] = set()
     for second, firsts in earlier.items():
-        target, values = separated.given[second], separated.targets[second]
+        target = separated.given[second]
+        values = separated.targets[second]
         others = [(requests[n].key, separated.given[n]) for n in firsts]
         lost |= _put(requests[second].key, target, values, others, location)
     return lost
@@ -95,34 +104,36 @@ def join(requests: Sequence[Request], separated: Separated, location: str) -> se
 def settle(
     given: Sequence[ShardedTensor], filled: Sequence[ShardedTensor], location: str
 ) -> set[str]:
-    """Fill tensors whose elements share memory from those that were loaded instead.
+    """Fill tensors that share memory from the tensors loaded instead of them.
 
-    Return the keys of others that have lost values by this.
+    Return the keys of other tensors that have lost values by this.
 
     Raises:
         LoadMismatchError: elements that are one place have different values.
     """
     pairs = zip(given, filled, strict=True)
-    targets: list[Any] = [other.data if one.data is None else one.data for one, other in pairs]
-    apart: dict[int, Any] = {
-        number: shard.data
-        for number, shard in enumerate(filled)
-        if shard.data is not targets[number]
-    }
+    targets: list[Any] = []
+    for one, other in pairs:
+        targets.append(other.data if one.data is None else one.data)
+    apart: dict[int, Any] = {}
+    for number, shard in enumerate(filled):
+        if shard.data is not targets[number]:
+            apart[number] = shard.data
     if not apart:
         return set()
     neighbors = _neighbors(targets)
     lost: set[str] = set()
     for number, values in apart.items():
-        others = [
-            (given[n].key, targets[n]) for n in neighbors[number] if n < number or n not in apart
-        ]
+        others = []
+        for n in neighbors[number]:
+            if n < number or n not in apart:
+                others.append((given[n].key, targets[n]))
         lost |= _put(given[number].key, targets[number], values, others, location)
     return lost
 
 
 def _neighbors(targets: Sequence[torch.Tensor]) -> dict[int, list[int]]:
-    """Return for each target the others that share memory with it."""
+    """Return for each target the other targets that share memory with it."""
     neighbors: dict[int, list[int]] = defaultdict(list)
     for first, second in overlapping(targets):
         neighbors[first].append(second)
@@ -137,7 +148,7 @@ def _put(
     others: Sequence[tuple[str, torch.Tensor]],
     location: str,
 ) -> set[str]:
-    """Fill a target; return the keys of other ones that have lost values by this, and warn."""
+    """Fill a target, and warn if this changes other tensors. Return the keys of those tensors."""
     before = [flat_bytes(other.clone()) for _, other in others]
     fill(key, target, values)
     lost = set()

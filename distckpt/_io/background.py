@@ -1,5 +1,6 @@
-"""Run tasks one after the other in the background thread of this process, including those that are
-unfinished when the process ends.
+"""Tasks that run one after the other in this process's background thread.
+
+Tasks that are unfinished when the process ends are waited for.
 
 A thread rather than a process: it shares memory, leaves nothing in /dev/shm, and hardly ever holds
 the interpreter's lock while it moves bytes.
@@ -24,18 +25,17 @@ from distckpt._commit import posix
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0
-"""How long the end of the process waits for abandoned tasks to stop."""
+"""Seconds that the end of the process waits for abandoned tasks."""
 
 _Result = TypeVar("_Result")
 
 
 class Task(concurrent.futures.Future[_Result]):
-    """Something that the background thread does, and the future of its result, which cannot be
-    cancelled.
+    """A task of the background thread: a future that cannot be cancelled.
 
     Attributes:
-        name: what messages call it.
-        location: of the checkpoint that it writes, if any.
+        name: its name in messages.
+        location: location of the checkpoint that it writes, if any.
         exit_timeout: seconds that the end of the process waits for it; with 0 it is abandoned then.
         is_abandoned: set when it should stop as soon as it can.
     """
@@ -51,13 +51,13 @@ class Task(concurrent.futures.Future[_Result]):
         super().__init__()
         self.set_running_or_notify_cancel()  # it cannot be cancelled
         self._function: Callable[[], _Result] | None = function
-        self.name, self.location, self.exit_timeout = name, location, exit_timeout
+        self.name = name
+        self.location = location
+        self.exit_timeout = exit_timeout
         self.is_abandoned = is_abandoned or threading.Event()
 
     def disown(self) -> None:
-        """In a forked process, forget what the parent's thread does, and the locks that it may
-        hold.
-        """
+        """In a forked process, forget the parent's task and its locks."""
         super().__init__()
         self.set_running_or_notify_cancel()
         self.set_exception(
@@ -65,7 +65,7 @@ class Task(concurrent.futures.Future[_Result]):
         )
 
     def result(self, timeout: float | None = None) -> _Result:
-        """Wait until it has ended, and return or raise what it did."""
+        """Wait until the task has ended; return its result or raise its error."""
         try:
             return super().result(timeout)
         except concurrent.futures.TimeoutError:
@@ -77,9 +77,10 @@ class Task(concurrent.futures.Future[_Result]):
         )
 
     def run(self) -> None:
-        """Do it, in the background thread."""
-        # What the function refers to is of no use afterwards, and may be large.
-        function, self._function = self._function, None
+        """Run the task, in the background thread."""
+        # The function's references are of no use afterwards, and may be large.
+        function = self._function
+        self._function = None
         try:
             if self.is_abandoned.is_set():
                 raise CheckpointingException(f"{self.name} was abandoned before it began.")
@@ -95,9 +96,7 @@ class Task(concurrent.futures.Future[_Result]):
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Clear the variables in the frames of tracebacks, which would keep alive all that the task
-    worked on.
-    """
+    """Clear the frames of tracebacks, which would keep the task's data alive."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -125,8 +124,9 @@ class _Worker:
                 _exit_code.is_failure = True
 
     def close(self) -> None:
-        """From now on, do tasks in the threads that submit them: nobody waits for the background
-        thread any more.
+        """Run later tasks in the threads that submit them.
+
+        The background thread is not waited for any more.
         """
         with self.lock:
             self.is_closed = True
@@ -156,7 +156,7 @@ _worker = _Worker()
 
 
 def submit(task: Task[Any]) -> None:
-    """Run a task after all that were submitted before."""
+    """Run a task after all earlier tasks."""
     _worker.submit(task)
 
 
@@ -165,7 +165,7 @@ def run_in_order(
     name: str,
     location: str | None,
 ) -> _Result:
-    """Run a function after all tasks that were submitted before, and return its result."""
+    """Run a function after all earlier tasks, and return its result."""
     if threading.current_thread() is _worker.thread:
         return function()
     task = Task(function, name, location, exit_timeout=0.0)
@@ -174,8 +174,9 @@ def run_in_order(
 
 
 def pending_tasks() -> list[Task[Any]]:
-    """Return the unfinished tasks in order; an empty list in the background thread, which cannot
-    wait for itself.
+    """Return the unfinished tasks in order.
+
+    The list is empty in the background thread, which cannot wait for itself.
     """
     if threading.current_thread() is _worker.thread:
         return []
@@ -184,7 +185,7 @@ def pending_tasks() -> list[Task[Any]]:
 
 
 def wait_for_location(location: str) -> None:
-    """Wait until nothing is being written to a location; errors are not raised here."""
+    """Wait until no task writes to a location; errors are not raised here."""
     resolved = posix.resolve(location)
     concurrent.futures.wait([task for task in pending_tasks() if task.location == resolved])
 
@@ -195,10 +196,10 @@ def wait_for_all() -> None:
 
 
 class _ExitCode:
-    """Makes the exit code of the process 1 if a save was lost.
+    """Sets the process's exit code to 1 if a save was lost.
 
-    It does so when it is destroyed: Python clears its modules after all exit functions, so those of
-    other libraries have run.
+    It does so when it is destroyed: Python clears its modules after all exit functions, so the exit
+    functions of other libraries have run.
     """
 
     is_failure = False
@@ -212,7 +213,7 @@ _exit_code = _ExitCode()
 
 
 def _at_exit() -> None:
-    """Wait for each unfinished task as long as its `exit_timeout`; then abandon the rest."""
+    """Wait for unfinished tasks, each up to its `exit_timeout`; abandon the rest."""
     started = time.monotonic()
     _worker.close()
     tasks = pending_tasks()
@@ -230,7 +231,7 @@ def _at_exit() -> None:
     finally:
         abandoned = pending_tasks()
         for task in abandoned:
-            # Nothing is lost with the others, which are not saves.
+            # Other tasks are not saves: nothing is lost with them.
             if task.exit_timeout > 0 or task.location is not None:
                 logger.warning(
                     "the process ends: %s is abandoned, nothing of it is committed", task.name
@@ -238,8 +239,9 @@ def _at_exit() -> None:
             task.is_abandoned.set()
         concurrent.futures.wait(abandoned, STOP_SECONDS)
         # An exit_timeout of 0 asks for the save to be abandoned.
-        waited_for = [task for task in tasks if task.exit_timeout > 0]
-        _exit_code.is_failure |= any(not task.done() or task.exception() for task in waited_for)
+        for task in tasks:
+            if task.exit_timeout > 0 and (not task.done() or task.exception()):
+                _exit_code.is_failure = True
 
 
 def _forget_after_fork() -> None:

@@ -1,4 +1,4 @@
-"""Statistics of blocks of values that fit a cache, and of several blocks together."""
+"""Statistics of blocks of values that fit a cache, and their combination."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from distckpt._quantization.numbers import scratch
 
 BLOCK_ELEMENTS = 1 << 18
 _ROW = 1024
-"""So many squares are added with the precision of the numbers, sums of them with that of
-float64.
-"""
+"""Squares per row: they are added in the numbers' precision, and the sums of rows in float64."""
 _SAFE = (1e-15, 1e15)
-"""Squares of float32 numbers between these neither vanish nor overflow."""
+"""Range of float32 numbers whose squares neither vanish nor overflow."""
 
 StatsRows = npt.NDArray[np.float64]
-"""A `BlockStats` in each row: counts are exact below 2**53."""
+"""Rows of `BlockStats`. Counts are exact below 2**53."""
 
 
 class BlockStats(NamedTuple):
-    """A block of values: how many are finite, NaN, infinite and zero, and of the finite ones their
-    mean and so on.
+    """Counts and statistics of a block of values.
+
+    The statistics are of the finite values.
     """
 
     num_finite: int
@@ -47,19 +46,21 @@ def blocks_of(values: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def block_stats(values: torch.Tensor) -> BlockStats:
-    """Return the statistics of a block of values, which may be on an accelerator."""
+    """Return the statistics of a block, which may be on an accelerator."""
     if values.dtype.itemsize == 1:
         return _stats_of_codes(values)
     if values.device.type != "cpu":
         return stats_on_device(values)
     numbers = real_numbers(values)
-    num_all, num_nan = numbers.numel(), 0
+    num_all = numbers.numel()
+    num_nan = 0
     low, high = extremes(numbers)
     if not math.isfinite(low + high) and num_all:
         num_nan = int(numbers.isnan().sum())
         numbers = numbers[numbers.isfinite()]
         low, high = extremes(numbers)
-    num_finite, largest = numbers.numel(), max(abs(low), abs(high))
+    num_finite = numbers.numel()
+    largest = max(abs(low), abs(high))
     return BlockStats(
         num_finite,
         num_nan,
@@ -73,13 +74,18 @@ def block_stats(values: torch.Tensor) -> BlockStats:
 
 
 def stats_on_device(values: torch.Tensor) -> BlockStats:
-    """Return the statistics of a block of values, computed where they are."""
-    real = torch.view_as_real(values) if values.is_complex() else values
+    """Return the statistics of a block, computed on its device."""
+    real = values
+    if values.is_complex():
+        real = torch.view_as_real(values)
     numbers = real.reshape(-1).double()
-    num_all, num_nan = numbers.numel(), int(numbers.isnan().sum())
+    num_all = numbers.numel()
+    num_nan = int(numbers.isnan().sum())
     numbers = numbers[numbers.isfinite()]
     num_finite = numbers.numel()
-    low, high = (float(each) for each in numbers.aminmax()) if num_finite else (math.nan, math.nan)
+    low = high = math.nan
+    if num_finite:
+        low, high = map(float, numbers.aminmax())
     # Sums of large numbers, and squares, would overflow.
     largest = max(abs(low), abs(high))
     scale = largest if largest > 0 else 1.0
@@ -97,15 +103,18 @@ def stats_on_device(values: torch.Tensor) -> BlockStats:
 
 
 def _stats_of_codes(values: torch.Tensor) -> BlockStats:
-    """Count how often each of 256 values is there, which takes less time than to convert them
-    all.
+    """Return the statistics of 8-bit values.
+
+    Counting the occurrences of 256 values takes less time than converting all of them.
     """
     codes = values.view(torch.uint8)
     table = item_values(values.dtype).astype(np.float64)
     times = torch.bincount(codes, minlength=256).cpu().numpy()
     is_there = np.isfinite(table) & (times > 0)
-    numbers, weights = table[is_there], times[is_there]
-    num_finite, num_nan = int(weights.sum()), int(times[np.isnan(table)].sum())
+    numbers = table[is_there]
+    weights = times[is_there]
+    num_finite = int(weights.sum())
+    num_nan = int(times[np.isnan(table)].sum())
     low, high = extremes(torch.from_numpy(numbers))
     return BlockStats(
         num_finite,
@@ -120,15 +129,16 @@ def _stats_of_codes(values: torch.Tensor) -> BlockStats:
 
 
 def _sum(numbers: torch.Tensor, largest: float) -> float:
-    """Return the sum of finite numbers, that of large ones by way of smaller ones."""
+    """Return the sum of finite numbers; large numbers are scaled first."""
     if largest < 1e30:
         return float(numbers.sum())
     return largest * float((numbers.double() / largest).sum())
 
 
 def together(parts: Sequence[BlockStats]) -> BlockStats:
-    """Return the statistics of all blocks together, at least one; NaN where there is no finite
-    number.
+    """Combine the statistics of one or more blocks.
+
+    Statistics are NaN without any finite number.
     """
     if len(parts) == 1:
         return parts[0]
@@ -137,8 +147,9 @@ def together(parts: Sequence[BlockStats]) -> BlockStats:
 
 
 def sums_of_rows(rows: StatsRows, slots: IntArray, num_slots: int) -> StatsRows:
-    """Return the statistics of the rows of each slot together, of shape (`num_slots`, 8); NaN where
-    there is no finite number.
+    """Combine the statistics of the rows of each slot.
+
+    The result has shape (`num_slots`, 8). Statistics are NaN without any finite number.
 
     Args:
         rows: of shape (n, 8).
@@ -153,7 +164,8 @@ def sums_of_rows(rows: StatsRows, slots: IntArray, num_slots: int) -> StatsRows:
     shares = num_finite / counts[0][slots]
     means = _added_up(means * shares, slots, num_slots)
     norms = _norms_of_rows(norms, slots, num_slots)
-    low, high = np.full(num_slots, np.inf), np.full(num_slots, -np.inf)
+    low = np.full(num_slots, np.inf)
+    high = np.full(num_slots, -np.inf)
     np.minimum.at(low, slots, lows)
     np.maximum.at(high, slots, highs)
     has_none = counts[0] == 0
@@ -163,7 +175,7 @@ def sums_of_rows(rows: StatsRows, slots: IntArray, num_slots: int) -> StatsRows:
 
 
 def _norms_of_rows(norms: StatsRows, slots: IntArray, num_slots: int) -> StatsRows:
-    """Return the norm of the norms of each slot, by way of squares of numbers up to 1."""
+    """Combine the norms of each slot, scaling them first."""
     largest = np.zeros(num_slots)
     np.maximum.at(largest, slots, norms)
     scales = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
@@ -176,10 +188,13 @@ def _added_up(column: StatsRows, slots: IntArray, num_slots: int) -> StatsRows:
 
 
 def real_numbers(values: torch.Tensor) -> torch.Tensor:
-    """Return a block of values as a line of float32 or float64, in scratch memory where those are
-    other ones.
+    """Return a block of values as flat float32 or float64.
+
+    Converted values are in scratch memory.
     """
-    values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    values = values.reshape(-1)
     if values.dtype in (torch.float32, torch.float64):
         return values
     if values.dtype.itemsize == 1:
@@ -189,7 +204,7 @@ def real_numbers(values: torch.Tensor) -> torch.Tensor:
 
 
 def extremes(numbers: torch.Tensor) -> tuple[float, float]:
-    """Return the smallest and the largest number: NaN if there is one, or no number."""
+    """Return the smallest and largest number; NaN if any is, or without numbers."""
     if not numbers.numel():
         return math.nan, math.nan
     # numpy takes half of the time of torch.aminmax.
@@ -199,8 +214,9 @@ def extremes(numbers: torch.Tensor) -> tuple[float, float]:
 
 
 def norm(numbers: torch.Tensor, largest: float | None = None) -> float:
-    """Return the L2 norm of a block of real numbers, of which the largest absolute value may be
-    known.
+    """Return the L2 norm of a block of real numbers.
+
+    `largest` is the largest absolute value, if it is known.
     """
     if largest is None:
         largest = max(map(abs, extremes(numbers)))

@@ -1,4 +1,4 @@
-"""Converting values: rounding once, and counting those that do not fit."""
+"""Conversion of values, rounding once and counting values that do not fit."""
 
 from __future__ import annotations
 
@@ -10,30 +10,33 @@ import torch
 from distckpt._quantization.numbers import scratch
 
 _COUNTED_AT_ONCE = 1 << 18
-"""Elements; counting makes several temporary tensors of 8 bytes an element."""
+"""Elements that are counted at a time: counting takes several temporary tensors of 8 bytes an
+element.
+"""
 
 
 def cast_and_count(values: torch.Tensor, target: torch.Tensor) -> int:
-    """Convert flat values, and return how many of them do not fit."""
+    """Convert flat values; return the number that do not fit."""
     overflows = 0
     for low in range(0, len(values), _COUNTED_AT_ONCE):
-        window, place = values[low : low + _COUNTED_AT_ONCE], target[low : low + _COUNTED_AT_ONCE]
+        window = values[low : low + _COUNTED_AT_ONCE]
+        place = target[low : low + _COUNTED_AT_ONCE]
         round_once(window, place)
         overflows += _count_overflows(window, place)
     return overflows
 
 
 def round_once(values: torch.Tensor, target: torch.Tensor) -> None:
-    """Convert values, overwriting those in float64, which torch takes to 16 and 8 bits by way of
-    float32.
+    """Convert values with a single rounding, overwriting float64 values.
 
-    So that this does not round twice, they are shortened first: of the digits that are cut off, the
-    last one that stays says whether there was any (as many as 13 stay). The scratch memory is that
-    of products, which is in cache.
+    Torch converts float64 to 16 and 8 bits by way of float32, which would round twice. So float64
+    values are shortened first: the last digit that stays says whether any digit was cut off (as
+    many as 13 stay). The scratch memory is the one for products, which is in cache.
     """
     is_narrow = target.dtype.is_floating_point and target.dtype.itemsize < 4
     if values.dtype == torch.float64 and is_narrow:
-        bits, cut = values.view(torch.int64).numpy(), (1 << 40) - 1
+        bits = values.view(torch.int64).numpy()
+        cut = (1 << 40) - 1
         rest = np.bitwise_and(bits, cut, out=scratch("product", bits.shape, torch.int64).numpy())
         np.bitwise_or(bits, np.add(rest, cut, out=rest), out=bits)
         np.bitwise_and(bits, ~cut, out=bits)
@@ -41,7 +44,7 @@ def round_once(values: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def are_finite(values: torch.Tensor) -> bool:
-    """Tell whether no value is infinite or not a number."""
+    """Whether no value is infinite or NaN."""
     if values.dtype.is_complex:
         values = values.view(values.dtype.to_real())
     elif values.itemsize == 1:
@@ -50,9 +53,7 @@ def are_finite(values: torch.Tensor) -> bool:
 
 
 def _count_overflows(values: torch.Tensor, converted: torch.Tensor) -> int:
-    """Count the values beyond the range of what they were converted to; infinities may stay
-    infinite.
-    """
+    """Count the values beyond the range of the converted dtype. Infinities may stay infinite."""
     dtype = converted.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         return _count_outside_integers(values, torch.iinfo(dtype))
@@ -73,8 +74,8 @@ def _count_overflows(values: torch.Tensor, converted: torch.Tensor) -> int:
 def _limit_of(dtype: torch.dtype) -> float:
     """Return the magnitude from which on numbers do not fit a dtype.
 
-    What is less than half a unit in the last place above the largest number is rounded to it. Some
-    8-bit floats hold their largest number, or NaN, in the place of infinities.
+    A number less than half a unit in the last place above the largest number is rounded to it. Some
+    8-bit floats hold their largest number, or NaN, instead of infinities.
     """
     info = torch.finfo(dtype)
     return info.max + math.ldexp(info.eps / 2, math.frexp(info.max)[1] - 1)

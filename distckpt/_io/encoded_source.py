@@ -1,5 +1,6 @@
-"""Tensors that are quantized when they are written: their codes and scales, from the values of
-another source.
+"""Tensors that are quantized when they are written.
+
+Their codes and scales are computed from another source's values.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from distckpt._quantization.quantized import part_regions
 from distckpt._storage.open_files import OpenFiles
 
 _ENCODED_AT_ONCE = 1 << 20
-"""Elements."""
+"""Elements that are encoded at a time."""
 
 
 class EncodedSource(TensorSource):
-    """Values of another source, and parts of the quantized form of some of them."""
+    """Another source's values, and quantized parts of some of them."""
 
     def __init__(self, values: TensorSource, parts: Mapping[str, EncodedPart]) -> None:
         super().__init__(values.stored)
@@ -44,17 +45,22 @@ class EncodedSource(TensorSource):
 
     def dtype_of(self, tensor: OutputTensor) -> torch.dtype:
         is_part = tensor.name in self._parts
-        return FROM_NAME[tensor.dtype] if is_part else self._values.dtype_of(tensor)
+        if is_part:
+            return FROM_NAME[tensor.dtype]
+        return self._values.dtype_of(tensor)
 
     def converts(self, tensor: OutputTensor) -> bool:
         return tensor.name in self._parts or self._values.converts(tensor)
 
     def keys_besides(self, tensor: OutputTensor) -> list[str]:
         part = self._parts.get(tensor.name)
-        return self._values.keys_besides(tensor if part is None else part.tensor)
+        if part is not None:
+            tensor = part.tensor
+        return self._values.keys_besides(tensor)
 
     def read(self, wanted: Sequence[Wanted], factor: float = 1.0) -> None:
-        self._values.read([each for each in wanted if each.tensor.name not in self._parts], factor)
+        plain = [request for request in wanted if request.tensor.name not in self._parts]
+        self._values.read(plain, factor)
         for tensor, region, view in wanted:
             part = self._parts.get(tensor.name)
             if part is not None:
@@ -67,13 +73,16 @@ class EncodedSource(TensorSource):
         wanted: Region,
         view: torch.Tensor,
     ) -> None:
-        """Quantize what a region of a part is made of."""
-        quantized, role = part.quantized, part.role
-        maximum = self._maximum_of(part) if needs_maximum(quantized) else 0.0
+        """Quantize the values that a region of a part encodes."""
+        quantized = part.quantized
+        role = part.role
+        maximum = 0.0
+        if needs_maximum(quantized):
+            maximum = self._maximum_of(part)
         for region in regions_to_encode(quantized, role, wanted, _ENCODED_AT_ONCE):
             values = self._read_values(part, region)
             try:
-                found = encode(quantized, values, region, maximum)[role]
+                encoded = encode(quantized, values, region, maximum)[role]
             except ValueError as error:
                 raise CheckpointingException(
                     f"{name!r} cannot be quantized: {error}, in region {region} of the tensor it "
@@ -82,9 +91,9 @@ class EncodedSource(TensorSource):
             place = part_regions(quantized, region)[role]
             common = intersect(place, wanted)
             if common is not None:
-                found = found.contiguous().view(view.dtype).view(place.shape)
+                encoded = encoded.contiguous().view(view.dtype).view(place.shape)
                 goal = view[common.relative_to(wanted.offset).slices()]
-                goal.copy_(found[common.relative_to(place.offset).slices()])
+                goal.copy_(encoded[common.relative_to(place.offset).slices()])
 
     def _maximum_of(self, part: EncodedPart) -> float:
         """Return the largest magnitude in a tensor; two threads may both look for it."""
@@ -96,11 +105,14 @@ class EncodedSource(TensorSource):
         return self._maxima[key]
 
     def _read_values(self, part: EncodedPart, region: Region) -> torch.Tensor:
-        """Read a region of a tensor that is to be quantized, with the axes of the quantized form,
-        as float32.
+        """Read a region of a tensor to quantize, as float32.
+
+        Its axes are in the order of the quantized form.
         """
         quantized = part.quantized
         values = scratch("to encode", region.shape, torch.float32)
-        view = values.transpose(-2, -1) if quantized.transposed else values
+        view = values
+        if quantized.transposed:
+            view = values.transpose(-2, -1)
         self._values.read([Wanted(part.tensor, quantized.to_model(region), view)])
         return values

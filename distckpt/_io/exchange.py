@@ -1,5 +1,6 @@
-"""Exchanging values of tensors between ranks in messages: straight from and into tensors, or
-through a few buffers.
+"""Messages with tensor values between ranks.
+
+Values go straight from and into tensors, or through a few buffers.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ MESSAGE_BYTES = 8 << 20
 OWN_MESSAGE_BYTES = 256 << 10
 """Smaller units are joined into messages of up to `MESSAGE_BYTES`."""
 ALIGN_BYTES = 16
-"""Units in a message begin at multiples of this, and so of the size of every dtype."""
+"""Alignment of units in a message: a multiple of the size of every dtype."""
 MAX_UNDER_WAY = 64
-"""Number of messages of a rank on their way at a time."""
+"""Messages that a rank has on their way at a time."""
 MAX_BUFFERS = 8
-"""Number of messages at a time that go through a buffer, and not straight from or into a target."""
+"""Messages that go through buffers at a time, not straight to targets."""
 
 
 class Message(NamedTuple):
-    """Values of some units, or of one part of a unit, on their way between this rank and `peer`.
+    """Values of units, on their way between this rank and `peer`.
+
+    A large unit goes in several messages, one for each part.
 
     All ranks carry out their messages in ascending `order` (number of the first unit, number of the
     part, receiving rank), in which no two messages of a wave are equal. So the first message that
@@ -51,7 +54,7 @@ class Message(NamedTuple):
 def make_messages(
     rank: int, peer: int, is_sent: bool, units: Iterable[tuple[int, torch.Tensor]]
 ) -> Iterator[Message]:
-    """Divide what goes from one rank to another in a wave into messages, the same on both ranks.
+    """Divide the units for one peer into messages, equal on both ranks.
 
     `units` has the number of each unit, ascending, and its place in the target.
     """
@@ -71,7 +74,7 @@ def make_messages(
 
 
 def make_buffers(max_bytes: int) -> deque[torch.Tensor]:
-    """Return one or more buffers for messages, which take no memory before they are used."""
+    """Return buffers for messages, at least one. They take no memory before they are used."""
     count = max(1, min(MAX_BUFFERS, max_bytes // MESSAGE_BYTES))
     memory = torch.empty(count * MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
     return deque(memory[i * MESSAGE_BYTES : (i + 1) * MESSAGE_BYTES] for i in range(count))
@@ -102,7 +105,8 @@ def exchange(
     for message in sorted(messages, key=lambda message: message.order):
         tag = tags[message.peer, message.is_sent]
         tags[message.peer, message.is_sent] += 1
-        memory, buffer = _straight_memory(message), None
+        memory = _straight_memory(message)
+        buffer = None
         while len(under_way) >= MAX_UNDER_WAY or (memory is None and not buffers):
             _finish(ranks, under_way.popleft(), buffers, problems)
         if memory is None:
@@ -127,9 +131,7 @@ def _finish(
 
 
 def _straight_memory(message: Message) -> torch.Tensor | None:
-    """Return the bytes of a message in a target that holds them as they are sent; None if it does
-    not.
-    """
+    """Return a message's bytes in its target; None without plain memory."""
     view = message.views[0]
     if len(message.views) > 1 or not is_plain_memory(view):
         return None
@@ -139,9 +141,7 @@ def _straight_memory(message: Message) -> torch.Tensor | None:
 
 
 def _copy_views(message: Message, memory: torch.Tensor, problems: list[Exception]) -> None:
-    """Copy the views of a message into the memory that is sent, or the received memory into the
-    views.
-    """
+    """Copy the views of a message to its memory, or back."""
     start = 0
     try:
         for view in message.views:
@@ -162,5 +162,6 @@ def copy_values(source: torch.Tensor, target: torch.Tensor) -> None:
         return
     is_plain = not any(tensor.is_conj() or tensor.is_neg() for tensor in (source, target))
     if is_plain and source.element_size() <= 8:
-        source, target = as_integers(source), as_integers(target)
+        source = as_integers(source)
+        target = as_integers(target)
     target.copy_(source)

@@ -1,4 +1,4 @@
-"""Writing output files: ranges of tensors, through a bounded window, in their new place."""
+"""Writing of export files, one bounded window of tensors at a time."""
 
 from __future__ import annotations
 
@@ -23,19 +23,17 @@ from distckpt._plan.export import OutputFile, OutputTensor
 from distckpt._quantization.numbers import scratch
 
 _WINDOWS_PER_THREAD = 4
-"""Buffers of `UNIT_BYTES` a thread may use at a time: window, bounce buffer with its widening,
+"""Buffers of `UNIT_BYTES` that a thread may use at a time: window, bounce buffer with its widening,
 conversion.
 """
 _COMPARED_AT_ONCE = 1 << 20
-"""Elements."""
+"""Elements of two tensors that are compared at a time."""
 _counting = threading.Lock()
-"""Held while a thread adds to the number of overflows of a tensor, to which others may add as
-well.
-"""
+"""Lock for adding to the overflow counts, which threads share."""
 
 
 def num_export_threads(max_inflight_bytes: int) -> int:
-    """Return how many threads, one at least, may write output within a limit of memory."""
+    """Return the number of threads within a memory limit, at least one."""
     return min(NUM_THREADS, max(1, max_inflight_bytes // (_WINDOWS_PER_THREAD * UNIT_BYTES)))
 
 
@@ -49,8 +47,8 @@ def write_output_file(
     """Write one output file at a location that does not exist yet.
 
     Each thread uses up to four windows of `UNIT_BYTES`. `progress` is called with numbers of bytes,
-    from several threads. Returns how many values did not fit the dtype they were converted to, for
-    tensors that have such values.
+    from several threads. Return the number of values that did not fit the dtype they were converted
+    to, for tensors that have such values.
     """
     overflows: dict[str, int] = {}
     settings = export_settings(num_threads, progress)
@@ -61,7 +59,7 @@ def write_output_file(
 def export_settings(
     num_threads: int, progress: Callable[[int], None] | None = None
 ) -> WriteSettings:
-    """Return how the files of an export are written."""
+    """Return the write settings of an export's files."""
     return WriteSettings(
         with_checksums=False, num_threads=num_threads, num_requests=num_threads, progress=progress
     )
@@ -73,21 +71,24 @@ def output_file(
     location: str,
     overflows: dict[str, int],
 ) -> NewFile:
-    """Describe an output file that is to be written; `overflows` is filled meanwhile."""
+    """Describe an output file; `overflows` is filled meanwhile."""
     tensors, header = file.laid_out
     fill = filling(source, tensors, overflows)
     return NewFile(location, header, [tensor.num_bytes for tensor in tensors], fill)
 
 
 def counting_from(file: NewFile, start: int, uncounted: Fill) -> NewFile:
-    """Return a file whose units that begin before a position are filled by a function that counts
-    nothing: another process writes and counts them.
+    """Return a file that leaves some of its units uncounted.
+
+    Units that begin before `start` are filled by `uncounted`, which counts no overflows: another
+    process writes and counts them.
     """
     starts = list(itertools.accumulate(file.chunk_bytes, initial=len(file.header)))
 
     def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
-        is_before = bool(unit) and starts[unit[0].chunk] + unit[0].start < start
-        return (uncounted if is_before else file.fill)(unit, memory_of_thread)
+        if unit and starts[unit[0].chunk] + unit[0].start < start:
+            return uncounted(unit, memory_of_thread)
+        return file.fill(unit, memory_of_thread)
 
     return file._replace(fill=fill)
 
@@ -95,7 +96,10 @@ def counting_from(file: NewFile, start: int, uncounted: Fill) -> NewFile:
 def differing(
     source: TensorSource, pairs: Iterable[tuple[OutputTensor, OutputTensor]]
 ) -> list[str]:
-    """Compare tensors, a window at a time; return the first names of pairs that differ."""
+    """Return the first names of tensor pairs with different values.
+
+    Tensors are compared a window at a time.
+    """
     return [one.name for one, other in pairs if not _are_equal(source, one, other)]
 
 
@@ -115,8 +119,9 @@ def _are_equal(source: TensorSource, one: OutputTensor, other: OutputTensor) -> 
 
 
 class _Range(NamedTuple):
-    """Flat memory for elements of an output tensor, from the one of index `first` on, in the dtype
-    to read them in.
+    """Flat memory for elements of an output tensor.
+
+    It holds the elements from index `first` on, in the dtype to read.
     """
 
     tensor: OutputTensor
@@ -125,7 +130,7 @@ class _Range(NamedTuple):
 
 
 class _Ranges(NamedTuple):
-    """A unit of a file, by what is to be done for it.
+    """The memory of one unit of a file, by kind of work.
 
     Attributes:
         chunks: whole chunks of the checkpoint, whose bytes are read,
@@ -145,8 +150,8 @@ def filling(
 ) -> Fill:
     """Return the function that fills a file whose chunks are `tensors`.
 
-    It adds to `overflows`, by name, the number of values that did not fit the dtype they were
-    converted to.
+    It adds the number of values that did not fit the dtype they were converted to to `overflows`,
+    by name.
     """
     chunks = _complete_chunks(source, tensors)
 
@@ -171,13 +176,14 @@ def _divide(
     unit: Sequence[Span],
     filled: Bytes,
 ) -> _Ranges:
-    """Divide the memory for a unit by what is to be done for it."""
+    """Divide the memory for a unit by kind of work."""
     ranges = _Ranges([], [], [], [])
     begin = 0
     for span in unit:
         memory = filled[begin : begin + span.num_bytes]
         begin += len(memory)
-        tensor, chunk = tensors[span.chunk], chunks[span.chunk]
+        tensor = tensors[span.chunk]
+        chunk = chunks[span.chunk]
         if chunk is not None and len(memory) == tensor.num_bytes:
             ranges.chunks.append(chunk)
             ranges.places.append(memory)
@@ -189,34 +195,42 @@ def _divide(
 
 
 def _complete_chunks(source: TensorSource, tensors: Sequence[OutputTensor]) -> list[int | None]:
-    """Return for each tensor the chunk whose bytes are exactly its own; None if no chunk has
-    them.
+    """Return for each tensor the chunk that holds exactly its bytes.
+
+    The entry is None if no chunk does.
     """
-    stored, manifest = source.stored, source.stored.manifest
+    stored = source.stored
+    manifest = source.stored.manifest
     keys = [_copied_key(source, tensor) for tensor in tensors]
-    copied = [(i, manifest.key_index[key]) for i, key in enumerate(keys) if key is not None]
+    copied = []
+    for i, key in enumerate(keys):
+        if key is not None:
+            copied.append((i, manifest.key_index[key]))
     # All at once: thousands of lookups in arrays take longer.
     places, key_ids = np.array(copied, np.int64).reshape(-1, 2).T
     chunks = manifest.key_starts[key_ids]
     is_alone = manifest.key_starts[key_ids + 1] == chunks + 1
-    places, chunks = places[is_alone], chunks[is_alone]
-    found: list[int | None] = [None] * len(tensors)
+    places = places[is_alone]
+    chunks = chunks[is_alone]
+    whole_chunks: list[int | None] = [None] * len(tensors)
     rows = zip(places.tolist(), chunks.tolist(), manifest.num_bytes[chunks].tolist(), strict=True)
     for place, chunk, num_bytes in rows:
-        # What has as many bytes as the whole is the whole.
+        # A chunk with as many bytes as the tensor is the whole tensor.
         if num_bytes == tensors[place].num_bytes and chunk not in stored.quantized:
-            found[place] = chunk
-    return found
+            whole_chunks[place] = chunk
+    return whole_chunks
 
 
 def _copied_key(source: TensorSource, tensor: OutputTensor) -> str | None:
-    """Return the key of which a tensor has the values in their order; None if there is none."""
+    """Return the key whose values a tensor has unchanged, or None."""
     mapped = tensor.mapped
     if len(mapped.parts) != 1 or tensor.dtype != mapped.dtype or not source.is_stored(tensor):
         return None
     part = mapped.parts[0]
     is_moved = part.order != tuple(range(len(part.order)))
-    return None if part.add or is_moved or part.target.shape != mapped.shape else part.key
+    if part.add or is_moved or part.target.shape != mapped.shape:
+        return None
+    return part.key
 
 
 def _read_ranges(
@@ -225,54 +239,67 @@ def _read_ranges(
     factor: float = 1.0,
 ) -> None:
     """Read ranges, times a factor."""
-    wanted = []
+    regions = []
     for tensor, first, values in ranges:
         done = 0
         for region in flat_range_regions(tensor.shape, first, first + len(values)):
             view = values[done : done + region.num_elements].view(region.shape)
             done += region.num_elements
-            wanted.append(Wanted(tensor, region, view))
-    source.read(wanted, factor)
+            regions.append(Wanted(tensor, region, view))
+    source.read(regions, factor)
 
 
 def _overflowed(source: TensorSource, ranges: Sequence[_Range]) -> list[_Range]:
-    """Return ranges of computed values that may have overflowed: to count these, they are computed
-    again.
+    """Return ranges of computed values that may have overflowed.
+
+    They are computed again to count the overflows.
     """
-    computed = [each for each in ranges if source.may_overflow(each.tensor)]
-    return [each for each in computed if not are_finite(each.values)]
+    overflowed = []
+    for computed in ranges:
+        if source.may_overflow(computed.tensor) and not are_finite(computed.values):
+            overflowed.append(computed)
+    return overflowed
 
 
 def _read_and_cast(
     source: TensorSource, ranges: Sequence[_Range]
 ) -> Iterator[tuple[OutputTensor, int]]:
-    """Read ranges and convert them; yield numbers of values that do not fit."""
-    dtypes = [source.dtype_of(each.tensor) for each in ranges]
-    # Places in memory fit any dtype.
-    counts = [len(each.values) for each in ranges]
-    sizes = [-(-n * dtype.itemsize // 16) * 16 for n, dtype in zip(counts, dtypes, strict=True)]
+    """Read and convert ranges; yield the numbers of values that do not fit.
+
+    Yield numbers of values that do not fit.
+    """
+    dtypes = []
+    sizes = []
+    for piece in ranges:
+        dtype = source.dtype_of(piece.tensor)
+        dtypes.append(dtype)
+        # Places in memory fit any dtype.
+        sizes.append(-(-len(piece.values) * dtype.itemsize // 16) * 16)
     for unit in units_of(sizes, UNIT_BYTES, 16):
         memory = torch.from_numpy(bounce_buffer("cast", UNIT_BYTES))
         wide: list[_Range] = []
         targets: list[torch.Tensor] = []
         begin = 0
         for span in unit:
-            (tensor, first, target), dtype = ranges[span.chunk], dtypes[span.chunk]
-            start, stop = span.start // dtype.itemsize, span.stop // dtype.itemsize
+            (tensor, first, target) = ranges[span.chunk]
+            dtype = dtypes[span.chunk]
+            start = span.start // dtype.itemsize
+            stop = span.stop // dtype.itemsize
             targets.append(target[start:stop])
             values = memory[begin : begin + span.num_bytes].view(dtype)[: len(targets[-1])]
             wide.append(_Range(tensor, first + start, values))
             begin += span.num_bytes
         _read_ranges(source, wide)
-        for each, target in zip(wide, targets, strict=True):
-            num_overflows = _count_overflowed(source, each) + cast_and_count(each.values, target)
+        for piece, target in zip(wide, targets, strict=True):
+            num_overflows = _count_overflowed(source, piece) + cast_and_count(piece.values, target)
             if num_overflows:
-                yield each.tensor, num_overflows
+                yield piece.tensor, num_overflows
 
 
 def _count_overflowed(source: TensorSource, computed: _Range) -> int:
-    """Count the results that are not finite though all that they are computed from is: with that
-    times 0 they are 0, and others not.
+    """Count results that overflowed, though their sources are finite.
+
+    With a factor of 0 such results are 0; results of sources that are not finite stay so.
     """
     tensor, first, values = computed
     if not source.may_overflow(tensor) or are_finite(values):

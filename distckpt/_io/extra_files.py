@@ -1,5 +1,6 @@
-"""Files beside the tensors of a model, such as config and tokenizer, which an export takes over
-from a directory.
+"""Extra files of an export, such as config and tokenizer.
+
+They are taken over from a directory of the same model.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _WEIGHT_SUFFIXES = (
     ".msgpack",
 )
 _INDEX = re.compile(r".+\.index(\.[^.]+)?\.json")
-"""Names of indexes, also of variants, such as `model.safetensors.index.fp16.json`."""
+"""Index names, also of variants such as `model.safetensors.index.fp16.json`."""
 
 
 @dataclass(frozen=True)
 class ExtraFiles:
-    """Locations of files to copy, and the content of others by name."""
+    """Locations of files to copy, and content of files to write."""
 
     copied: Sequence[str] = ()
     written: Mapping[str, bytes] = field(default_factory=dict)
@@ -61,22 +62,30 @@ def list_extra_files(directory: str, with_code: bool) -> list[str]:
             "`like` or `extra_files_from` is not a directory to copy extra files from",
             directory,
         )
-    names = [name for name in locations.list_names(directory) if _is_beside_weights(name)]
+    names = []
+    for name in locations.list_names(directory):
+        if _is_beside_weights(name):
+            names.append(name)
     if _is_checkpoint(directory):
         # The marker would make the export a checkpoint, of which nothing else is there.
         names.remove(CONFIG_FNAME)
     if not with_code:
         names = _without_code(names, directory)
-    paths = [locations.join(directory, name) for name in names]
-    files = [path for path in paths if not locations.isdir(path)]
-    for path in files:
-        _check(path, directory)
+    files = []
+    for name in names:
+        path = locations.join(directory, name)
+        if not locations.isdir(path):
+            _check(path, directory)
+            files.append(path)
     return files
 
 
 def _without_code(names: Sequence[str], directory: str) -> list[str]:
     """Leave out programs, with a warning."""
-    code = [name for name in names if name.endswith(".py")]
+    code = []
+    for name in names:
+        if name.endswith(".py"):
+            code.append(name)
     if code:
         left_out = summarize_keys(code)
         logger.warning("%s: left out, as extra_code is not set: %s", directory, left_out)
@@ -95,7 +104,8 @@ def _is_checkpoint(directory: str) -> bool:
 
 def _check(path: str, directory: str) -> None:
     if locations.is_local(path):
-        root, target = os.path.realpath(directory), os.path.realpath(path)
+        root = os.path.realpath(directory)
+        target = os.path.realpath(path)
         parent, name = os.path.split(os.path.dirname(root))
         # The cache of huggingface_hub has links in snapshots/<commit> to files in blobs.
         allowed = [root, os.path.join(parent, "blobs")] if name == "snapshots" else [root]
@@ -112,13 +122,17 @@ def _check(path: str, directory: str) -> None:
 
 
 def write_extra_files(files: ExtraFiles, target: str) -> None:
-    """Copy and write files into a directory, in the place of those that an interrupted attempt has
-    left; copies on local disks have the modes of the originals.
+    """Copy and write extra files into a directory.
+
+    They replace files that an interrupted attempt has left. Copies on local disks have the modes of
+    the originals.
     """
     for path in files.copied:
         copy = locations.join(target, locations.split(path)[1])
-        # As `cp` does: open to no more users than the original is, nor than the umask lets in.
-        mode = os.stat(path).st_mode & 0o777 if locations.is_local(path) else 0o666
+        # As `cp` does: at most as open as the original file and the umask allow.
+        mode = 0o666
+        if locations.is_local(path):
+            mode = os.stat(path).st_mode & 0o777
         locations.write_bytes(copy, locations.read_bytes(path, _MAX_BYTES), mode=mode)
     for name, content in files.written.items():
         locations.write_bytes(locations.join(target, name), content)
@@ -131,14 +145,14 @@ def adapt_config(
     quantization: Mapping[str, Any] | None,
     dtype: torch.dtype | Mapping[str, torch.dtype] | None,
 ) -> ExtraFiles:
-    """Let the configuration say what is exported.
+    """Adapt the configuration to the exported tensors.
 
     Args:
-        paths: of the files to copy.
+        paths: paths of the files to copy.
         outputs: tensors of the export.
         quantization: the `quantization_config` of tensors that are quantized now.
-        dtype: of all other tensors, where one was given; else it follows the tensors, if they have
-            one in common.
+        dtype: dtype of all other tensors, if the caller chose one; else the tensors' common dtype,
+            if they have one.
 
     Raises:
         CheckpointingException: tensors are quantized, and the configuration is not a JSON object.
@@ -169,8 +183,9 @@ def _by_name(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _read_config(path: str | None, must_be_read: bool) -> dict[str, Any] | None:
-    """Read the configuration, an empty one without a path; None when it is not readable and need
-    not be.
+    """Read the configuration; an empty one without a path.
+
+    Return None when it is not readable and need not be.
     """
     if path is None:
         return {}
@@ -185,7 +200,7 @@ def _read_config(path: str | None, must_be_read: bool) -> dict[str, Any] | None:
 
 
 def _replace_quantization(config: dict[str, Any], quantization: Mapping[str, Any] | None) -> None:
-    """Let a configuration say of quantized tensors what is said here, or nothing."""
+    """Replace, or remove, a configuration's description of its quantization."""
     for part in parts_of(config):
         for name in FIELDS:
             part.pop(name, None)
@@ -194,15 +209,23 @@ def _replace_quantization(config: dict[str, Any], quantization: Mapping[str, Any
 
 
 def _common_dtype(outputs: Sequence[OutputTensor]) -> torch.dtype | None:
-    """Return the dtype of all tensors of floating point numbers, if they have the same."""
-    dtypes = {FROM_NAME[name] for name in {output.dtype for output in outputs}}
-    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
-    return floats[0] if len(floats) == 1 else None
+    """Return the dtype that all floating-point tensors have in common, or None."""
+    names = {output.dtype for output in outputs}
+    dtypes = {FROM_NAME[name] for name in names}
+    floats = []
+    for dtype in dtypes:
+        if dtype.is_floating_point:
+            floats.append(dtype)
+    if len(floats) == 1:
+        return floats[0]
+    return None
 
 
 def _name_dtype(config: Mapping[str, Any], dtype: torch.dtype | None) -> None:
-    """Put a dtype, if there is one, into a configuration, wherever it names one."""
-    for part in parts_of(config) if dtype is not None else ():
+    """Put a dtype into a configuration, wherever it names one."""
+    if dtype is None:
+        return
+    for part in parts_of(config):
         for name in ("dtype", "torch_dtype"):
             if name in part:
                 part[name] = str(dtype).removeprefix("torch.")

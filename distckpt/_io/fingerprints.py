@@ -1,5 +1,6 @@
-"""Fingerprints of tensors in memory: several threads add up the numbers of regions, and ranks add
-up theirs.
+"""Fingerprints of tensors in memory.
+
+Threads add up the numbers of regions, and ranks add up their sums.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from distckpt._io.prepared_save import OwnedChunk
 from distckpt._ranks.collectives import Ranks
 
 WINDOW_ELEMENTS = 1 << 22
-"""A thread works on so many elements at a time."""
+"""Elements that a thread works on at a time."""
 _LOW_BITS = np.int64(0xFFFFFFFF)
 
 
 class LiveRegion(NamedTuple):
-    """A region of a tensor, its values in memory, and the number of the sum that it belongs to."""
+    """A region of a tensor with its values, and its sum's slot."""
 
     slot: int
     region: Region
@@ -34,7 +35,7 @@ class LiveRegion(NamedTuple):
 
 
 def regions_of(owned: Iterable[OwnedChunk]) -> Iterator[LiveRegion]:
-    """Return the regions of the chunks of a rank; slots are the numbers of their keys."""
+    """Return the regions of a rank's chunks; slots are the numbers of their keys."""
     for chunk, values in owned:
         for (_, region), part in zip(chunk.pieces, values, strict=True):
             yield LiveRegion(chunk.key_id, region, part)
@@ -42,29 +43,31 @@ def regions_of(owned: Iterable[OwnedChunk]) -> Iterator[LiveRegion]:
 
 def sums_of(regions: Iterable[LiveRegion], num_slots: int) -> list[int]:
     """Return the sum of the regions of each slot, modulo the prime."""
-    windows = [window for each in regions for window in windows_of(each)]
+    windows: list[LiveRegion] = []
+    for region in regions:
+        windows.extend(windows_of(region))
     # One step for the interpreter each: no addition is lost.
-    found: list[tuple[int, int]] = []
+    numbers: list[tuple[int, int]] = []
 
     def add(window: LiveRegion) -> None:
-        found.append((window.slot, region_number(window.values, window.region.offset)))
+        numbers.append((window.slot, region_number(window.values, window.region.offset)))
 
     run_threads(add, windows)
     sums = [0] * num_slots
-    for slot, number in found:
+    for slot, number in numbers:
         sums[slot] = (sums[slot] + number) % PRIME
     return sums
 
 
 def windows_of(live: LiveRegion) -> Iterator[LiveRegion]:
-    """Cut a region into those that a thread works on at a time."""
+    """Cut a region into windows for threads."""
     for part in cut_region(live.region, WINDOW_ELEMENTS):
         local = part.relative_to(live.region.offset).slices()
         yield LiveRegion(live.slot, part, live.values[local] if local else live.values)
 
 
 def numbers_of(owned: Iterable[OwnedChunk]) -> bytes:
-    """Return the sum of what a rank owns of each key, for `columns_of`."""
+    """Return this rank's sum for each key, for `columns_of`."""
     regions = list(regions_of(owned))
     key_ids = sorted({region.slot for region in regions})
     sums = sums_of(regions, max(key_ids, default=-1) + 1)
@@ -72,8 +75,13 @@ def numbers_of(owned: Iterable[OwnedChunk]) -> bytes:
 
 
 def columns_of(manifest: Manifest, numbers: Sequence[bytes]) -> dict[str, npt.NDArray[np.uint64]]:
-    """Add up the numbers of all ranks; return a column of the manifest."""
-    totals = [0 if dtype in ITEM_BYTES else NO_FINGERPRINT for dtype in manifest.dtypes]
+    """Add up the numbers of all ranks; return a manifest column."""
+    totals = []
+    for dtype in manifest.dtypes:
+        if dtype in ITEM_BYTES:
+            totals.append(0)
+        else:
+            totals.append(NO_FINGERPRINT)
     for of_rank in numbers:
         for key_id, number in np.frombuffer(of_rank, np.int64).reshape(-1, 2).tolist():
             totals[key_id] = (totals[key_id] + number) % PRIME

@@ -1,8 +1,8 @@
-"""Copies in host memory of what a background save writes, so that training can go on meanwhile.
+"""Copies in host memory for background saves, while training goes on.
 
 The next save of the same structure uses the memory of the copies again. None of its pages are new
 then, and a copy costs no more than moving the bytes. New pages cost several times as much, so the
-memory can be reserved before the first save. Whatever does not fit is copied while files are being
+memory can be reserved before the first save. Bytes that do not fit are copied while files are being
 written.
 """
 
@@ -30,9 +30,9 @@ from distckpt._geometry.units import Span, units_of
 from distckpt._io.write import Fill, NewFile, copy_into
 
 MAX_SETS = 2
-"""How many saves may hold copies at the same time; the next one waits."""
+"""Number of saves that may hold copies at a time; the next save waits."""
 PINNED_UNITS = 4
-"""Units in a buffer of page-locked memory. Torch rounds the size of each buffer up to a power of
+"""Units per buffer of page-locked memory. Torch rounds the size of each buffer up to a power of
 two.
 """
 
@@ -40,7 +40,10 @@ two.
 
 
 class _Set(NamedTuple):
-    """The buffers of one save; `is_pinned` if they are page-locked, for tensors on a device."""
+    """The buffers of one save.
+
+    `is_pinned` is set if they are page-locked, for tensors on a device.
+    """
 
     buffers: list[Bytes]
     is_pinned: bool
@@ -90,8 +93,9 @@ class HostMemory:
     def reserve(
         self, sizes: Sequence[int], layer: DeviceLayer | None, is_abandoned: threading.Event
     ) -> None:
-        """Keep a buffer of each size for the next save, with its pages in memory. Takes a while: it
-        is meant for a background thread.
+        """Prepare a buffer of each size for the next save.
+
+        Its pages are in memory then. This takes a while: it is meant for a background thread.
 
         Does nothing if a save is using memory, which the next one can have, or if fitting buffers
         are kept already. Ends early when someone takes or frees memory meanwhile; the buffers are
@@ -109,12 +113,14 @@ class HostMemory:
                 self._touch_pages(buffers, is_abandoned)
         finally:
             with self._changed:
-                self._idle = [] if buffers is None else [_Set(buffers, layer is not None)]
+                self._idle = []
+                if buffers is not None:
+                    self._idle = [_Set(buffers, layer is not None)]
                 self._is_reserving = False
                 self._changed.notify_all()
 
     def _touch_pages(self, buffers: list[Bytes], is_abandoned: threading.Event) -> None:
-        """Write to every page, which is when the system provides it."""
+        """Write to every page, which makes the system provide it."""
         for buffer in buffers:
             for start in range(0, len(buffer), UNIT_BYTES):
                 if self._num_waiting or is_abandoned.is_set():
@@ -128,19 +134,20 @@ class HostMemory:
         self._end_use()
 
     def free(self) -> None:
-        """Free what is not in use."""
+        """Free the memory that is not in use."""
         with self._changed:
             while not self._wait_for(lambda: not self._is_reserving):
                 run_handlers()
             self._idle = []
 
     def _fitting(self, sizes: Sequence[int], layer: DeviceLayer | None) -> list[_Set]:
-        wanted = list(sizes), layer is not None
-        return [
-            kept
-            for kept in self._idle
-            if ([len(buffer) for buffer in kept.buffers], kept.is_pinned) == wanted
-        ]
+        is_pinned = layer is not None
+        fitting = []
+        for idle in self._idle:
+            idle_sizes = [len(buffer) for buffer in idle.buffers]
+            if idle_sizes == list(sizes) and idle.is_pinned == is_pinned:
+                fitting.append(idle)
+        return fitting
 
     def _wait_for(self, condition: Callable[[], bool]) -> bool:
         """Wait a moment for a condition; a reservation in progress ends."""
@@ -152,7 +159,7 @@ class HostMemory:
 
     def _end_use(self) -> None:
         with self._changed:
-            # In a forked process, what its parent uses does not count.
+            # In a forked process, the parent's use does not count.
             self._num_used = max(0, self._num_used - 1)
             self._changed.notify_all()
 
@@ -165,7 +172,7 @@ def _allocate(sizes: Sequence[int], layer: DeviceLayer | None) -> list[Bytes]:
 
 
 shared_memory = HostMemory()
-"""For all saves of this process."""
+"""Host memory of all saves of this process."""
 
 if hasattr(os, "register_at_fork"):
     # The parent's background thread may have held the lock, and goes on using the buffers.
@@ -173,7 +180,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def threads_to_copy_with(num_ranks: int) -> int:
-    """Return how many threads each rank may copy with if all ranks of this machine copy at once.
+    """Return the number of copying threads per rank on this machine.
 
     Counts all ranks of the group as ranks of this machine, unless the launcher says how many are.
     """
@@ -194,7 +201,7 @@ class HostCopies:
 
     Attributes:
         staged: set once the save no longer needs the original tensors.
-        needed: what the copies take: the sizes of their buffers, and what allocates them.
+        needed: the sizes of the copies' buffers, and the device layer that allocates them.
     """
 
     def __init__(
@@ -205,13 +212,13 @@ class HostCopies:
         num_threads: int = NUM_THREADS,
         only_measures: bool = False,
     ) -> None:
-        """Make no copies yet, see `copy`.
+        """Prepare the copies; `copy` makes them.
 
         Args:
             memory: holds the copies.
-            max_bytes: how much of it they may take; None for no limit.
+            max_bytes: the most memory that they may take; None for no limit.
             timeout: seconds to wait for memory that other saves use.
-            num_threads: how many threads copy.
+            num_threads: number of threads that copy.
             only_measures: set `needed`, and copy nothing.
         """
         self.staged = threading.Event()
@@ -226,14 +233,17 @@ class HostCopies:
         self._num_uncopied = 0
 
     def copy(self, files: Sequence[NewFile]) -> list[NewFile]:
-        """Return the same files with their bytes in copies, as far as there is room.
+        """Return the same files, with bytes in copies as room allows.
 
         The rest is copied when its turn to be written comes; after that `staged` is set.
         """
         device = _device_of(files)
-        chosen = _choose([file.chunk_bytes for file in files], self._max_bytes)
-        parts = [_Part.of(*pair, device) for pair in zip(files, chosen, strict=True)]
-        self.needed = [size for part in parts for size in part.buffer_bytes], device
+        chunks = _choose([file.chunk_bytes for file in files], self._max_bytes)
+        parts = [_Part.of(*pair, device) for pair in zip(files, chunks, strict=True)]
+        sizes: list[int] = []
+        for part in parts:
+            sizes.extend(part.buffer_bytes)
+        self.needed = sizes, device
         if self._only_measures:
             return list(files)
         self._buffers = self._memory.take(*self.needed, self._timeout)
@@ -258,8 +268,9 @@ class HostCopies:
         return part.file._replace(fill=_fill_from(copies), device=None)
 
     def release(self) -> None:
-        """Give the memory back, once everything is written or the save is given up."""
-        buffers, self._buffers = self._buffers, None
+        """Give the memory back, after the save or when it is abandoned."""
+        buffers = self._buffers
+        self._buffers = None
         if buffers is not None:
             self._memory.give_back(buffers, self.needed[1])
         self.staged.set()
@@ -280,14 +291,14 @@ def _device_of(files: Sequence[NewFile]) -> DeviceLayer | None:
 
 
 def _choose(sizes: Sequence[Sequence[int]], max_bytes: int | None) -> list[list[int]]:
-    """Choose the chunks of each file to copy at once: as many as there is room for, from the end.
+    """Choose the chunks to copy at once, as many as fit.
 
-    Files are written from the beginning, so the chunks that have room are those whose turn would
-    come last.
+    Files are written from the beginning. So chunks at the end, whose turn comes last, are copied
+    first.
     """
     if max_bytes is None:
         return [list(range(len(chunks))) for chunks in sizes]
-    chosen: list[list[int]] = []
+    selection: list[list[int]] = []
     room = max_bytes
     for chunks in reversed(sizes):
         taken: list[int] = []
@@ -295,18 +306,18 @@ def _choose(sizes: Sequence[Sequence[int]], max_bytes: int | None) -> list[list[
             if chunks[index] <= room:
                 room -= chunks[index]
                 taken.append(index)
-        chosen.append(taken[::-1])
-    return chosen[::-1]
+        selection.append(taken[::-1])
+    return selection[::-1]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The chunks of a file that are copied at once, one after the other into buffers.
+    """The chunks of a file that are copied at once into buffers.
 
     Attributes:
         file: the file.
-        chunks: their numbers.
-        chunk_bytes: their sizes.
+        chunks: the chunks' numbers.
+        chunk_bytes: the chunks' sizes.
         buffer_bytes: the sizes of the buffers. No unit is in two of them.
     """
 
@@ -317,13 +328,13 @@ class _Part:
 
     @staticmethod
     def of(file: NewFile, chunks: Sequence[int], device: DeviceLayer | None) -> _Part:
-        """Return the part of a file that consists of some of its chunks."""
+        """Return the part of a file with some of its chunks."""
         chunk_bytes = [file.chunk_bytes[chunk] for chunk in chunks]
         return _Part(file, chunks, chunk_bytes, _buffer_bytes(chunk_bytes, device))
 
     @property
     def num_left_out(self) -> int:
-        """The bytes of the file that are not copied at once."""
+        """Number of bytes of the file that are not copied at once."""
         return sum(self.file.chunk_bytes) - sum(self.chunk_bytes)
 
     def copies_in(self, buffers: Iterator[Bytes]) -> _Copies:
@@ -336,7 +347,7 @@ class _Part:
         )
 
     def units_into(self, copies: _Copies) -> Iterator[_Unit]:
-        """Yield the units to copy, each with the memory that it goes to."""
+        """Yield the units to copy, each with its memory."""
         start = 0
         for unit in units_of(self.chunk_bytes, UNIT_BYTES, BLOCK_BYTES):
             spans = [span._replace(chunk=self.chunks[span.chunk]) for span in unit]
@@ -347,7 +358,7 @@ class _Part:
 
 
 class _Unit(NamedTuple):
-    """What one thread copies at a time."""
+    """A unit that one thread copies at a time."""
 
     fill: Fill
     spans: Sequence[Span]
@@ -360,10 +371,9 @@ class _Unit(NamedTuple):
 def _buffer_bytes(chunk_bytes: Sequence[int], device: DeviceLayer | None) -> list[int]:
     if device is None:
         return [sum(chunk_bytes)]
-    units = [
-        sum(span.num_bytes for span in unit)
-        for unit in units_of(chunk_bytes, UNIT_BYTES, BLOCK_BYTES)
-    ]
+    units = []
+    for unit in units_of(chunk_bytes, UNIT_BYTES, BLOCK_BYTES):
+        units.append(sum(span.num_bytes for span in unit))
     return [sum(units[i : i + PINNED_UNITS]) for i in range(0, len(units), PINNED_UNITS)]
 
 
@@ -384,21 +394,26 @@ class _Copies(NamedTuple):
         """Return the bytes from start to stop, which must not be equal."""
         index = bisect.bisect_right(self.ends, start) - 1
         begin, end = self.ends[index : index + 2]
-        found = self.buffers[index][start - begin : stop - begin]
-        return [found] if stop <= end else [found, *self.between(end, stop)]
+        first_part = self.buffers[index][start - begin : stop - begin]
+        if stop <= end:
+            return [first_part]
+        return [first_part, *self.between(end, stop)]
 
     def of_span(self, span: Span) -> list[Bytes]:
-        """Return the bytes of a span of a chunk that was copied."""
+        """Return the bytes of a span of a copied chunk."""
         start = self.starts[span.chunk]
         return self.between(start + span.start, start + span.stop)
 
 
 def _fill_from(copies: _Copies) -> Fill:
-    """Return what gives the bytes of chunks that are all copied."""
+    """Return the fill function of a file whose chunks are all copied."""
 
     def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
         del scratch
-        return [part for span in unit for part in copies.of_span(span)]
+        parts = []
+        for span in unit:
+            parts.extend(copies.of_span(span))
+        return parts
 
     return fill
 
@@ -408,16 +423,17 @@ def _fill_with_rest(
     rest: Fill,
     note_copied: Callable[[int], None],
 ) -> Fill:
-    """Return what gives the bytes of chunks: from their copies, or else copied from `rest`.
+    """Return the fill function of a file with chunks yet to copy.
 
-    `note_copied` is called with the number of bytes that were copied.
+    Chunks without a copy are copied from `rest`. `note_copied` is called with the number of bytes
+    that were copied.
     """
 
     def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
         buffers: list[Bytes] = []
         begin = 0
         for span in unit:
-            # Where the span goes in the end, so that nothing overwrites it until then.
+            # The span's final place, so that nothing overwrites it until then.
             window = scratch[begin : begin + span.num_bytes]
             begin += span.num_bytes
             if span.chunk in copies.starts:

@@ -1,4 +1,4 @@
-"""The engine of loads: read exactly the requested regions of tensors, in place."""
+"""The engine of loads: reads exactly the requested regions, in place."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from distckpt._storage.open_files import OpenFiles
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """How tensors are read.
+    """Settings for reading tensors.
 
     Attributes:
-        options: of the caller.
-        rules: how the requested tensors are made from the stored ones.
+        options: options of the caller.
+        rules: rules that make the requested tensors from the stored ones.
         exchange_group: process group whose ranks may share reads; None for all ranks.
-        overwritten: filled with the keys of tensors whose values are lost, since those of others
-            are in the same memory.
+        overwritten: filled with the keys of lost tensors, whose memory holds the values of other
+            tensors.
     """
 
     options: LoadOptions
@@ -60,13 +60,13 @@ class ReadSettings:
 
 @dataclass(frozen=True)
 class _Requests:
-    """What is read into which tensors.
+    """The requests of a load, and the tensors that they fill.
 
     Attributes:
-        shards: with their tensors, which are allocated if the caller gave none.
+        shards: shards with their tensors, which are allocated if the caller gave none.
         requests: regions of the checkpoint, one for each target.
         targets: views of the tensors of the shards.
-        copies: what to read from which chunk; nothing yet for requests whose elements lie apart.
+        copies: regions to read, by chunk; none for requests whose elements lie apart.
         additions: values to add to targets after reading.
     """
 
@@ -83,7 +83,7 @@ def load_tensors(
     shards: Sequence[ShardedTensor],
     settings: ReadSettings,
 ) -> list[torch.Tensor | None]:
-    """Fill the tensors of shards, and return them; allocate those that have none.
+    """Fill the tensors of shards, and return them; allocate missing tensors.
 
     Collective operation: all ranks must call it.
 
@@ -100,9 +100,9 @@ def load_tensors(
         num_bytes = sum(target.nbytes for target in separated.targets)
         vote.number = num_bytes
     counter = ProgressCounter(options.progress, num_bytes)
-    # To count what was useful of each piece takes time.
+    # Counting the useful bytes of each piece takes time.
     progress = counter.add if options.progress is not None else None
-    # Some of what follows is copied by other threads, whose streams know nothing of this thread's.
+    # Other threads do some of the following copies, on streams of their own.
     Copier(separated.targets).wait_for_queued()
     sharing = Sharing(
         ranks=ranks,
@@ -120,7 +120,10 @@ def load_tensors(
 
         left = read_shared(sharing, stored, planned.copies, separated.targets, read)
         read(left, separated.targets, options.max_inflight_bytes)
-    apart = [pair for pair in zip(planned.requests, planned.targets, strict=True) if pair[0].step]
+    apart = []
+    for pair in zip(planned.requests, planned.targets, strict=True):
+        if pair[0].step:
+            apart.append(pair)
     read_apart(stored, apart, _num_threads(stored, options.max_inflight_bytes), progress)
     settings.overwritten.update(aliases.join(planned.requests, separated, stored.location))
     key_index = stored.manifest.key_index
@@ -132,14 +135,14 @@ def load_tensors(
     _add(planned.additions)
     counter.finish()
     settings.overwritten.update(aliases.settle(shards, planned.shards, stored.location))
-    return [
-        shard.data if given.data is None else given.data
-        for given, shard in zip(shards, planned.shards, strict=True)
-    ]
+    tensors = []
+    for shard, filled in zip(shards, planned.shards, strict=True):
+        tensors.append(filled.data if shard.data is None else shard.data)
+    return tensors
 
 
 def _num_threads(stored: StoredCheckpoint, max_bytes: int) -> int:
-    """Return how many threads may read, if so much may be on its way."""
+    """Return the number of threads that a memory limit allows."""
     if locations.is_local(stored.location):
         return num_threads_within(max_bytes)
     return num_requests_within(max_bytes)
@@ -148,12 +151,12 @@ def _num_threads(stored: StoredCheckpoint, max_bytes: int) -> int:
 def _plan_requests(
     stored: StoredCheckpoint, shards: Sequence[ShardedTensor], settings: ReadSettings
 ) -> _Requests:
-    """Find out what to read into which tensors; `stored` is a view, see `decoded`."""
+    """Plan the requests and the tensors that they fill. `stored` is a view, see `decoded`."""
     pieces = _pieces_of(shards)
     requests = [request_of(shards[number], region) for number, region in pieces]
     copies: list[Copy] = []
     if not settings.rules:
-        # Before memory is allocated: what is not stored may be of any size.
+        # Before memory is allocated: a tensor that is not stored may be of any size.
         dtypes = [_dtype_of(shards[number]) for number, _ in pieces]
         requests, copies = _plan_copies(stored, requests, dtypes, settings)
     filled = [_with_memory(shard) for shard in shards]
@@ -168,10 +171,12 @@ def _plan_requests(
 
 
 def _pieces_of(shards: Sequence[ShardedTensor]) -> list[tuple[int, Region]]:
-    """Return the regions that shards consist of, each after the number of its shard."""
-    return [
-        (number, region) for number, shard in enumerate(shards) for region in shard_regions(shard)
-    ]
+    """Return the regions of shards, each with its shard's number."""
+    pieces = []
+    for number, shard in enumerate(shards):
+        for region in shard_regions(shard):
+            pieces.append((number, region))
+    return pieces
 
 
 def _translated(
@@ -179,18 +184,23 @@ def _translated(
     planned: _Requests,
     settings: ReadSettings,
 ) -> _Requests:
-    """Request what the rules make the tensors from."""
-    found = translate(settings.rules, planned.requests, planned.targets)
-    for padding in found.padding:
+    """Request the tensors that the rules read."""
+    translated = translate(settings.rules, planned.requests, planned.targets)
+    for padding in translated.padding:
         padding.zero_()
-    dtypes = [view.dtype for view in found.views]
-    requests, copies = _plan_copies(stored, found.requests, dtypes, settings)
-    additions = [pair for pair in zip(found.views, found.adds, strict=True) if pair[1]]
-    return _Requests(planned.shards, requests, found.views, copies, additions)
+    dtypes = [view.dtype for view in translated.views]
+    requests, copies = _plan_copies(stored, translated.requests, dtypes, settings)
+    additions = []
+    for pair in zip(translated.views, translated.adds, strict=True):
+        if pair[1]:
+            additions.append(pair)
+    return _Requests(planned.shards, requests, translated.views, copies, additions)
 
 
 def _dtype_of(shard: ShardedTensor) -> torch.dtype:
-    return shard.dtype if shard.data is None else shard.data.dtype
+    if shard.data is None:
+        return shard.dtype
+    return shard.data.dtype
 
 
 def _with_memory(shard: ShardedTensor) -> ShardedTensor:
@@ -209,25 +219,29 @@ def _plan_copies(
     dtypes: Sequence[torch.dtype],
     settings: ReadSettings,
 ) -> tuple[list[Request], list[Copy]]:
-    """Find what fills the requests, whose targets have the given dtypes; requests get the names
-    that the view has.
+    """Find the copies that fill the requests, given the targets' dtypes.
+
+    Requests get the names that the view has.
     """
     if stored.quantized:
-        requests = [
-            request._replace(key=name_in_view(stored, request.key, dtype))
-            for request, dtype in zip(requests, dtypes, strict=True)
-        ]
+        named = []
+        for request, dtype in zip(requests, dtypes, strict=True):
+            key = name_in_view(stored, request.key, dtype)
+            named.append(request._replace(key=key))
+        requests = named
     keys = [request.key for request in requests]
     check_keys(stored, keys, has_rules=bool(settings.rules))
     check_dtypes(stored, keys, dtypes, settings.options.allow_dtype_cast)
     if not any(request.step for request in requests):
         return requests, plan_load(stored, requests)
-    dense = [request.covered() if request.step else request for request in requests]
+    dense = []
+    for request in requests:
+        dense.append(request.covered() if request.step else request)
     return requests, [copy for copy in plan_load(stored, dense) if not requests[copy.request].step]
 
 
 def _add(additions: Sequence[tuple[torch.Tensor, float]]) -> None:
-    """Add values to targets, but only once if several of them are the same memory."""
+    """Add values to targets, once per memory."""
     places = {(t.data_ptr(), t.shape, t.stride()): (t, value) for t, value in additions}
     with torch.no_grad():
         for target, value in places.values():

@@ -1,4 +1,16 @@
-"""Reading chunks in file order: straight into the memory of targets, or through scratch memory."""
+"""Reading of chunks in file order, into targets or scratch memory.
+
+The steps of a read:
+
+1. Parts: `parts_of` divides the copies of a plan into ranges of bytes of a chunk, each with its
+   target.
+2. Units: `_Reading` sorts the parts by file and position, and `units` joins neighbors. A thread
+   reads one unit at a time.
+3. Contents: `_content_for` chooses the memory of a unit: large plain targets directly, and scratch
+   memory for all other bytes.
+4. Finish: `_finish` compares a unit with its checksums while it is in cache, then copies, converts
+   or scatters the bytes in scratch memory to their targets.
+"""
 
 from __future__ import annotations
 
@@ -47,20 +59,20 @@ from distckpt._storage import locations, object_store
 from distckpt._storage.open_files import OpenFiles
 
 PIECE_BYTES = 512 << 10
-"""Of a local file, one call reads this much: little enough to be in the cache still when its
-checksums are computed. A unit has several, since what a unit takes besides would slow them down.
+"""Bytes that one call reads from a local file: few enough to be in cache still when their checksums
+are computed. A unit has several pieces, since the overhead of a unit would slow them down.
 """
 REQUEST_BYTES = 16 << 20
 """Size of a request to an object store: enough that its answer takes longer than the way there."""
 FETCH_PITCH_BYTES = 64 << 10
-"""If runs are closer than this, a disk delivers them faster with the gaps than one by one."""
+"""Read runs closer than this with the gaps: one by one is slower."""
 MAX_GAP_BYTES = 256 << 10
-"""An object store delivers so much more in the time that a further request takes."""
+"""Merge reads whose gap is smaller: fetching the gap is cheaper than another request."""
 SMALL_BYTES = 16 << 10
-"""Less goes to its target by way of scratch memory: a copy costs less than a buffer of its own."""
+"""Copy smaller pieces through scratch memory: a copy costs less than a buffer of its own."""
 LONG_RUN_BYTES = 256 << 10
-"""Runs of a scattered region that are as long are read straight to where they belong. Shorter ones,
-copied together out of scratch memory, take less time: threads hash pieces of blocks by turns.
+"""Read longer runs of a scattered region straight into targets. Shorter ones, copied together out
+of scratch memory, take less time: threads hash pieces of blocks by turns.
 """
 
 
@@ -80,7 +92,7 @@ def read_copies(
     with numbers of bytes, from several threads. `with_check=False` leaves `check_files` to the
     caller. Damage raises CorruptCheckpointError, which names file, key, region and bytes.
     """
-    # Checksums are of blocks: to verify them, what lies between the runs is needed as well.
+    # Checksums are of blocks: to verify them, the bytes between the runs are needed as well.
     is_local = locations.is_local(stored.location)
     exact = is_local and not stored.verifies
     reach_bytes = REACH_BYTES if is_local else REQUEST_BYTES
@@ -94,9 +106,7 @@ def read_copies(
 
 
 def read_chunks(stored: StoredCheckpoint, chunks: Sequence[int]) -> list[bytes]:
-    """Return the bytes of some chunks as they are stored, after comparing them with their
-    checksums.
-    """
+    """Return the stored bytes of some chunks, after comparing their checksums."""
     # Before memory is allocated: sizes may be damaged.
     check_files(stored, chunks)
     contents = [np.empty(int(stored.manifest.num_bytes[chunk]), np.uint8) for chunk in chunks]
@@ -115,21 +125,22 @@ def read_chunks_into(
     """Read complete chunks into memory of their size."""
     if with_check:
         check_files(stored, chunks)
-    parts = [
-        ReadPart(chunk, 0, len(memory), memory, lead=0)
-        for chunk, memory in zip(chunks, memories, strict=True)
-    ]
+    parts = []
+    for chunk, memory in zip(chunks, memories, strict=True):
+        parts.append(ReadPart(chunk, 0, len(memory), memory, lead=0))
     with _open_files(stored) as files:
         reading = _Reading(stored, _in_file_order(stored, parts), Copier(()), files)
         reading.run(num_threads)
 
 
 def read_in_pieces(stored: StoredCheckpoint, chunk: int, piece_bytes: int) -> Iterator[Bytes]:
-    """Yield the bytes of a chunk as they are stored, about `piece_bytes` at a time, in memory that
-    is used again.
+    """Yield the stored bytes of a chunk, about `piece_bytes` at a time.
+
+    The memory of a piece is used again for the next one.
     """
     check_files(stored, [chunk])
-    size, block_bytes = int(stored.manifest.num_bytes[chunk]), stored.manifest.block_bytes
+    size = int(stored.manifest.num_bytes[chunk])
+    block_bytes = stored.manifest.block_bytes
     step = max(1, piece_bytes // block_bytes) * block_bytes
     memory = np.empty(min(step, size), np.uint8)
     with _open_files(stored) as files:
@@ -141,17 +152,19 @@ def read_in_pieces(stored: StoredCheckpoint, chunk: int, piece_bytes: int) -> It
 
 
 def _open_files(stored: StoredCheckpoint) -> AbstractContextManager[OpenFiles]:
-    """Return the files that the checkpoint keeps open, or new ones, which end with the context."""
-    return contextlib.nullcontext(stored.files) if stored.files else OpenFiles()
+    """Return the checkpoint's open files, or new ones for the context."""
+    if stored.files:
+        return contextlib.nullcontext(stored.files)
+    return OpenFiles()
 
 
 def unit_bytes_at(location: str) -> int:
-    """Return how much of a location one thread reads at a time."""
+    """Return the size of a unit, which one thread reads."""
     return UNIT_BYTES if locations.is_local(location) else REQUEST_BYTES
 
 
 def num_threads_at(location: str) -> int:
-    """Return how many threads read from a location where the caller does not say."""
+    """Return the default number of reading threads for a location."""
     return NUM_THREADS if locations.is_local(location) else NUM_REQUESTS
 
 
@@ -159,7 +172,7 @@ def num_threads_at(location: str) -> int:
 
 
 class _Parts(NamedTuple):
-    """Parts in the order of their files; and the file of each, and its position there."""
+    """Parts in file order, with their files and positions."""
 
     parts: list[ReadPart]
     files: IntArray
@@ -170,7 +183,8 @@ def _in_file_order(stored: StoredCheckpoint, parts: Sequence[ReadPart]) -> _Part
     manifest = stored.manifest
     chunks = np.array([part.chunk for part in parts], np.int64)
     starts = np.array([part.start for part in parts], np.int64)
-    files, positions = manifest.file_ids[chunks], manifest.first_bytes[chunks] + starts
+    files = manifest.file_ids[chunks]
+    positions = manifest.first_bytes[chunks] + starts
     order = np.lexsort((positions, files))
     return _Parts([parts[i] for i in order.tolist()], files[order], positions[order])
 
@@ -181,34 +195,34 @@ class _Reading:
     def __init__(
         self,
         stored: StoredCheckpoint,
-        in_order: _Parts,
+        sorted_parts: _Parts,
         copier: Copier,
         files: OpenFiles,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.stored = stored
-        self.parts = in_order.parts
+        self.parts = sorted_parts.parts
         self.copier = copier
         self.files = files
-        self._in_order = in_order
+        self._sorted_parts = sorted_parts
         self._progress = progress
-        self._paths = {file: stored.path_of_file(file) for file in {*in_order.files.tolist()}}
+        self._paths = {file: stored.path_of_file(file) for file in {*sorted_parts.files.tolist()}}
         if stored.verifies:
-            self._expected, self._first_expected = _expected_checksums(stored, in_order)
+            self._expected, self._first_expected = _expected_checksums(stored, sorted_parts)
 
     def run(self, num_threads: int) -> None:
-        """Read everything. A disk is read fastest where a few threads each read on and on."""
+        """Read everything. A disk is fastest where each of a few threads reads on and on."""
         if locations.is_local(self.stored.location):
             run_threads(self.read, self.units(), num_threads, in_stretches=True)
         else:
             run_threads(self.fetch, self._near_units(), num_threads)
 
     def units(self) -> Iterator[list[Span]]:
-        """Divide parts that follow one another in a file into units: one thread reads each of them.
+        """Divide neighboring parts of a file into units for threads.
 
-        Their spans have the numbers of parts, and positions in them. A sparse part is a unit.
+        Spans have the numbers of parts, and positions in them. A sparse part is a unit.
         """
-        parts, files, positions = self._in_order
+        parts, files, positions = self._sorted_parts
         sizes = [part.stop - part.start for part in parts]
         is_sparse = np.array([part.is_sparse for part in parts], np.bool_)
         begins_run = np.ones(len(parts), np.bool_)
@@ -227,8 +241,9 @@ class _Reading:
             yield from units_of(sizes[first:end], unit_bytes, block_bytes, first)
 
     def _near_units(self) -> list[list[list[Span]]]:
-        """Put units together that one request to an object store reads, with the gaps between
-        them.
+        """Group units that one request to an object store reads.
+
+        Each request includes the gaps between its units.
         """
         groups: list[list[list[Span]]] = []
         file = start = stop = -1
@@ -241,7 +256,9 @@ class _Reading:
                 stop = max(stop, end)
             else:
                 groups.append([unit])
-                file, start, stop = self.file_of(unit), first, end
+                file = self.file_of(unit)
+                start = first
+                stop = end
         return groups
 
     def read(self, unit: list[Span]) -> None:
@@ -256,11 +273,11 @@ class _Reading:
             self._finish(unit, content, self._read_pieces(unit, content.buffers, fd))
 
     def open(self, path: str) -> AbstractContextManager[int]:
-        """Open a local file, which must be as it was when the checkpoint was described."""
+        """Open a local file, which must be unchanged since it was described."""
         return self.files.open(path, self.stored.states.get(path))
 
     def fetch(self, units: list[list[Span]]) -> None:
-        """Read units from an object store with one request, and finish them."""
+        """Read units from an object store with one request; finish them."""
         position = self._position(units[0])
         stop = max(self._position(unit) + sum(span.num_bytes for span in unit) for unit in units)
         path = self._paths[self.file_of(units[0])]
@@ -273,7 +290,7 @@ class _Reading:
             self._finish(unit, content, content.buffers)
 
     def _read_pieces(self, unit: list[Span], buffers: Sequence[Bytes], fd: int) -> Iterator[Bytes]:
-        """Fill the buffers of a unit one after the other, and yield what was filled."""
+        """Fill the buffers of a unit in order, and yield them."""
         position = begin = self._position(unit)
         piece_bytes = PIECE_BYTES if self.stored.verifies else UNIT_BYTES
         for piece, num_bytes in pieces_of(buffers, piece_bytes):
@@ -284,7 +301,7 @@ class _Reading:
             yield from piece
 
     def _finish(self, unit: list[Span], content: _Content, filled: Iterable[Bytes]) -> None:
-        """Compare a unit with its checksums while it is filled, and bring it to its targets."""
+        """Verify a unit while it is filled; copy it to its targets."""
         if self.stored.verifies:
             _verify(self, unit, filled)
         else:
@@ -298,23 +315,26 @@ class _Reading:
             self._progress(sum(_useful_bytes(self, span) for span in unit))
 
     def expected(self, unit: list[Span], num_blocks: int) -> list[int]:
-        """Return the stored checksums of the `num_blocks` blocks of a unit."""
+        """Return the stored checksums of a unit's `num_blocks` blocks."""
         block_bytes = self.stored.manifest.block_bytes
         first = int(self._first_expected[unit[0].chunk]) + unit[0].start // block_bytes
         checksums: list[int] = self._expected[first : first + num_blocks].tolist()
         return checksums
 
     def _position(self, unit: list[Span]) -> int:
-        """Return where in its file a unit begins."""
-        return int(self._in_order.positions[unit[0].chunk]) + unit[0].start
+        """Return the position of a unit in its file."""
+        return int(self._sorted_parts.positions[unit[0].chunk]) + unit[0].start
 
     def file_of(self, unit: list[Span]) -> int:
         """Return the number of the file of a unit."""
-        return int(self._in_order.files[unit[0].chunk])
+        return int(self._sorted_parts.files[unit[0].chunk])
 
 
 class _Goal(NamedTuple):
-    """Bytes of a unit, from `place` on, that the memory at an address holds as they are."""
+    """Bytes of a unit that a target holds unchanged.
+
+    They begin at `place` in the unit, and at `address` in memory.
+    """
 
     address: int
     place: int
@@ -325,8 +345,8 @@ class _Content(NamedTuple):
     """The memory that a unit is read into.
 
     Attributes:
-        buffers: in the order of the bytes; some are pieces of `scratch`.
-        scratch: as large as the unit.
+        buffers: memory in the order of the bytes; some buffers are pieces of `scratch`.
+        scratch: scratch memory as large as the unit.
         small: bytes in `scratch` that go elsewhere as they are.
         values: spans in `scratch` whose values are converted or scattered, and where they begin.
     """
@@ -338,7 +358,7 @@ class _Content(NamedTuple):
 
 
 def _content_for(reading: _Reading, unit: list[Span]) -> _Content:
-    """Choose the memory for a unit: the memory of large plain targets, and scratch memory."""
+    """Choose the memory for a unit: large plain targets, and scratch memory."""
     scratch = bounce_buffer("read", sum(span.num_bytes for span in unit), reading.copier.layer)
     goals, values = _goals_of(reading, unit)
     content = _Content([], scratch, [], values)
@@ -355,17 +375,18 @@ def _content_for(reading: _Reading, unit: list[Span]) -> _Content:
 
 
 def _goals_of(reading: _Reading, unit: list[Span]) -> tuple[list[_Goal], list[tuple[Span, int]]]:
-    """Return where the bytes of a unit go as they are, and the spans of which values are converted
-    or scattered, each with its place in the unit.
+    """Return the goals of a unit's plain bytes, and its other spans.
 
-    Neighbors that go to neighboring memory are one goal.
+    Values of the other spans are converted or scattered; each span comes with its place in the
+    unit. Neighbors that go to neighboring memory are one goal.
     """
     goals: list[_Goal] = []
     values: list[tuple[Span, int]] = []
     begin = after = -1
     end = 0
     for span in unit:
-        start, end = end, end + span.stop - span.start
+        start = end
+        end = end + span.stop - span.start
         part = reading.parts[span.chunk]
         if part.lead == NOT_PLAIN:
             runs = _long_runs(reading, span, start)
@@ -374,25 +395,31 @@ def _goals_of(reading: _Reading, unit: list[Span]) -> tuple[list[_Goal], list[tu
                 values.append((span, start))
             continue
         if part.lead == span.start == 0:
-            low, high = 0, min(span.stop, part.target.nbytes)
+            low = 0
+            high = min(span.stop, part.target.nbytes)
         else:
             low, high = _bytes_of_target(part, span)
-        address, place = _address(part.target) + low, start + part.lead + low - span.start
+        address = _address(part.target) + low
+        place = start + part.lead + low - span.start
         if address == after and place == begin:
             last = goals.pop()
             goals.append(_Goal(last.address, last.place, last.num_bytes + high - low))
         else:
             goals.append(_Goal(address, place, high - low))
-        after, begin = address + high - low, place + high - low
+        after = address + high - low
+        begin = place + high - low
     return goals, values
 
 
 def _long_runs(reading: _Reading, span: Span, place: int) -> list[_Goal]:
-    """Return where the runs of a scattered region go that a span holds, which begins at a place in
-    its unit; nothing if they are short or their values are converted.
+    """Return the goals of a scattered region's runs in a span.
+
+    `place` is the beginning of the span in its unit. There are no goals if runs are short or their
+    values are converted.
     """
     part = reading.parts[span.chunk]
-    target, dtype = part.target, reading.stored.dtype_of(part.chunk)
+    target = part.target
+    dtype = reading.stored.dtype_of(part.chunk)
     is_long = target.nbytes >= LONG_RUN_BYTES and target.dtype == dtype
     if not is_long or reading.copier.is_away(target):
         return []
@@ -404,8 +431,8 @@ def _long_runs(reading: _Reading, span: Span, place: int) -> list[_Goal]:
     num_bytes = math.prod(target.shape[outer:]) * dtype.itemsize
     if num_bytes < LONG_RUN_BYTES:
         return []
-    in_unit = place - part.start - span.start
-    begins = run_starts(shape, part.region, outer) * dtype.itemsize + in_unit
+    unit_offset = place - part.start - span.start
+    begins = run_starts(shape, part.region, outer) * dtype.itemsize + unit_offset
     places = begins.clip(place, place + span.num_bytes)
     sizes = (begins + num_bytes).clip(place, place + span.num_bytes) - places
     addresses = _run_addresses(target, outer) + places - begins
@@ -414,7 +441,7 @@ def _long_runs(reading: _Reading, span: Span, place: int) -> list[_Goal]:
 
 
 def _run_addresses(target: torch.Tensor, num_outer: int) -> IntArray:
-    """Return where the runs of a tensor begin behind its first `num_outer` axes, in order."""
+    """Return the addresses of a tensor's runs behind `num_outer` axes, in order."""
     addresses: IntArray = np.array([target.data_ptr()], np.int64)
     for size, stride in zip(target.shape[:num_outer], target.stride(), strict=False):
         steps = np.arange(size) * stride * target.itemsize
@@ -431,13 +458,13 @@ def _address(target: Any) -> int:
 
 
 def _bytes_of_target(part: ReadPart, span: Span) -> tuple[int, int]:
-    """Return which bytes of the plain target of a part a span holds."""
+    """Return the range of a plain target's bytes that a span holds."""
     size = part.target.nbytes
     return min(max(span.start - part.lead, 0), size), min(max(span.stop - part.lead, 0), size)
 
 
 def _deliver(reading: _Reading, content: _Content) -> None:
-    """Bring what is in scratch memory to the targets."""
+    """Copy values from scratch memory to the targets."""
     address = content.scratch.ctypes.data
     try:
         for goal in content.small:
@@ -450,7 +477,7 @@ def _deliver(reading: _Reading, content: _Content) -> None:
 
 
 def _deliver_values(reading: _Reading, span: Span, content: Bytes) -> None:
-    """Copy what a span holds of the region of its part to where it belongs."""
+    """Copy the values of a span to their targets."""
     part = reading.parts[span.chunk]
     shape = reading.stored.manifest.chunk_region(part.chunk).shape
     dtype = reading.stored.dtype_of(part.chunk)
@@ -464,11 +491,12 @@ def _deliver_values(reading: _Reading, span: Span, content: Bytes) -> None:
 
 
 def _regions_within(reading: _Reading, span: Span) -> Iterator[Region]:
-    """Yield what of the region of a part lies in a span of it."""
+    """Yield the parts of a requested region that lie in a span."""
     part = reading.parts[span.chunk]
     shape = reading.stored.manifest.chunk_region(part.chunk).shape
     item = reading.stored.dtype_of(part.chunk).itemsize
-    start, stop = (part.start + span.start) // item, (part.start + span.stop) // item
+    start = (part.start + span.start) // item
+    stop = (part.start + span.stop) // item
     for run in flat_range_regions(shape, start, stop):
         region = intersect(run, part.region)
         if region is not None:
@@ -476,7 +504,7 @@ def _regions_within(reading: _Reading, span: Span) -> Iterator[Region]:
 
 
 def _useful_bytes(reading: _Reading, span: Span) -> int:
-    """Count what was requested of a span."""
+    """Count the requested bytes of a span."""
     part = reading.parts[span.chunk]
     if part.lead != NOT_PLAIN:
         low, high = _bytes_of_target(part, span)
@@ -488,13 +516,17 @@ def _useful_bytes(reading: _Reading, span: Span) -> int:
 
 
 def _read_runs(reading: _Reading, part: ReadPart) -> None:
-    """Read a sparse part run by run, straight to where the runs belong if their memory is
-    contiguous there.
+    """Read a sparse part run by run.
+
+    Runs go straight to their target if their memory is contiguous there.
     """
-    stored, copier = reading.stored, reading.copier
-    region, target = part.region, part.target
+    stored = reading.stored
+    copier = reading.copier
+    region = part.region
+    target = part.target
     shape = stored.manifest.chunk_region(part.chunk).shape
-    dtype, outer = stored.dtype_of(part.chunk), num_outer_axes(shape, region)
+    dtype = stored.dtype_of(part.chunk)
+    outer = num_outer_axes(shape, region)
     goal = target
     has_runs = target.dtype == dtype and is_plain_memory(target[(0,) * outer])
     if not has_runs or copier.is_away(target):
@@ -518,22 +550,25 @@ def _read_runs(reading: _Reading, part: ReadPart) -> None:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
-    """Copy values out of scratch memory, converting the dtype if it differs; it is done after
+    """Copy values out of scratch memory, converting the dtype if needed; it is done after
     `copier.wait`.
     """
     if target.dtype == source.dtype and not (target.is_conj() or target.is_neg()):
-        source, target = as_integers(source), as_integers(target)
+        source = as_integers(source)
+        target = as_integers(target)
     copier.copy(target, source)
 
 
 def pieces_of(buffers: Sequence[Bytes], max_bytes: int) -> Iterator[tuple[list[Bytes], int]]:
-    """Divide buffers that follow each other into pieces of `max_bytes`, of which the last may have
-    fewer; yield each with its number of bytes.
+    """Divide consecutive buffers into pieces of `max_bytes`.
+
+    The last piece may have fewer bytes. Yield each piece with its number of bytes.
     """
     piece: list[Bytes] = []
     room = max_bytes
     for buffer in buffers:
-        start, size = 0, len(buffer)
+        start = 0
+        size = len(buffer)
         while start < size:
             stop = min(start + room, size)
             piece.append(buffer[start:stop])
@@ -541,17 +576,19 @@ def pieces_of(buffers: Sequence[Bytes], max_bytes: int) -> Iterator[tuple[list[B
             start = stop
             if not room:
                 yield piece, max_bytes
-                piece, room = [], max_bytes
+                piece = []
+                room = max_bytes
     if piece:
         yield piece, max_bytes - room
 
 
 def _fill(buffers: Sequence[Bytes], data: Bytes) -> int:
-    """Copy data into buffers, one after the other; return how much of it they took."""
+    """Copy data into consecutive buffers; return the number of bytes copied."""
     rest = data
     for buffer in buffers:
         count = min(len(buffer), len(rest))
-        buffer[:count], rest = rest[:count], rest[count:]
+        buffer[:count] = rest[:count]
+        rest = rest[count:]
     return len(data) - len(rest)
 
 
@@ -561,33 +598,40 @@ def _fill(buffers: Sequence[Bytes], data: Bytes) -> int:
 def _verify(reading: _Reading, unit: list[Span], filled: Iterable[Bytes]) -> None:
     """Compare the blocks of a unit with their checksums; the bytes come piece by piece."""
     block = reading.stored.manifest.block_bytes
-    found = block_checksums([span.stop - span.start for span in unit], filled, block)
-    expected = reading.expected(unit, len(found))
-    if found != expected:
-        pairs = zip(found, expected, strict=True)
+    actual = block_checksums([span.stop - span.start for span in unit], filled, block)
+    expected = reading.expected(unit, len(actual))
+    if actual != expected:
+        pairs = zip(actual, expected, strict=True)
         raise _mismatch(reading, unit, next(i for i, (a, b) in enumerate(pairs) if a != b))
 
 
-def _expected_checksums(stored: StoredCheckpoint, in_order: _Parts) -> tuple[Checksums, IntArray]:
-    """Return the stored checksums of the blocks of all parts, and where those of each begin."""
-    manifest, block = stored.manifest, stored.manifest.block_bytes
-    fetch_checksums(stored, in_order.files)
-    table = [(part.chunk, part.start, part.stop) for part in in_order.parts]
+def _expected_checksums(
+    stored: StoredCheckpoint, sorted_parts: _Parts
+) -> tuple[Checksums, IntArray]:
+    """Return all parts' stored block checksums, and where each part begins."""
+    manifest = stored.manifest
+    block = stored.manifest.block_bytes
+    fetch_checksums(stored, sorted_parts.files)
+    table = [(part.chunk, part.start, part.stop) for part in sorted_parts.parts]
     chunks, starts, stops = np.array(table, np.int64).reshape(-1, 3).T
     counts = -(-(stops - starts) // block)
     begins = np.cumsum(counts) - counts
     # For each block: the first one of its part, plus its number within the part.
     firsts = manifest.first_blocks[chunks] + starts // block - begins
     blocks = np.repeat(firsts, counts) + np.arange(int(counts.sum()))
-    files = np.repeat(in_order.files, counts)
+    files = np.repeat(sorted_parts.files, counts)
     return checksums_of_blocks(manifest, files, blocks), begins
 
 
 def _mismatch(reading: _Reading, unit: list[Span], number: int) -> CorruptCheckpointError:
-    """Return the error about a block of a unit, counted from its first."""
-    stored, manifest = reading.stored, reading.stored.manifest
+    """Return the error about the damaged block of a unit."""
+    stored = reading.stored
+    manifest = reading.stored.manifest
     block = manifest.block_bytes
-    starts = [(span.chunk, start) for span in unit for start in range(*span[1:], block)]
+    starts = []
+    for span in unit:
+        for position in range(span.start, span.stop, block):
+            starts.append((span.chunk, position))
     part = reading.parts[starts[number][0]]
     chunk = part.chunk
     first = int(manifest.first_bytes[chunk])
@@ -605,7 +649,10 @@ def _mismatch(reading: _Reading, unit: list[Span], number: int) -> CorruptCheckp
 def _cut_off(
     reading: _Reading, unit: list[Span], position: int, num_read: int
 ) -> CorruptCheckpointError:
-    """Return the error about a file that ends within a unit, which begins at a position."""
+    """Return the error about a file that ends within a unit.
+
+    `position` is where the unit begins.
+    """
     ends = itertools.accumulate(span.num_bytes for span in unit)
     span = next(span for span, end in zip(unit, ends, strict=True) if end > num_read)
     return _file_ends(reading.stored, reading.parts[span.chunk].chunk, position + num_read)
@@ -620,10 +667,10 @@ def _file_ends(stored: StoredCheckpoint, chunk: int, end: int) -> CorruptCheckpo
 
 
 def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
-    """Check that the files of some chunks have the sizes that the manifest says.
+    """Check that the files of some chunks have their manifest sizes.
 
-    On an object store each takes a request, so it is left to checksums, and to reads, whether what
-    is needed is there.
+    On an object store each file takes a request, so missing bytes are left to checksums and reads
+    to find.
     """
     rows = np.array(chunks, np.int64)
     stored.manifest.check_rows(rows)
@@ -643,7 +690,8 @@ def _check_file_once(stored: StoredCheckpoint, file_id: int) -> None:
 
 
 def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
-    path, expected = stored.path_of_file(file_id), stored.manifest.files[file_id].num_bytes
+    path = stored.path_of_file(file_id)
+    expected = stored.manifest.files[file_id].num_bytes
     try:
         actual = file_size(path)
     except FileNotFoundError as error:
@@ -670,7 +718,7 @@ def _has_described_header(stored: StoredCheckpoint, file_id: int) -> bool:
 
 
 def _fetch(stored: StoredCheckpoint, path: str, position: int, num_bytes: int) -> Bytes:
-    """Read from an object store; return fewer bytes if the file ends before that."""
+    """Read from an object store; fewer bytes if the file ends early."""
     try:
         return object_store.at(path).read_range(position, num_bytes)
     except FileNotFoundError as error:

@@ -1,7 +1,7 @@
-"""Dividing what is to be read into parts: which bytes of a chunk are read, and where they go.
+"""Division of reads into parts: ranges of bytes, and their targets.
 
-Where checksums are compared, parts begin and end between blocks: no byte is used of a block that is
-not verified.
+Where checksums are compared, parts begin and end between blocks: no byte of an unverified block is
+used.
 """
 
 from __future__ import annotations
@@ -27,29 +27,28 @@ from distckpt._geometry.units import cut_region
 from distckpt._plan.load import Copy
 
 REACH_BYTES = 2 << 20
-"""Rows of a local file that begin further apart than half of this are read separately, without
-what lies between them.
-"""
+"""Twice the distance from which on local rows are read separately."""
 LONG_RUN_BYTES = 128 << 10
-"""Runs at least this long are read as parts of their own."""
+"""Read runs at least this long as parts of their own."""
 PITCH_BYTES = 8 << 10
-"""Mean distance between the beginnings of runs. Closer runs take less time with the gaps between
-them.
+"""Mean distance from which on runs are read one by one. Closer runs take less time with the gaps
+between them.
 """
 NOT_PLAIN = -1
 """The `lead` of parts that are not copied as bytes."""
 
 
 class ReadPart(NamedTuple):
-    """Bytes [start, stop) of a chunk, and where they go.
+    """Bytes [start, stop) of a chunk, and their target.
 
     Attributes:
-        target: what the part fills: a tensor, or an array of bytes.
+        target: the tensor, or array of bytes, that the part fills.
         lead: the memory of `target` holds the very bytes from `start + lead` on; `NOT_PLAIN` if
             values are converted or scattered. The bytes around those are only needed to verify
             them.
-        region: of the chunk, of the shape of `target`; only parts that are `NOT_PLAIN` have it.
-        is_sparse: the region is read run by run, without what lies between its runs.
+        region: region of the chunk, in the shape of `target`; only parts that are `NOT_PLAIN` have
+            it.
+        is_sparse: the region is read run by run, without the gaps between its runs.
     """
 
     chunk: int
@@ -72,17 +71,21 @@ def parts_of(
 ) -> list[ReadPart]:
     """Divide copies into parts.
 
-    `targets` are what the requests of the copies fill. With `exact`, nothing is read that lies
-    between the runs of a region if they are long or far apart. Otherwise only rows are separate of
-    which `reach_bytes` hold no two.
+    `targets` has the tensor of each request. With `exact`, gaps between the runs of a region are
+    not read if the runs are long or far apart. Otherwise rows are only separate if no `reach_bytes`
+    hold two of them.
     """
     manifest = stored.manifest
     chunks = np.array([copy.chunk for copy in copies], np.int64)
-    sizes, key_ids = manifest.num_bytes[chunks].tolist(), manifest.key_ids[chunks].tolist()
+    sizes = manifest.num_bytes[chunks].tolist()
+    key_ids = manifest.key_ids[chunks].tolist()
     parts: list[ReadPart] = []
     for copy, size, key_id in zip(copies, sizes, key_ids, strict=True):
-        target, dtype = targets[copy.request], FROM_NAME[manifest.dtypes[key_id]]
-        goal = target if copy.target.shape == target.shape else target[copy.target.slices()]
+        target = targets[copy.request]
+        dtype = FROM_NAME[manifest.dtypes[key_id]]
+        goal = target
+        if copy.target.shape != target.shape:
+            goal = target[copy.target.slices()]
         if goal.nbytes == size and goal.dtype == dtype and copier.is_plain(goal):
             parts.append(ReadPart(copy.chunk, 0, size, goal, 0))
             continue
@@ -110,23 +113,29 @@ def _sparse_parts(
 def _dense_parts(
     stored: StoredCheckpoint, copy: Copy, goal: torch.Tensor, copier: Copier, reach_bytes: int
 ) -> Iterator[ReadPart]:
-    """Yield parts that hold what lies between the runs of a region, if any does."""
+    """Yield parts that include the gaps between a region's runs."""
     shape = stored.manifest.chunk_region(copy.chunk).shape
-    dtype, size = stored.dtype_of(copy.chunk), int(stored.manifest.num_bytes[copy.chunk])
-    # Blocks of which a part is wanted are read whole.
+    dtype = stored.dtype_of(copy.chunk)
+    size = int(stored.manifest.num_bytes[copy.chunk])
+    # Blocks are read whole, even if only a part of them is requested.
     margin = stored.manifest.block_bytes if stored.verifies else 1
     num_axes = _num_separate_axes(shape, copy.source, dtype.itemsize, reach_bytes, margin)
     for piece in step_over(copy.source, num_axes):
-        place = goal[piece.relative_to(copy.source.offset).slices()] if shape else goal
+        place = goal
+        if shape:
+            place = goal[piece.relative_to(copy.source.offset).slices()]
         first, last = _byte_range(shape, piece, dtype.itemsize)
-        start, stop = first // margin * margin, min(-(-last // margin) * margin, size)
+        start = first // margin * margin
+        stop = min(-(-last // margin) * margin, size)
         is_run = num_outer_axes(shape, piece) == 0 and place.dtype == dtype
-        lead = first - start if is_run and copier.is_plain(place) else NOT_PLAIN
+        lead = NOT_PLAIN
+        if is_run and copier.is_plain(place):
+            lead = first - start
         yield ReadPart(copy.chunk, start, stop, place, lead, piece)
 
 
 def _is_sparse(shape: tuple[int, ...], region: Region, item: int) -> bool:
-    """Tell whether short runs of a region are so far apart that they are read without the gaps."""
+    """Whether the runs of a region are short and far apart. Such runs are read without the gaps."""
     outer = num_outer_axes(shape, region)
     num_runs = math.prod(region.shape[:outer])
     run = math.prod(region.shape[outer:]) * item
@@ -137,9 +146,7 @@ def _is_sparse(shape: tuple[int, ...], region: Region, item: int) -> bool:
 
 
 def _byte_range(shape: tuple[int, ...], region: Region, item: int) -> tuple[int, int]:
-    """Return where in a row-major tensor the first element of a region begins and the last one
-    ends.
-    """
+    """Return the byte range that covers a region of a row-major tensor."""
     first = flat_start(shape, region) * item
     return first, first + covering_elements(shape, region) * item
 
@@ -147,9 +154,9 @@ def _byte_range(shape: tuple[int, ...], region: Region, item: int) -> tuple[int,
 def _num_separate_axes(
     shape: tuple[int, ...], region: Region, item: int, reach_bytes: int, margin: int
 ) -> int:
-    """Count the leading axes along which each index is read separately, without what lies between.
+    """Count the leading axes along which each index is read separately.
 
-    These are all axes if runs, each with `margin` more bytes, are long and far apart; else those
+    These are all axes if runs, each with `margin` more bytes, are long and far apart; else the axes
     whose rows are so far apart that no read would hold two.
     """
     outer = num_outer_axes(shape, region)

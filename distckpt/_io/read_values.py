@@ -1,4 +1,4 @@
-"""Reading regions of tensors, and the values of quantized ones."""
+"""Reading of tensor regions, and of the values of quantized tensors."""
 
 from __future__ import annotations
 
@@ -32,21 +32,26 @@ def read_values(
     num_threads: int = NUM_THREADS,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill requested regions, see `read_copies`; regions of quantized tensors too, in pieces that
-    stay in cache.
+    """Fill requested regions, also of quantized tensors.
+
+    Quantized tensors are decoded in pieces that stay in cache; see `read_copies`.
     """
     if not stored.quantized:
         read_copies(stored, copies, targets, num_threads, progress)
         return
-    read_copies(
-        stored,
-        [c for c in copies if c.chunk not in stored.quantized],
-        targets,
-        num_threads,
-        progress,
-    )
-    pieces = plan_decoding(stored, [copy for copy in copies if copy.chunk in stored.quantized])
-    check_files(stored, [part.chunk for piece in pieces for part in piece.copies])
+    plain = []
+    encoded = []
+    for copy in copies:
+        if copy.chunk in stored.quantized:
+            encoded.append(copy)
+        else:
+            plain.append(copy)
+    read_copies(stored, plain, targets, num_threads, progress)
+    pieces = plan_decoding(stored, encoded)
+    chunks: list[int] = []
+    for piece in pieces:
+        chunks.extend(part.chunk for part in piece.copies)
+    check_files(stored, chunks)
     run_threads(
         lambda piece: _read_piece(stored, piece, target_of(piece, targets), progress),
         pieces,
@@ -56,25 +61,25 @@ def read_values(
 
 def read_apart(
     stored: StoredCheckpoint,
-    wanted: Sequence[tuple[Request, torch.Tensor]],
+    targets: Sequence[tuple[Request, torch.Tensor]],
     num_threads: int,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill the targets of requests whose elements lie apart, in pieces; what lies between the
-    elements of a piece is read with them.
+    """Fill the targets of requests whose elements lie apart.
+
+    They are read in pieces, together with the gaps between their elements.
     """
-    pieces = [
-        (request, target, piece)
-        for request, target in wanted
-        for piece in cut_region(
-            whole(request.region.shape), PIECE_ELEMENTS // math.prod(request.step)
-        )
-    ]
+    pieces = []
+    for request, target in targets:
+        region = whole(request.region.shape)
+        for piece in cut_region(region, PIECE_ELEMENTS // math.prod(request.step)):
+            pieces.append((request, target, piece))
 
     def read(item: tuple[Request, torch.Tensor, Region]) -> None:
         request, target, piece = item
         places = zip(request.region.offset, piece.offset, request.step, strict=True)
-        cover = covering(Region(tuple(o + i * s for o, i, s in places), piece.shape), request.step)
+        offset = tuple(start + index * step for start, index, step in places)
+        cover = covering(Region(offset, piece.shape), request.step)
         values = scratch("covering", cover.shape, FROM_NAME[stored.dtype_name(request.key)])
         copies = plan_load(stored, [request._replace(region=cover, step=())])
         read_values(stored, copies, [values], 1, progress)
@@ -87,8 +92,10 @@ def read_apart(
 
 
 def warn_of_overflows(filled: Iterable[tuple[str, torch.dtype | None, torch.Tensor]]) -> None:
-    """Warn about tensors with infinities or NaN that were converted to a floating-point dtype with
-    a smaller range. Each has its key, the dtype that it had, None if none, and its values now.
+    """Warn about tensors that became infinite or NaN through conversion.
+
+    Only conversions to a floating-point dtype with a smaller range count. Each tensor has its key,
+    its dtype before (None if it has none), and its values now.
     """
     counts: Counter[str] = Counter()
     for key, dtype, target in filled:
@@ -111,10 +118,9 @@ def _read_piece(
     progress: Callable[[int], None] | None,
 ) -> None:
     quantized = piece.quantized
-    parts = {
-        role: scratch(f"part {role}", region.shape, FROM_NAME[quantized.parts[role].dtype])
-        for role, region in zip(piece.roles, piece.parts, strict=True)
-    }
+    parts = {}
+    for role, region in zip(piece.roles, piece.parts, strict=True):
+        parts[role] = scratch(f"part {role}", region.shape, FROM_NAME[quantized.parts[role].dtype])
     read_copies(stored, piece.copies, list(parts.values()), 1, progress, with_check=False)
     if "shape" in parts and tuple(parts["shape"].tolist()) != quantized.shape:
         raise CorruptCheckpointError(

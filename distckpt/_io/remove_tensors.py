@@ -1,5 +1,6 @@
-"""Removing tensors from a checkpoint: a new checkpoint of what remains, put in the place of the old
-one.
+"""Removal of tensors from a checkpoint.
+
+A new checkpoint of the remaining tensors replaces the old one.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from distckpt._storage import locations
 def remove_tensors(
     stored: StoredCheckpoint, key_prefix: str, config: CheckpointingConfig
 ) -> list[str]:
-    """Remove the tensors whose keys begin with a prefix; returns the removed keys, and changes
-    nothing without any.
+    """Remove the tensors whose keys begin with a prefix.
 
-    Files without such tensors are linked, the others written anew, verified while they are copied:
-    when one has a checksum mismatch the checkpoint stays as it was.
+    Return the removed keys; without any, nothing changes. Files without such tensors are linked,
+    and other files are written anew and verified while they are copied: on a checksum mismatch the
+    checkpoint stays as it was.
     """
-    location, manifest = stored.location, stored.manifest
-    removed = [
-        key
-        for key, key_id in manifest.key_index.items()
-        if manifest.dtypes[key_id] != OBJECT and key.startswith(key_prefix)
-    ]
+    location = stored.location
+    manifest = stored.manifest
+    removed = []
+    for key, key_id in manifest.key_index.items():
+        if manifest.dtypes[key_id] != OBJECT and key.startswith(key_prefix):
+            removed.append(key)
     if not removed:
         return []
     if not locations.is_local(location):
@@ -59,7 +60,7 @@ def remove_tensors(
             f"Tensors can be removed on local file systems only, not from {location!r}."
         )
     names = _names_after(manifest, set(removed))
-    # Of a checkpoint that was copied from an object store the folders have names of their own.
+    # A checkpoint that was copied from an object store has folders of its own names.
     folders = {file.name.rpartition("/")[0] for file in manifest.files} - {""}
     folders.update(posix.SUBDIRECTORIES)
     settings = OutputSettings(folders=sorted(folders), overwrite=True, has_marker=True)
@@ -80,11 +81,11 @@ def remove_tensors(
 
 @dataclass(frozen=True)
 class _Names:
-    """What becomes of the keys.
+    """The names of the keys after a removal.
 
     Attributes:
-        new: the new name of each stored key, None when it goes.
-        aliases: those that stay.
+        new: the new name of each stored key; None if it is removed.
+        aliases: the aliases that stay.
         stays: for each stored key, whether it stays.
         changes: for each stored key, whether it goes or has another name.
     """
@@ -96,23 +97,30 @@ class _Names:
 
 
 def _names_after(manifest: Manifest, removed: set[str]) -> _Names:
-    """Return the names after a removal; a tied tensor stays under the name of its first alias when
-    its own goes.
+    """Return the names after a removal.
+
+    A tied tensor whose own name is removed gets the name of its first alias.
     """
     tied: dict[str, list[str]] = {key: [key] for key in manifest.keys}
     for alias, target in manifest.aliases.items():
         tied[target].append(alias)
     aliases: dict[str, str] = {}
     names: list[str | None] = []
-    for group in tied.values():
-        kept = [name for name in group if name not in removed]
-        names.append(kept[0] if kept else None)
-        aliases.update((alias, kept[0]) for alias in kept[1:])
-    stays = np.array([name is not None for name in names], np.bool_)
-    changes = np.array(
-        [name != key for name, key in zip(names, manifest.keys, strict=True)], np.bool_
-    )
-    return _Names(names, aliases, stays, changes)
+    stays = []
+    changes = []
+    for key, group in tied.items():
+        first = None
+        for name in group:
+            if name in removed:
+                continue
+            if first is None:
+                first = name
+            else:
+                aliases[name] = first
+        names.append(first)
+        stays.append(first is not None)
+        changes.append(first != key)
+    return _Names(names, aliases, np.array(stays, np.bool_), np.array(changes, np.bool_))
 
 
 def _write_remaining(
@@ -121,14 +129,17 @@ def _write_remaining(
     manifest: Manifest,
     names: _Names,
 ) -> Manifest:
-    """Write or link the files with what stays, and return their manifest."""
-    first_bytes, file_ids = manifest.chunks.first_bytes.copy(), manifest.chunks.file_ids
-    stays, changes = names.stays[manifest.chunks.key_ids], names.changes[manifest.chunks.key_ids]
+    """Write or link the files that remain, and return their manifest."""
+    first_bytes = manifest.chunks.first_bytes.copy()
+    file_ids = manifest.chunks.file_ids
+    stays = names.stays[manifest.chunks.key_ids]
+    changes = names.changes[manifest.chunks.key_ids]
     files: dict[int, ShardFile] = {}
     for file_id in sorted(set(file_ids[stays].tolist())):
-        file, in_file = manifest.files[file_id], file_ids == file_id
-        if changes[in_file].any():
-            rows = np.flatnonzero(in_file & stays)
+        file = manifest.files[file_id]
+        is_of_file = file_ids == file_id
+        if changes[is_of_file].any():
+            rows = np.flatnonzero(is_of_file & stays)
             files[file_id], first_bytes[rows] = _rewrite(
                 location, directory, manifest, file, rows, names.new
             )
@@ -137,16 +148,16 @@ def _write_remaining(
             locations.link_tree(source, target)
             files[file_id] = file
     chunks = manifest.chunks._replace(first_bytes=first_bytes)
-    kept = chunks.take(np.flatnonzero(stays), manifest.block_bytes)
+    table = chunks.take(np.flatnonzero(stays), manifest.block_bytes)
     key_ids = np.flatnonzero(names.stays).tolist()
     return Manifest(
         keys=[name for name in names.new if name is not None],
         dtypes=[manifest.dtypes[key_id] for key_id in key_ids],
         global_shapes=[manifest.global_shapes[key_id] for key_id in key_ids],
-        chunks=kept._replace(
+        chunks=table._replace(
             files=list(files.values()),
-            key_ids=np.searchsorted(key_ids, kept.key_ids),
-            file_ids=np.searchsorted(list(files), kept.file_ids),
+            key_ids=np.searchsorted(key_ids, table.key_ids),
+            file_ids=np.searchsorted(list(files), table.file_ids),
         ),
         aliases=dict(names.aliases),
         block_bytes=manifest.block_bytes,
@@ -164,16 +175,19 @@ def _rewrite(
     rows: IntArray,
     names: Sequence[str | None],
 ) -> tuple[ShardFile, IntArray]:
-    """Write a file with some of its chunks; returns also where each of `rows`, which ascend, begins
-    in it.
+    """Write a file with some of its chunks.
+
+    Return it, and the first byte of each of `rows`, which ascend.
     """
-    chunks, shapes = [], {}
+    chunks = []
+    shapes = {}
     row_of: dict[str, int] = {}
     for row in rows.tolist():
         key_id = int(manifest.key_ids[row])
         name = names[key_id]
         assert name is not None
-        region, num_bytes = manifest.chunk_region(row), int(manifest.num_bytes[row])
+        region = manifest.chunk_region(row)
+        num_bytes = int(manifest.num_bytes[row])
         chunks.append(PlannedChunk(key_id, name, manifest.dtypes[key_id], region, num_bytes))
         row_of[name] = row
         shapes[name] = manifest.global_shapes[key_id]

@@ -1,4 +1,4 @@
-"""How much replicas differ: drift that a save reports, or tensors that have nothing in common."""
+"""Differences between replicas: drift that a save reports, or unrelated tensors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from distckpt._state.validation import (
 logger = logging.getLogger(__name__)
 
 MAX_PAIRS = 1024
-"""Pairs of samples that the coordinator compares, of at most 1 KiB each."""
+"""Sample pairs, of at most 1 KiB each, that the coordinator compares."""
 
 
 class Pair(NamedTuple):
-    """A replica and the main replica of its region; both are named by their rank and their place
-    in `rows_of_ranks`.
+    """A replica, and the main replica of its region.
+
+    Both are named by their rank and their place in `rows_of_ranks`.
     """
 
     key: str
@@ -40,14 +41,14 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicasToCompare:
-    """Replicas that differ, and a selection of them whose samples are compared.
+    """Replicas that differ, and a selection to compare.
 
     Attributes:
-        keys: of all that differ.
-        ranks: that hold one which differs from the main replica.
-        pairs: the selection.
+        keys: keys of all replicas that differ.
+        ranks: ranks whose replica differs from the main replica.
+        pairs: the selected replicas, whose samples are compared.
         rows_of_ranks: for each rank, the rows of its own table whose samples are needed.
-        error: about all that differ.
+        error: the error about all replicas that differ.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -60,28 +61,29 @@ class ReplicasToCompare:
 def select_pairs(
     table: GlobalTable, differences: ReplicaDifferences, starts: Sequence[int]
 ) -> ReplicasToCompare:
-    """Select replicas that differ evenly over all of them: of equal ones, one is enough.
+    """Select different replicas, evenly over all of them.
 
-    `starts` has the first row of each rank in the table.
+    Of equal replicas, one is enough. `starts` has the first row of each rank in the table.
     """
     rows, firsts = differences
     contents = np.column_stack((firsts, table.digests[rows].astype(np.int64)))
     _, distinct = np.unique(contents, axis=0, return_index=True)
-    chosen = np.sort(distinct)[:: 1 + len(distinct) // MAX_PAIRS]
-    needed = np.unique(np.concatenate((rows[chosen], firsts[chosen])))
+    selection = np.sort(distinct)[:: 1 + len(distinct) // MAX_PAIRS]
+    needed = np.unique(np.concatenate((rows[selection], firsts[selection])))
     rows_of_ranks: list[list[int]] = [[] for _ in starts]
     places: dict[int, tuple[int, int]] = {}
     for row in needed.tolist():
         rank = int(table.ranks[row])
         places[row] = rank, len(rows_of_ranks[rank])
         rows_of_ranks[rank].append(row - starts[rank])
+    pairs = []
+    for row, first in zip(rows[selection].tolist(), firsts[selection].tolist(), strict=True):
+        pairs.append(_pair(table, places, row, first))
+    key_ids = np.unique(table.key_ids[rows])
     return ReplicasToCompare(
-        keys=[table.keys[key_id] for key_id in np.unique(table.key_ids[rows]).tolist()],
+        keys=[table.keys[key_id] for key_id in key_ids.tolist()],
         ranks=np.unique(table.ranks[rows]).tolist(),
-        pairs=[
-            _pair(table, places, row, first)
-            for row, first in zip(rows[chosen].tolist(), firsts[chosen].tolist(), strict=True)
-        ],
+        pairs=pairs,
         rows_of_ranks=rows_of_ranks,
         error=different_replicas_error(table, differences),
     )
@@ -90,7 +92,7 @@ def select_pairs(
 def keep_different_whole(
     table: GlobalTable, differences: ReplicaDifferences, starts: Sequence[int], are_errors: bool
 ) -> ReplicasToCompare:
-    """See to it that one rank writes each of the replicas that differ whole; see `select_pairs`.
+    """Let one rank write each different replica whole; see `select_pairs`.
 
     Raises:
         InvalidShardingError: `are_errors`.
@@ -114,11 +116,11 @@ def _pair(table: GlobalTable, places: dict[int, tuple[int, int]], row: int, firs
 
 def samples_to_bytes(samples: Sequence[bytes]) -> bytes:
     """Encode the samples of one rank for sending."""
-    return pack(None, {str(i): np.frombuffer(each, np.uint8) for i, each in enumerate(samples)})
+    return pack(None, {str(i): np.frombuffer(sample, np.uint8) for i, sample in enumerate(samples)})
 
 
 def samples_from_bytes(data: bytes) -> list[bytes]:
-    """Decode what `samples_to_bytes` made."""
+    """Decode the samples that `samples_to_bytes` made."""
     _, columns = unpack(data)
     return [columns[str(i)].tobytes() for i in range(len(columns))]
 
@@ -130,19 +132,23 @@ def report_differences(
 ) -> None:
     """Warn of replicas that differ.
 
-    `samples` are, by rank, those of `rows_of_ranks`. Tensors that have nothing in common are no
-    drift but a mistake; `warns` stores them all the same.
+    `samples` are by rank, in the order of `rows_of_ranks`. Tensors that have nothing in common are
+    no drift but a mistake; `warns` stores them all the same.
 
     Raises:
         InvalidShardingError: most of the elements that differ are of tensors which have nothing in
             common, unless `warns`.
     """
-    found = [
-        compare_samples(pair.dtype, _sample(samples, pair.main), _sample(samples, pair.other))
-        for pair in compared.pairs
-    ]
-    pairs = zip(compared.pairs, found, strict=True)
-    unrelated = [pair for pair, difference in pairs if difference.is_unrelated]
+    differences = []
+    for pair in compared.pairs:
+        differences.append(
+            compare_samples(pair.dtype, _sample(samples, pair.main), _sample(samples, pair.other))
+        )
+    pairs = zip(compared.pairs, differences, strict=True)
+    unrelated = []
+    for pair, difference in pairs:
+        if difference.is_unrelated:
+            unrelated.append(pair)
     are_most = 2 * _num_elements(unrelated) >= _num_elements(compared.pairs)
     if unrelated and are_most and not warns and compared.error is not None:
         raise compared.error
@@ -155,7 +161,7 @@ def report_differences(
         "an error.",
         summarize_keys(compared.keys),
         ", ".join(map(str, compared.ranks[:8])) + more,
-        largest_of(found),
+        largest_of(differences),
         f", and {summarize_keys(names)} have nothing in common with them" if names else "",
     )
 

@@ -1,4 +1,4 @@
-"""Hashes of what ranks hold, of which replicas must have the same."""
+"""Hashes of ranks' tensors, which must be equal for replicas."""
 
 from __future__ import annotations
 
@@ -21,26 +21,24 @@ from distckpt._plan.layout import SavePlan
 from distckpt._state.shards import Shard, ShardTable, region_view
 
 NUM_BLOCKS = 16
-"""Of a tensor are a sample of it, the first and the last block among them; small tensors are hashed
-whole.
-"""
+"""Blocks sampled per tensor, including the first and last. Small tensors are hashed whole."""
 BLOCK_BYTES = 64
-"""A block has this much, and as many elements more as it takes for all to be at equal distances."""
+"""Smallest size of a block; a few more elements make distances equal."""
 
 
 def add_digests(table: ShardTable, shards: Sequence[Shard], of_samples: bool) -> None:
-    """Add hashes of shards, or of samples of their tensors, to the table; 0 means not hashed."""
+    """Add hashes of shards or their samples to the table; 0 means not hashed."""
     rows = [*enumerate(table.shard_ids.tolist())]
     if not of_samples:
         for row, shard_id in rows:
             content = _content_of(shards[shard_id], table.row_region(row))
             table.digests[row] = max(1, checksum(content))
         return
-    views = {
-        row: _values_of(table, row, shard)
-        for row, shard_id in rows
-        if isinstance(shard := shards[shard_id], ShardedTensor)
-    }
+    views = {}
+    for row, shard_id in rows:
+        shard = shards[shard_id]
+        if isinstance(shard, ShardedTensor):
+            views[row] = _values_of(table, row, shard)
     table.digests[list(views)] = sampled_digests(list(views.values()))
 
 
@@ -74,13 +72,15 @@ def samples_of_rows(table: ShardTable, shards: Sequence[Shard], rows: Sequence[i
 
 
 def weighted_digest(plan: SavePlan, shards: Sequence[Shard]) -> int:
-    """Return a number of this rank. Those of all ranks add up to 0, modulo 2**64, if samples of
-    replicas are equal.
+    """Return a number of this rank for comparing replicas.
+
+    The numbers of all ranks add up to 0, modulo 2**64, if samples of replicas are equal.
     """
     replicas = [(shards[number], region) for number, region in plan.replicas or ()]
-    views = [
-        region_view(shard, region) for shard, region in replicas if isinstance(shard, ShardedTensor)
-    ]
+    views = []
+    for shard, region in replicas:
+        if isinstance(shard, ShardedTensor):
+            views.append(region_view(shard, region))
     return int((sampled_digests(views) * plan.weights).sum(dtype=np.uint64).view(np.int64))
 
 
@@ -90,7 +90,7 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
 
 
 def _samples(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Take a few blocks of elements of each tensor, the same for all devices and strides."""
+    """Take a few blocks of each tensor, equally on all devices."""
     samples: list[Any] = [b""] * len(tensors)
     elsewhere: dict[torch.device, list[int]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
@@ -99,11 +99,8 @@ def _samples(tensors: Sequence[torch.Tensor]) -> list[Any]:
         elif tensor.numel():
             elsewhere[tensor.device].append(number)
     for numbers in elsewhere.values():
-        for number, sample in zip(
-            numbers,
-            _samples_of_device([tensors[number].detach() for number in numbers]),
-            strict=True,
-        ):
+        device_samples = _samples_of_device([tensors[number].detach() for number in numbers])
+        for number, sample in zip(numbers, device_samples, strict=True):
             samples[number] = sample
     return samples
 
@@ -117,14 +114,14 @@ def _sample_of_memory(tensor: torch.Tensor) -> bytes:
 def _samples_of_device(tensors: Sequence[torch.Tensor]) -> list[Bytes]:
     """Return the samples of tensors of one device.
 
-    One copy goes to it and one comes from it for all of them: each waits for what the program has
-    queued there.
+    One copy goes to the device and one comes from it for all of them: each waits for the work that
+    the program has queued there.
     """
     places = [_places(tensor) for tensor in tensors]
     there = torch.cat(places).to(tensors[0].device)
-    split = torch.split_with_sizes(there, [len(each) for each in places])
-    taken = [_taken(tensor, each) for tensor, each in zip(tensors, split, strict=True)]
-    ends = np.cumsum([len(sample) for sample in taken])
+    split = torch.split_with_sizes(there, list(map(len, places)))
+    taken = list(map(_taken, tensors, split))
+    ends = np.cumsum(list(map(len, taken)))
     return np.split(tensor_bytes(torch.cat(taken).cpu()), ends[:-1])
 
 
@@ -140,8 +137,9 @@ def _taken(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(4096)
 def _blocks(num_elements: int, element_bytes: int) -> tuple[int, int, int]:
-    """Return the number of blocks of a sample, of how many elements each is, and after how many the
-    next one begins. The last one ends with the last element.
+    """Return the number, length and distance of a sample's blocks.
+
+    Length and distance are in elements. The last block ends with the last element.
     """
     length = BLOCK_BYTES // element_bytes
     if num_elements <= NUM_BLOCKS * length:

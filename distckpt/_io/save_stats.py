@@ -1,5 +1,6 @@
-"""Statistics that a save stores: each rank measures what it writes, and the coordinator puts that
-together.
+"""Statistics that a save stores.
+
+Each rank measures its own chunks, and the coordinator puts the results together.
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ _NUM_FIGURES = len(BlockStats._fields)
 
 
 def numbers_of(owned: Iterable[OwnedChunk]) -> bytes:
-    """Return the statistics of what a rank owns of each key, for `columns_of`."""
-    windows = [window for each in regions_of(owned) for window in windows_of(each)]
-    found: list[list[BlockStats]] = [[] for _ in windows]
+    """Return the statistics of this rank's values by key, for `columns_of`."""
+    windows: list[LiveRegion] = []
+    for region in regions_of(owned):
+        windows.extend(windows_of(region))
+    blocks_of_windows: list[list[BlockStats]] = [[] for _ in windows]
 
     def measure(item: tuple[int, LiveRegion]) -> None:
         number, window = item
         values = window.values.detach().resolve_conj().resolve_neg().contiguous()
-        found[number] = [block_stats(block) for block in blocks_of(values)]
+        blocks_of_windows[number] = [block_stats(block) for block in blocks_of(values)]
 
     run_threads(measure, enumerate(windows))
-    rows = [
-        (window.slot, *block) for window, of in zip(windows, found, strict=True) for block in of
-    ]
+    rows = []
+    for window, blocks in zip(windows, blocks_of_windows, strict=True):
+        for block in blocks:
+            rows.append((window.slot, *block))
     table = np.array(rows, np.float64).reshape(-1, 1 + _NUM_FIGURES)
     key_ids, slots = np.unique(table[:, 0].astype(np.int64), return_inverse=True)
     sums = sums_of_rows(table[:, 1:], slots, len(key_ids))
@@ -41,7 +45,9 @@ def numbers_of(owned: Iterable[OwnedChunk]) -> bytes:
 
 
 def columns_of(manifest: Manifest, numbers: Sequence[bytes]) -> dict[str, npt.NDArray[np.generic]]:
-    """Put the statistics of all ranks together; return columns of the manifest.
+    """Put the statistics of all ranks together; return manifest columns.
+
+    Return columns of the manifest.
 
     A tensor has none if some of its elements are not saved.
     """
@@ -52,17 +58,19 @@ def columns_of(manifest: Manifest, numbers: Sequence[bytes]) -> dict[str, npt.ND
     is_whole = counts[:, :3].sum(axis=1) == _numbers_of_values(manifest)
     mean, norm, low, high = sums[:, 4:].T
     values = np.stack([norm, mean, low, high], axis=1)
-    counts[~is_whole], values[~is_whole] = 0, math.nan
+    counts[~is_whole] = 0
+    values[~is_whole] = math.nan
     return StatsColumns(np.ascontiguousarray(counts[:, 1:]), values).columns()
 
 
 def _numbers_of_values(manifest: Manifest) -> npt.NDArray[np.int64]:
-    """Return how many values each key has, two for a complex number; -1 for objects."""
-    per_item = {"C64": 2}
-    return np.array(
-        [
-            -1 if dtype == OBJECT else math.prod(shape) * per_item.get(dtype, 1)
-            for dtype, shape in zip(manifest.dtypes, manifest.global_shapes, strict=True)
-        ],
-        np.int64,
-    )
+    """Return the number of values of each key. A complex number has two; objects have -1."""
+    numbers = []
+    for dtype, shape in zip(manifest.dtypes, manifest.global_shapes, strict=True):
+        if dtype == OBJECT:
+            numbers.append(-1)
+        elif dtype == "C64":
+            numbers.append(2 * math.prod(shape))
+        else:
+            numbers.append(math.prod(shape))
+    return np.array(numbers, np.int64)

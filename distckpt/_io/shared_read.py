@@ -1,10 +1,8 @@
-"""Shared reads: of the ranks that request parts of the same bytes, one reads them and sends the
-others their parts.
+"""Shared reads: one rank reads bytes that several request, and sends them.
 
 This goes in waves. Every rank reads its part of a wave, straight into its targets where they hold
-all of it; then the ranks exchange what they have read, while they read their parts of the next
-wave. Before each exchange they agree that all have read, so that no rank waits for one that has
-failed.
+all of it; then the ranks exchange these values, while they read their parts of the next wave.
+Before each exchange they agree that all have read, so that no rank waits for a failed one.
 """
 
 from __future__ import annotations
@@ -37,30 +35,37 @@ from distckpt._plan.share import (
 from distckpt._ranks.collectives import Ranks
 
 MIN_REQUESTED_BYTES = 128 << 20
-"""Mode "auto" does not share unless two ranks that may share request this much each,"""
-MIN_SHARED_BYTES = 64 << 20
-"""some rank has this much in common with others,"""
-FAST_BYTES_PER_SECOND = 500 << 20
-"""and some rank reads more slowly: otherwise sending would be no faster."""
-SAMPLE_BYTES = 8 << 20
-"""Mode "auto" measures how fast a rank reads by this much of what it requests."""
-HELD_SHARE = 8
-"""Of the memory for data on its way, this part is for what is read in a wave for other ranks and
-does not lie in a target. Two waves are under way at a time.
+"""Smallest request for sharing in mode "auto": two ranks that may share must each request this
+much.
 """
-_FAST, _SLOW = b"+", b"-"
-"""How what a rank tells begins: whether it has read the sample fast."""
+MIN_SHARED_BYTES = 64 << 20
+"""Smallest overlap for sharing in mode "auto": some rank must have this much in common with other
+ranks.
+"""
+FAST_BYTES_PER_SECOND = 500 << 20
+"""Fastest reads for sharing in mode "auto": if every rank reads faster, sending would be no
+faster.
+"""
+SAMPLE_BYTES = 8 << 20
+"""Size of the sample by which mode "auto" measures reading speed."""
+HELD_SHARE = 8
+"""Share of the in-flight memory, 1 / 8, for other ranks' values. These are the values that do not
+lie in a target. Two waves are under way at a time.
+"""
+_FAST = b"+"
+_SLOW = b"-"
+"""First byte of a rank's message: did it read its sample fast?"""
 
 Read: TypeAlias = Callable[[Sequence[Copy], Sequence[torch.Tensor], int], None]
-"""Fills the targets of the requests of copies, with at most so many bytes on their way."""
+"""Function that fills the targets of copies, within a memory limit."""
 
 
 class Sharing(NamedTuple):
-    """The ranks that load together, and when they share reads.
+    """The ranks that load together, and their settings for sharing reads.
 
     `mode` is "on", "off" or "auto"; ranks share within their `group`. `is_local` says that the
     checkpoint is read through this machine's file system, whose cache ranks share anyway. No rank
-    requests more than `most_bytes`. `max_inflight_bytes` is memory for what is on its way.
+    requests more than `most_bytes`. `max_inflight_bytes` is memory for bytes on their way.
     """
 
     ranks: Ranks
@@ -82,30 +87,32 @@ def read_shared(
     targets: Sequence[torch.Tensor],
     read: Read,
 ) -> Sequence[Copy]:
-    """Let one of several ranks that request parts of the same bytes read them for all, if that
-    pays; return the copies that are still to be read.
+    """Let one rank read for all that request the same bytes.
+
+    Reads are only shared if that pays. Return the copies that are still to be read.
 
     Collective operation: all ranks must call it. `targets` has for each request a tensor of its
     region's shape, of any strides, device and dtype. Calls of `read` do not overlap, but come from
     other threads too.
 
     Raises:
-        RankFailedError: a rank could not read what others wait for.
+        RankFailedError: a rank could not read bytes that other ranks wait for.
     """
     ranks = sharing.ranks
     if not _may_pay(sharing, targets):
         return copies
-    with ranks.telling("describe the reads", answer_each=True) as told:
+    with ranks.telling("describe the reads", answer_each=True) as message:
         costs = ReadCosts(stored.manifest, sharing.is_local and not stored.verifies)
         divided, table = _describe(sharing, costs, copies, targets)
         pieces = _Pieces(copies, divided)
-        left, is_fast = np.arange(len(divided.units)), False
+        left = np.arange(len(divided.units))
+        is_fast = False
         if sharing.is_auto:
             with ranks.part("read"):
                 left, is_fast = _read_sample(sharing, pieces, table.num_bytes, targets, read)
-        told.payload = (_FAST if is_fast else _SLOW) + table.take(left).to_bytes()
+        message.payload = (_FAST if is_fast else _SLOW) + table.take(left).to_bytes()
     data = ranks.answer_each(
-        told, "plan shared reads", lambda: _plan_together(sharing, told.payloads, costs)
+        message, "plan shared reads", lambda: _plan_together(sharing, message.payloads, costs)
     )
     if not data:
         return pieces.join(left)
@@ -125,7 +132,7 @@ def read_shared(
 
 
 def _may_pay(sharing: Sharing, targets: Sequence[torch.Tensor]) -> bool:
-    """Tell whether ranks may share, from what all of them request."""
+    """Whether sharing may pay, given the requests of all ranks."""
     if sharing.ranks.size == 1 or sharing.mode == "off":
         return False
     if not sharing.is_auto:
@@ -142,14 +149,14 @@ def _may_pay(sharing: Sharing, targets: Sequence[torch.Tensor]) -> bool:
 
 
 def _place_of(sharing: Sharing) -> int:
-    """Return a number that ranks have in common which do not share in any case."""
-    return host_number() if sharing.is_auto and sharing.is_local else sharing.ranks.rank
+    """Return a number that is equal for ranks which never share."""
+    if sharing.is_auto and sharing.is_local:
+        return host_number()
+    return sharing.ranks.rank
 
 
 def host_number() -> int:
-    """Return a number that is the same for processes on one machine, and differs between
-    machines.
-    """
+    """Return a number that identifies this machine."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             boot = file.read()
@@ -161,7 +168,7 @@ def host_number() -> int:
 def _describe(
     sharing: Sharing, costs: ReadCosts, copies: Sequence[Copy], targets: Sequence[torch.Tensor]
 ) -> tuple[Units, UnitTable]:
-    """Divide what this rank requests, and describe it."""
+    """Divide this rank's requests into units, and describe them."""
     divided = divide(costs.manifest, copies, unit_bytes_for(sharing.most_bytes))
     dtypes = [target.dtype for target in targets]
     place = _place_of(sharing)
@@ -171,8 +178,9 @@ def _describe(
 def _plan_together(
     sharing: Sharing, payloads: Sequence[bytes], costs: ReadCosts
 ) -> Sequence[bytes]:
-    """Return for each rank what it reads and sends, given what all have told; nothing if all read
-    fast.
+    """Return each rank's reads and messages, given all ranks' units.
+
+    There are none if all ranks read fast.
     """
     if all(payload[:1] == _FAST for payload in payloads):
         return [b""] * len(payloads)
@@ -185,13 +193,13 @@ def _plan_together(
 
 
 class _Pieces(NamedTuple):
-    """The copies that this rank requests, and the units they are divided into."""
+    """The copies that this rank requests, and their units."""
 
     copies: Sequence[Copy]
     divided: Units
 
     def join(self, numbers: IntArray) -> list[Copy]:
-        """Return what to read for some units; the original copy if these are all units of it."""
+        """Return the copies for some units. A copy whose units are all among them stays whole."""
         units, copy_of, _ = self.divided
         num_given = np.bincount(copy_of[numbers], minlength=len(self.copies))
         is_complete = num_given == np.bincount(copy_of, minlength=len(self.copies))
@@ -210,17 +218,18 @@ def _read_sample(
     targets: Sequence[torch.Tensor],
     read: Read,
 ) -> tuple[IntArray, bool]:
-    """Read some units, different ones on each rank; return the units that are left, and whether
-    this rank reads fast.
+    """Read some units, different ones on each rank.
+
+    Return the units that are left, and whether this rank reads fast.
     """
     ranks = sharing.ranks
-    in_turn = np.roll(np.arange(len(num_bytes)), -(len(num_bytes) * ranks.rank // ranks.size))
-    is_sample = np.cumsum(num_bytes[in_turn]) - num_bytes[in_turn] < SAMPLE_BYTES
-    sample_bytes = int(num_bytes[in_turn[is_sample]].sum())
+    units = np.roll(np.arange(len(num_bytes)), -(len(num_bytes) * ranks.rank // ranks.size))
+    is_sample = np.cumsum(num_bytes[units]) - num_bytes[units] < SAMPLE_BYTES
+    sample_bytes = int(num_bytes[units[is_sample]].sum())
     started = time.perf_counter()
-    read(pieces.join(in_turn[is_sample]), targets, sharing.max_inflight_bytes)
+    read(pieces.join(units[is_sample]), targets, sharing.max_inflight_bytes)
     is_fast = sample_bytes >= FAST_BYTES_PER_SECOND * (time.perf_counter() - started)
-    return np.sort(in_turn[~is_sample]), is_fast or not sample_bytes
+    return np.sort(units[~is_sample]), is_fast or not sample_bytes
 
 
 def _read_in_waves(
@@ -228,11 +237,12 @@ def _read_in_waves(
     own: OwnUnits,
     read: Callable[[Wave, int], None],
 ) -> None:
-    """Read and exchange shared units: each wave is read while the one before is exchanged.
+    """Read and exchange shared units, reading each wave during the previous exchange.
 
-    `read` fills what a wave reads, with at most so much memory.
+    `read` fills the regions of a wave, within a limit of memory.
     """
-    ranks, num_waves = sharing.ranks, own.plan.num_waves
+    ranks = sharing.ranks
+    num_waves = own.plan.num_waves
     problems: list[Exception] = []
     with Pool(1, thread_name_prefix="distckpt-share") as background:
         for number in range(num_waves):
@@ -258,18 +268,16 @@ def _read_in_waves(
 def _memory_for(
     own: OwnUnits, max_inflight_bytes: int
 ) -> tuple[torch.Tensor, deque[torch.Tensor], int]:
-    """Return the memory that holds what is read for other ranks in two waves, buffers for messages,
-    and how much may be on its way while this rank reads.
-    """
+    """Return held memory for two waves, message buffers, and memory for reads."""
     plan = own.plan
-    in_wave = np.bincount(plan.read_waves, own.held_bytes(), plan.num_waves).astype(np.int64)
-    memory = torch.empty((2, int(in_wave.max())), dtype=torch.uint8, device="cpu")
+    wave_bytes = np.bincount(plan.read_waves, own.held_bytes(), plan.num_waves).astype(np.int64)
+    memory = torch.empty((2, int(wave_bytes.max())), dtype=torch.uint8, device="cpu")
     message_bytes, read_bytes = _budget(max_inflight_bytes, memory.nbytes)
     return memory, make_buffers(message_bytes), read_bytes
 
 
 def _budget(max_inflight_bytes: int, held_bytes: int) -> tuple[int, int]:
-    """Divide memory between messages and reads, beside what is held for other ranks."""
+    """Divide memory between messages and reads, after the held memory."""
     if not held_bytes:
         return max_inflight_bytes // 2, max_inflight_bytes
     message_bytes = max_inflight_bytes // HELD_SHARE

@@ -1,5 +1,6 @@
-"""Writing files from tensors that come one at a time: on local disks in any order, on object stores
-in order.
+"""Writing of files from tensors that come one at a time.
+
+Local disks take them in any order, object stores in order.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from distckpt._storage import object_store
 
 
 class StreamLayout(NamedTuple):
-    """The layout of all files: header and size of each, and by name the file and entry of each
-    tensor, in order.
+    """The layout of all files.
+
+    It has the header and size of each file, and by name the file and entry of each tensor, in
+    order.
     """
 
     headers: list[bytes]
@@ -47,8 +50,9 @@ def lay_out(groups: Sequence[Sequence[Entry]], metadata: Mapping[str, str]) -> S
 
 
 def _aligned(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Keep the order of the announcement, in which tensors mostly come, unless items would be
-    unaligned.
+    """Keep the announced order, unless items would be unaligned.
+
+    Tensors mostly come in this order.
     """
     position = 0
     for entry in entries:
@@ -59,19 +63,23 @@ def _aligned(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 
 class LocalFiles:
-    """Local files of known layout; tensors are written at their places, in any order."""
+    """Local files of known layout, whose tensors come in any order."""
 
     def __init__(self, locations: Sequence[str], layout: StreamLayout) -> None:
-        self._locations, self._layout = locations, layout
+        self._locations = locations
+        self._layout = layout
         self._created: list[str] = []
         # One file at a time is open: there may be more than a process may open.
-        self._open_file, self._fd = -1, -1
+        self._open_file = -1
+        self._fd = -1
 
     def create(self) -> None:
-        """Create every file at its full size, so that a full disk is found before the first tensor
-        comes.
+        """Create every file at its full size.
+
+        A full disk is found before the first tensor comes.
         """
-        headers, sizes = self._layout.headers, self._layout.num_bytes
+        headers = self._layout.headers
+        sizes = self._layout.num_bytes
         for location, header, num_bytes in zip(self._locations, headers, sizes, strict=True):
             create_file(location, header, num_bytes)
             self._created.append(location)
@@ -80,10 +88,8 @@ class LocalFiles:
         """Write a tensor."""
         if self._open_file != file:
             self._close()
-            self._fd, self._open_file = (
-                os.open(self._locations[file], os.O_WRONLY | os.O_CLOEXEC),
-                file,
-            )
+            self._fd = os.open(self._locations[file], os.O_WRONLY | os.O_CLOEXEC)
+            self._open_file = file
         position = entry.first_byte
         with storage_locations.naming(self._locations[file]):
             for window in _windows(tensor):
@@ -110,7 +116,8 @@ class LocalFiles:
 
     def _close(self) -> None:
         # A descriptor is free whatever its closing reports.
-        number, self._open_file = self._open_file, -1
+        number = self._open_file
+        self._open_file = -1
         if number >= 0:
             with storage_locations.naming(self._locations[number]):
                 os.close(self._fd)
@@ -120,7 +127,8 @@ class RemoteFiles:
     """Files of an object store, which are written from beginning to end."""
 
     def __init__(self, locations: Sequence[str], layout: StreamLayout) -> None:
-        self._locations, self._layout = locations, layout
+        self._locations = locations
+        self._layout = layout
         self._next_places = iter(layout.places.values())
         self._created: list[str] = []
         self._file: Any = None
@@ -166,7 +174,8 @@ class RemoteFiles:
         self._file.write(self._layout.headers[len(self._created) - 1])
 
     def _close(self) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             file.close()
 
@@ -191,7 +200,7 @@ def write_stream(
     """Write every tensor that comes.
 
     Raises:
-        ValueError: not all that were announced have come, or others.
+        ValueError: announced tensors are missing, or other tensors have come.
     """
     files.create()
     awaited = dict.fromkeys(layout.places)
@@ -230,7 +239,8 @@ def _check(
             "not dense"
         )
     _, entry = layout.places[name]
-    dtype, shape = TO_NAME.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
+    dtype = TO_NAME.get(tensor.dtype, str(tensor.dtype))
+    shape = tuple(tensor.shape)
     if (dtype, shape) != (entry.dtype, entry.shape):
         raise ValueError(
             f"the tensor {name!r} came as {dtype} {shape}, but was announced as {entry.dtype} "

@@ -1,4 +1,4 @@
-"""Weighted sums of the tensors of several checkpoints, computed in float64 and rounded once."""
+"""Weighted sums of several checkpoints' tensors, computed in float64 and rounded once."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from distckpt._quantization.numbers import scratch
 from distckpt._storage.open_files import OpenFiles
 
 _TERMS_BYTES = 2 * UNIT_BYTES
-"""Size of what is read from all checkpoints together before it is summed."""
+"""Size of the values of all checkpoints that are summed together."""
 _SUMMED_AT_ONCE = 1 << 17
-"""Number of elements. Their sums stay in the cache that the processors share; with fewer, calls
-would cost as much as additions.
+"""Elements that are summed at a time. Their sums stay in the cache that the processors share; with
+fewer, calls would cost as much as additions.
 """
 
 
@@ -43,8 +43,9 @@ class SummedSource(TensorSource):
         weights: Sequence[float],
         decay: float = 1.0,
     ) -> None:
-        """Take the view that describes the sums, the checkpoints with the weight of each, and what
-        a sum is multiplied with before each further term.
+        """Sum the checkpoints in `terms`, times their weights.
+
+        `view` describes the sums. A sum is multiplied with `decay` before each further term.
         """
         super().__init__(view)
         self._terms = terms
@@ -79,18 +80,18 @@ class SummedSource(TensorSource):
     ) -> None:
         weights = [weight * factor for weight in self._weights]
         for dtypes, batch in _batches(self.stored, self._terms, requests, views):
-            wanted = [request for request, _ in batch]
-            terms = _read_terms(self._terms, dtypes, wanted)
+            requested = [request for request, _ in batch]
+            terms = _read_terms(self._terms, dtypes, requested)
             view = batch[0][1]
             is_direct = len(batch) == 1 and view.is_contiguous()
             goal = view.view(-1) if is_direct else scratch("rounded", terms[0].shape, view.dtype)
-            if is_summed(FROM_NAME[self.stored.dtype_name(wanted[0].key)]):
+            if is_summed(FROM_NAME[self.stored.dtype_name(requested[0].key)]):
                 _fill_with_sum(goal, terms, weights, self._decay)
             else:
-                _check_equal(self._terms, wanted, terms)
+                _check_equal(self._terms, requested, terms)
                 goal.copy_(terms[0])
             if not is_direct:
-                for (_, view), part in zip(batch, _divided(goal, wanted), strict=True):
+                for (_, view), part in zip(batch, _divided(goal, requested), strict=True):
                     view.copy_(part)
 
 
@@ -100,9 +101,10 @@ def _batches(
     requests: Sequence[Request],
     targets: Sequence[torch.Tensor],
 ) -> Iterator[tuple[list[torch.dtype], list[tuple[Request, torch.Tensor]]]]:
-    """Divide requests into batches that need little memory; yield the dtypes of a batch with it."""
+    """Divide requests into batches that need little memory. Yield each batch with its dtypes."""
     batch: list[tuple[Request, torch.Tensor]] = []
-    room, kind = 0, None
+    room = 0
+    kind = None
     dtypes: list[torch.dtype] = []
     for request, target in zip(requests, targets, strict=True):
         count = request.region.num_elements
@@ -116,7 +118,10 @@ def _batches(
             if piece.num_elements * size > room or next_kind != kind:
                 if batch:
                     yield dtypes, batch
-                batch, room, kind, dtypes = [], _TERMS_BYTES, next_kind, next_dtypes
+                batch = []
+                room = _TERMS_BYTES
+                kind = next_kind
+                dtypes = next_dtypes
             batch.append(
                 (
                     request._replace(region=piece),
@@ -129,11 +134,11 @@ def _batches(
 
 
 def _term_dtype(source: StoredCheckpoint, key: str) -> torch.dtype:
-    """Return the dtype to read: values of codes are more precise than the dtype in which the model
-    has them.
-    """
+    """Return the dtype to read. Values of codes are more precise than the model's dtype."""
     is_quantized = any(chunk in source.quantized for chunk in source.chunks_of(key)[:1])
-    return torch.float32 if is_quantized else FROM_NAME[source.dtype_name(key)]
+    if is_quantized:
+        return torch.float32
+    return FROM_NAME[source.dtype_name(key)]
 
 
 def _read_terms(
@@ -141,8 +146,9 @@ def _read_terms(
     dtypes: Sequence[torch.dtype],
     requests: Sequence[Request],
 ) -> list[torch.Tensor]:
-    """Return the values of each checkpoint, those of one request after the other, in scratch
-    memory.
+    """Return the values of each checkpoint, in scratch memory.
+
+    They are flat, one request after the other.
     """
     count = sum(request.region.num_elements for request in requests)
     starts = list(
@@ -159,12 +165,12 @@ def _read_terms(
 
 
 def _divided(values: torch.Tensor, requests: Sequence[Request]) -> list[torch.Tensor]:
-    """View flat memory as the regions of requests, one after the other."""
+    """View flat memory as the regions of requests, in order."""
     ends = itertools.accumulate(request.region.num_elements for request in requests)
-    return [
-        values[end - request.region.num_elements : end].view(request.region.shape)
-        for end, request in zip(ends, requests, strict=True)
-    ]
+    views = []
+    for end, request in zip(ends, requests, strict=True):
+        views.append(values[end - request.region.num_elements : end].view(request.region.shape))
+    return views
 
 
 def _fill_with_sum(
@@ -181,7 +187,8 @@ def _fill_with_sum(
             total = scratch("sum", place.shape, torch.float64)
             product = scratch("product", place.shape, torch.float64)
             for index, (values, weight) in enumerate(zip(terms, weights, strict=True)):
-                part, goal = values[low : low + _SUMMED_AT_ONCE], product if index else total
+                part = values[low : low + _SUMMED_AT_ONCE]
+                goal = product if index else total
                 # Torch widens float16 fast to float32 only. Not `total.add_(part, alpha=weight)`,
                 # which rounds products or not, depending on where they are.
                 goal.copy_(part.float() if part.dtype == torch.float16 else part)

@@ -1,8 +1,7 @@
-"""Where the values of an export come from: the one place between writing tensors and computing
-them.
+"""Sources of an export's values, between writing and computing tensors.
 
-What few exports need (averages, adapters, quantized forms) is a source of its own, which may be
-around another one; nothing that writes knows which it has.
+Averages, adapters and quantized forms, which few exports need, are sources of their own, which may
+be around another one. Writing does not depend on the kind of source.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from distckpt._storage.open_files import OpenFiles
 
 
 class Wanted(NamedTuple):
-    """A region of a tensor of the export to read, and the view of its shape to read it into."""
+    """A region of an export's tensor, and the view to fill."""
 
     tensor: OutputTensor
     region: Region
@@ -47,27 +46,27 @@ class TensorSource:
         return TensorSource(self.stored.with_files(files))
 
     def is_stored(self, tensor: OutputTensor) -> bool:
-        """Tell whether values are what is stored, so that its bytes may be copied."""
+        """Whether values are stored as they are, for copying bytes."""
         return True
 
     def may_overflow(self, tensor: OutputTensor) -> bool:
-        """Tell whether values may be infinite though nothing that is stored is."""
+        """Whether values may be infinite though no stored value is."""
         return False
 
     def dtype_of(self, tensor: OutputTensor) -> torch.dtype:
-        """Return the dtype in which values are to be read before they are converted."""
+        """Return the dtype to read values in, before they are converted."""
         return FROM_NAME[tensor.mapped.dtype]
 
     def converts(self, tensor: OutputTensor) -> bool:
-        """Tell whether `read` itself may give the dtype of the export, rounding at most once."""
+        """Whether `read` may give the export's dtype, rounding at most once."""
         return is_lossless_cast(FROM_NAME[tensor.mapped.dtype], FROM_NAME[tensor.dtype])
 
     def keys_besides(self, tensor: OutputTensor) -> list[str]:
-        """Name what a tensor is made of besides that which it is mapped to."""
+        """Return further keys that a tensor is made of, for messages."""
         return []
 
     def read(self, wanted: Sequence[Wanted], factor: float = 1.0) -> None:
-        """Fill views with the values of regions, times a factor, in this thread."""
+        """Fill views with regions' values, times a factor, in this thread."""
         requests: list[Request] = []
         views: list[torch.Tensor] = []
         sums: list[tuple[torch.Tensor, float]] = []

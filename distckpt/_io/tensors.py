@@ -1,8 +1,7 @@
-"""Building blocks that handle one tensor at a time, with bounded memory: measure, divide, move,
-gather and broadcast.
+"""Functions that handle one tensor at a time, with bounded memory.
 
-Everything here works without a process group. DTensors are recognized by their methods, so nothing
-here depends on `torch.distributed`.
+They measure, divide, move, gather and broadcast tensors. Everything here works without a process
+group. DTensors are recognized by their methods, so nothing here depends on `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -29,24 +28,25 @@ from distckpt._ranks.collectives import Ranks
 logger = logging.getLogger(__name__)
 
 TensorFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Takes a tensor and returns it placed, gathered or otherwise changed."""
+"""Function that returns a tensor placed, gathered or otherwise changed."""
 
 _GCS_SCHEME = "gs://"
 
 
 class TensorSource(Protocol):
-    """Something that gives tensors by key, as an open safetensors file does."""
+    """Source of tensors by key, such as an open safetensors file."""
 
     def get_tensor(self, name: str, /) -> torch.Tensor:
         """Return a tensor."""
 
 
 def chunk_tensor_by_memory(tensor: torch.Tensor, memory_limit: int) -> list[torch.Tensor]:
-    """Divide a tensor of any strides and device into views of at most `memory_limit` bytes.
+    """Divide a tensor into views of at most `memory_limit` bytes.
 
-    They have the same number of axes as `tensor`, and are in row-major order: their flattened
-    values, one after the other, are the flattened tensor. They are runs of rows; rows larger than
-    the limit are divided along later axes.
+    The tensor may have any strides and be on any device. The views have the same number of axes as
+    `tensor`, and are in row-major order: their flattened values, one after the other, are the
+    flattened tensor. They are runs of rows; rows larger than the limit are divided along later
+    axes.
 
     Raises:
         ValueError: the limit is smaller than one element.
@@ -63,14 +63,10 @@ def chunk_tensor_by_memory(tensor: torch.Tensor, memory_limit: int) -> list[torc
 
 
 def to_plain_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose bytes in CPU memory are the values of `tensor`: itself when it is one,
-    else a copy.
-    """
-    return (
-        tensor
-        if is_plain_memory(tensor)
-        else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
-    )
+    """Return a tensor with plain CPU memory: itself, or a copy."""
+    if is_plain_memory(tensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def to_host(
@@ -79,7 +75,7 @@ def to_host(
     mesh: Any = None,
     cpu_offload: bool = True,
 ) -> torch.Tensor:
-    """Cast a tensor where it is, gather it if it is distributed, then move it to CPU memory.
+    """Cast a tensor, gather it, then move it to the CPU.
 
     Collective operation for a DTensor: all ranks of its mesh must call it.
 
@@ -100,16 +96,20 @@ def to_host(
     x = _cast_floats(x.detach(), float_dtype)
     if hasattr(x, "full_tensor"):
         x = x.full_tensor()
-    return x.cpu() if cpu_offload else x
+    if cpu_offload:
+        return x.cpu()
+    return x
 
 
 def reshard(x: torch.Tensor, target_sharding: Any) -> torch.Tensor:
-    """Change how a tensor is distributed. Collective operation: all ranks of the mesh must call it.
+    """Change how a tensor is distributed.
+
+    Collective operation: all ranks of the mesh must call it.
 
     Args:
         x: a DTensor, or a plain tensor that all ranks hold, which becomes one.
-        target_sharding: placements, one for each axis of the mesh, or `(mesh, placements)`, or
-            None to return `x` as it is.
+        target_sharding: placements, one for each axis of the mesh, or `(mesh, placements)`, or None
+            to return `x` as it is.
 
     Raises:
         TypeError: `x` is a plain tensor, and no mesh is given.
@@ -137,7 +137,9 @@ def _cast_floats(
     if not target.is_floating_point:
         raise ValueError(f"floating tensors are not cast to {target}: give a floating dtype")
     is_cast = tensor.is_floating_point() and tensor.element_size() > 1
-    return tensor.to(target) if is_cast else tensor
+    if is_cast:
+        return tensor.to(target)
+    return tensor
 
 
 def read_process_array(
@@ -185,8 +187,7 @@ def read_process_array(
 
 
 def flatten_for_broadcast(state: Mapping[Any, Any]) -> dict[Position, Any]:
-    """Flatten nested dicts and lists, so that all ranks can walk through the leaves in the same
-    order.
+    """Flatten nested dicts and lists, in the same order on all ranks.
 
     Returns:
         Position (the tuple of dict keys and list indices that leads to a leaf) -> leaf, in the
@@ -198,8 +199,7 @@ def flatten_for_broadcast(state: Mapping[Any, Any]) -> dict[Position, Any]:
 def unflatten_from_broadcast(
     flat: Mapping[Position, Any], like: Mapping[Any, Any]
 ) -> dict[Any, Any]:
-    """Put leaves, given by position, into new nested dicts and lists of the same structure as
-    `like`, such as the state that was flattened.
+    """Put leaves into new nested dicts and lists structured like `like`.
 
     Raises:
         ValueError: `like` has leaves at other positions.
@@ -231,7 +231,7 @@ def apply_gather_functions(
             functions, nested as in `state` or by position (see `flatten_for_broadcast`).
         mismatch_allowed: whether leaves may lack a function (then they stay as they are), and
             functions a leaf.
-        verbose: whether to log what was gathered.
+        verbose: whether to log the number of gathered leaves.
 
     Returns:
         A state of the same nesting.
@@ -245,11 +245,10 @@ def apply_gather_functions(
         _check_same(
             functions, flat, "gather functions and leaves do not match (mismatches can be allowed)"
         )
-    gathered = {
-        position: functions[position](leaf)
-        for position, leaf in flat.items()
-        if position in functions
-    }
+    gathered = {}
+    for position, leaf in flat.items():
+        if position in functions:
+            gathered[position] = functions[position](leaf)
     if verbose:
         logger.info("gathered %d of %d leaves", len(gathered), len(flat))
     return unflatten_from_broadcast(flat | gathered, state)
@@ -260,11 +259,21 @@ def _functions_by_position(
 ) -> dict[Position, Callable[[Any], Any]]:
     if isinstance(gather_fns, bool):
         gather = operator.methodcaller("full_tensor")
-        chosen = flat if gather_fns else {}
-        return {place: gather for place, leaf in chosen.items() if hasattr(leaf, "full_tensor")}
+        leaves_to_gather = flat if gather_fns else {}
+        functions: dict[Position, Callable[[Any], Any]] = {}
+        for place, leaf in leaves_to_gather.items():
+            if hasattr(leaf, "full_tensor"):
+                functions[place] = gather
+        return functions
     is_flat = any(isinstance(key, tuple) for key in gather_fns)
-    given = gather_fns if is_flat else flatten_for_broadcast(gather_fns)
-    return {place: function for place, function in given.items() if function is not None}
+    by_position = gather_fns
+    if not is_flat:
+        by_position = flatten_for_broadcast(gather_fns)
+    functions = {}
+    for place, function in by_position.items():
+        if function is not None:
+            functions[place] = function
+    return functions
 
 
 def _is_nested(node: Any) -> bool:
@@ -272,16 +281,16 @@ def _is_nested(node: Any) -> bool:
 
 
 def _check_same(
-    found: Iterable[Position],
+    actual: Iterable[Position],
     expected: Iterable[Position],
     problem: str,
 ) -> None:
-    lacking, extra = set(expected) - set(found), set(found) - set(expected)
+    lacking = set(expected) - set(actual)
+    extra = set(actual) - set(expected)
     if lacking or extra:
-        names = [
-            summarize_keys(".".join(map(str, position)) for position in side)
-            for side in (lacking, extra)
-        ]
+        names = []
+        for side in (lacking, extra):
+            names.append(summarize_keys(".".join(map(str, position)) for position in side))
         raise ValueError(
             f"{problem}: lacking {names[0] or 'none'}, unexpected {names[1] or 'none'}"
         )
@@ -296,7 +305,7 @@ def broadcast_tensor(
     src: int = 0,
     process_group: Any = None,
 ) -> torch.Tensor:
-    """Give every rank the values that a tensor has on one of them, piece by piece.
+    """Give every rank the values of one rank's tensor, piece by piece.
 
     Collective operation: all ranks of the group must call it. They exchange descriptions and the
     values, through CPU memory.
@@ -304,7 +313,7 @@ def broadcast_tensor(
     Args:
         tensor: of the same shape and dtype on every rank, on any device and with any strides. It is
             overwritten except on `src`.
-        memory_limit_bytes: the most memory that a rank may use besides the tensor. The smallest
+        memory_limit_bytes: the most memory that a rank may use on top of the tensor. The smallest
             limit of all ranks counts.
         target_sharding: how to distribute the result, see `reshard`; None leaves it whole on every
             rank.
@@ -322,8 +331,8 @@ def broadcast_tensor(
     ranks = Ranks(process_group)
     with ranks.phase("describe the tensor to broadcast"):
         mine = [str(tensor.dtype), list(tensor.shape), src]
-        described = json.dumps([mine, int(memory_limit_bytes)]).encode()
-    everyone = [json.loads(text) for text in ranks.all_gather(described)]
+        description = json.dumps([mine, int(memory_limit_bytes)]).encode()
+    everyone = [json.loads(text) for text in ranks.all_gather(description)]
     with ranks.phase("prepare a broadcast"):
         for rank, (other, _) in enumerate(everyone):
             if other != mine:
@@ -334,7 +343,9 @@ def broadcast_tensor(
         if not 0 <= src < ranks.size:
             raise ValueError(f"src is {src}, but the group has {ranks.size} ranks, counted from 0")
         chunks = chunk_tensor_by_memory(tensor.detach(), min(limit for _, limit in everyone))
-    for chunk in chunks if ranks.size > 1 else ():
+    if ranks.size == 1:
+        return reshard(tensor, target_sharding)
+    for chunk in chunks:
         plain = to_plain_memory(chunk)
         ranks.broadcast_into(tensor_bytes(plain), src)
         if ranks.rank != src and plain is not chunk:
@@ -343,7 +354,7 @@ def broadcast_tensor(
 
 
 def is_gcs_path(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path is in Google Cloud Storage (`gs://...`)."""
+    """Whether a path is in Google Cloud Storage (`gs://...`)."""
     return str(path).startswith(_GCS_SCHEME)
 
 

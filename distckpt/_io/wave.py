@@ -1,4 +1,4 @@
-"""What a rank reads and exchanges in one wave of shared reads."""
+"""One wave of shared reads: a rank's reads and its messages."""
 
 from __future__ import annotations
 
@@ -21,32 +21,38 @@ from distckpt._plan.share import SharePlan
 
 
 class OwnUnits(NamedTuple):
-    """The units of this rank in a plan: parts of copies that fill `targets`."""
+    """The units of this rank in a plan: parts of copies into `targets`."""
 
     plan: SharePlan
     units: Sequence[Copy]
     targets: Sequence[torch.Tensor]
 
     def target(self, unit: int) -> torch.Tensor:
-        """Return what a unit fills of its target."""
+        """Return the part of its target that a unit fills."""
         _, _, request, region = self.units[unit]
         target = self.targets[request]
-        return target if region.shape == tuple(target.shape) else target[region.slices()]
+        if region.shape == tuple(target.shape):
+            return target
+        return target[region.slices()]
 
     def held_bytes(self) -> IntArray:
-        """Return the memory that it takes to hold each region that this rank reads, 0 if it is read
-        into a target.
+        """Return the memory to hold each region that this rank reads.
+
+        It is 0 for a region that is read into a target.
         """
         items = [self.targets[self.units[unit].request].itemsize for unit in self._unit_in()]
         sizes = np.prod(self.plan.read_shapes, axis=1) * np.array(items, np.int64)
         return np.where(self.plan.read_units < 0, -(-sizes // ALIGN_BYTES) * ALIGN_BYTES, 0)
 
     def regions(self, wave: int, held: torch.Tensor) -> dict[int, ReadRegion]:
-        """Return the regions that this rank reads in a wave, by their numbers in the plan. Those
-        that no target holds go into `held`, bytes.
+        """Return this rank's regions in a wave, by number in the plan.
+
+        Regions that no target holds go into `held`, bytes.
         """
-        plan, unit_in, sizes = self.plan, self._unit_in(), self.held_bytes().tolist()
-        found: dict[int, ReadRegion] = {}
+        plan = self.plan
+        unit_in = self._unit_in()
+        sizes = self.held_bytes().tolist()
+        regions: dict[int, ReadRegion] = {}
         end = 0
         numbers = np.flatnonzero(plan.read_waves == wave)
         places = zip(
@@ -60,15 +66,16 @@ class OwnUnits(NamedTuple):
             sample = self.units[unit_in[number]]
             if unit >= 0:
                 source = self.units[unit].source
-                found[number] = ReadRegion(sample.chunk, source, self.target(unit), unit)
+                regions[number] = ReadRegion(sample.chunk, source, self.target(unit), unit)
                 continue
-            ndim, target = len(sample.source.shape), self.targets[sample.request]
+            ndim = len(sample.source.shape)
+            target = self.targets[sample.request]
             region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
             num_bytes = region.num_elements * target.itemsize
             memory = held[end : end + num_bytes].view(target.dtype).view(region.shape)
             end += sizes[number]
-            found[number] = ReadRegion(sample.chunk, region, memory, unit)
-        return found
+            regions[number] = ReadRegion(sample.chunk, region, memory, unit)
+        return regions
 
     def _unit_in(self) -> list[int]:
         """Return a unit in each region that this rank reads."""
@@ -79,8 +86,9 @@ class OwnUnits(NamedTuple):
 
 
 class ReadRegion(NamedTuple):
-    """A region of a chunk that this rank reads for several, and its memory: that of a unit, or held
-    memory if that is -1.
+    """A region of a chunk that this rank reads for several.
+
+    Its memory is the target of `unit`, or held memory if `unit` is -1.
     """
 
     chunk: int
@@ -89,14 +97,14 @@ class ReadRegion(NamedTuple):
     unit: int
 
     def part(self, part: Region) -> torch.Tensor:
-        """Return some of it, by the place in the chunk."""
+        """Return a part of the region, by its place in the chunk."""
         if part.shape == self.region.shape:
             return self.memory
         return self.memory[part.relative_to(self.region.offset).slices()]
 
 
 class Wave:
-    """What this rank reads in a wave, and what it exchanges after that."""
+    """This rank's reads and messages in one wave."""
 
     def __init__(self, own: OwnUnits, number: int, held: torch.Tensor) -> None:
         self._own = own
@@ -106,21 +114,30 @@ class Wave:
     @property
     def direct_units(self) -> IntArray:
         """The units that are read into their targets."""
-        units = [read.unit for read in self._regions.values() if read.unit >= 0]
+        units = []
+        for read in self._regions.values():
+            if read.unit >= 0:
+                units.append(read.unit)
         return np.array(units, np.int64)
 
     def held_copies(self, first_request: int) -> tuple[list[Copy], list[torch.Tensor]]:
-        """Return what to read into held memory, as copies of further requests, and the targets."""
-        held = [read for read in self._regions.values() if read.unit < 0]
-        copies = [
-            Copy(read.chunk, read.region, number, whole(read.region.shape))
-            for number, read in enumerate(held, first_request)
-        ]
-        return copies, [read.memory for read in held]
+        """Return the reads into held memory, and their targets.
+
+        They are copies of further requests.
+        """
+        reads = []
+        for read in self._regions.values():
+            if read.unit < 0:
+                reads.append(read)
+        copies = []
+        for number, read in enumerate(reads, first_request):
+            copies.append(Copy(read.chunk, read.region, number, whole(read.region.shape)))
+        return copies, [read.memory for read in reads]
 
     def fill_own(self) -> None:
-        """Fill the units of this rank in what it has read."""
-        own, plan = self._own, self._own.plan
+        """Fill this rank's other units from the regions it has read."""
+        own = self._own
+        plan = self._own.plan
         mine = np.flatnonzero((plan.waves == self._number) & (plan.unit_reads >= 0))
         others = mine[plan.read_units[plan.unit_reads[mine]] != mine]
         for unit in others.tolist():
@@ -128,8 +145,9 @@ class Wave:
             copy_values(source.detach(), own.target(unit).detach())
 
     def messages(self, rank: int) -> list[Message]:
-        """Put together what this rank exchanges with each peer."""
-        own, plan = self._own, self._own.plan
+        """Put together the messages between this rank and each peer."""
+        own = self._own
+        plan = self._own.plan
         by_peer: dict[tuple[int, bool], list[tuple[int, torch.Tensor]]] = defaultdict(list)
         for peer, sequence, view in self._sent_views():
             by_peer[peer, True].append((sequence, view))
@@ -137,14 +155,13 @@ class Wave:
         for unit in received[np.argsort(plan.sequence[received])].tolist():
             content = int(plan.sequence[unit]), own.target(unit)
             by_peer[int(plan.readers[unit]), False].append(content)
-        return [
-            message
-            for (peer, is_sent), contents in by_peer.items()
-            for message in make_messages(rank, peer, is_sent, contents)
-        ]
+        messages: list[Message] = []
+        for (peer, is_sent), contents in by_peer.items():
+            messages.extend(make_messages(rank, peer, is_sent, contents))
+        return messages
 
     def _sent_views(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield for each part that is sent the peer, its place in the sequence, and its memory."""
+        """Yield the peer, sequence number and memory of each sent part."""
         plan = self._own.plan
         sent = np.flatnonzero(plan.read_waves[plan.send_reads] == self._number)
         reads, *columns = (column[sent] for column in plan.sends)

@@ -1,4 +1,7 @@
-"""Writing shard files: bytes straight from tensor memory, checksummed while they are in cache."""
+"""Writing of shard files straight from tensor memory.
+
+Bytes are checksummed while they are in cache.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +29,29 @@ from distckpt._geometry.units import Span, spans_within, units_of, units_of_span
 from distckpt._storage import locations
 
 DIRECT_MIN_BYTES = 16 << 20
-"""Smaller files go through the page cache: one flush costs less than many waits for the disk."""
+"""Size from which on files go around the page cache: below, one flush costs less than many waits
+for the disk.
+"""
 SMALL_BYTES = 64 << 10
-"""Less of a tensor is copied and written together with what lies beside it: a copy costs less than
-a view and a buffer of its own, and threads that make these wait for each other.
+"""Write smaller pieces of tensors together with their neighbors: a copy costs less than a view and
+a buffer of its own, and threads that make these wait for each other.
 """
 
 FOLDER_RANKS = 256
-"""Object stores limit the requests for what lies below one prefix."""
+"""Ranks per folder: object stores limit the requests below one prefix."""
 _RANK = re.compile(r"(?:shard|rank)-(\d+)")
 
 Fill: TypeAlias = Callable[[Sequence[Span], Bytes], list[Bytes]]
-"""Gives the bytes of some spans, in order: views of existing memory, or of the scratch memory of
-their size that it receives.
+"""Function that returns the bytes of spans, in order: views of existing memory, or of the scratch
+memory of their size that it receives.
 """
 
 
 class NewFile(NamedTuple):
-    """A file to be written at a location where nothing is: a header, then chunks without gaps.
+    """A file to write at a free location: header, then chunks.
 
-    `fill` gives the bytes of chunks, and is called by several threads. `device` is where they come
-    from, if not from host memory.
+    There are no gaps between chunks. `fill` gives the bytes of chunks, and is called by several
+    threads. `device` is the device of the bytes, None for host memory.
     """
 
     location: str
@@ -56,24 +61,25 @@ class NewFile(NamedTuple):
     device: DeviceLayer | None = None
 
     def below(self, directory: str, suffix: str = "") -> NewFile:
-        """Return the file, whose location is a name in a checkpoint, in the directory of the
-        checkpoint; see `in_folder`.
+        """Return the file with a location in a checkpoint's directory.
+
+        Its location is a name in the checkpoint before; see `in_folder`.
         """
         return self._replace(location=f"{directory}/{in_folder(self.location, suffix)}")
 
 
 @dataclass(frozen=True)
 class WriteSettings:
-    """How files are written.
+    """Settings for writing files.
 
     Attributes:
         durable: whether bytes must be on disk when `write_files` returns.
         direct: whether to go around the page cache (`O_DIRECT`); None if that pays and the file
             system takes it.
         with_checksums: whether to compute checksums, of blocks of `block_bytes`.
-        num_threads: that fill and write at the same time, each `UNIT_BYTES` at most.
-        num_requests: that are made to an object store at the same time.
-        max_part_bytes: memory that each of them may use for a part of an object.
+        num_threads: threads that fill and write at the same time, each `UNIT_BYTES` at most.
+        num_requests: requests that are made to an object store at the same time.
+        max_part_bytes: memory that a request may use for a part of an object.
         progress: called with the number of bytes whenever some have been written, by several
             threads.
     """
@@ -89,20 +95,20 @@ class WriteSettings:
 
 
 def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArray[np.uint64]:
-    """Write files, and return the checksums of the blocks of all their chunks, in order; an empty
-    array without checksums.
+    """Write files; return the checksums of all blocks, in order.
 
-    One pool of threads takes the units of all files in order, so that the data of one file goes to
-    disk (fsync) while the next is being written. Space for all of them is reserved first: a full
-    disk is found before anything is written, if the file system can tell.
+    The array is empty without checksums. One pool of threads takes the units of all files in order,
+    so that the data of one file goes to disk (fsync) while the next is being written. Space for all
+    of them is reserved first: a full disk is found before anything is written, if the file system
+    can tell.
     """
-    are_local = [locations.is_local(file.location) for file in files]
-    outputs = [
-        _Output(file, is_local, settings) for file, is_local in zip(files, are_local, strict=True)
-    ]
+    outputs = []
+    for file in files:
+        outputs.append(_Output(file, locations.is_local(file.location), settings))
     _write_local([output for output in outputs if output.is_local], settings)
-    if not all(are_local):
-        _upload([output for output in outputs if not output.is_local], settings)
+    remote = [output for output in outputs if not output.is_local]
+    if remote:
+        _upload(remote, settings)
     units = itertools.chain.from_iterable(output.checksums for output in outputs)
     return np.array(list(itertools.chain.from_iterable(units)), np.uint64)
 
@@ -110,8 +116,9 @@ def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArra
 def write_span(
     file: NewFile, start: int, stop: int, settings: WriteSettings
 ) -> npt.NDArray[np.uint64]:
-    """Write bytes [start, stop) of a local file, which is made if it is not there, and return the
-    checksums of the blocks that begin in them.
+    """Write bytes [start, stop) of a local file.
+
+    The file is made if it is not there. Return the checksums of the blocks that begin in them.
 
     Other processes may write the rest of the file at the same time, or the same bytes. Blocks at
     the edges are filled whole, and written as far as they are in the span; one that begins before
@@ -134,14 +141,17 @@ def _write_and_close(outputs: Sequence[_Output], settings: WriteSettings) -> Non
         _write_units(outputs, settings)
     finally:
         for output in outputs:
-            # What was written completely is closed. An error of closing others would hide the one
+            # Complete files are closed already. An error of closing other files would hide the one
             # that matters.
             with contextlib.suppress(OSError):
                 output.close()
 
 
 def _write_units(outputs: Sequence[_Output], settings: WriteSettings) -> None:
-    units = [(output, number) for output in outputs for number in range(len(output.units))]
+    units = []
+    for output in outputs:
+        for number in range(len(output.units)):
+            units.append((output, number))
     # Writers through the page cache would wait for each other: the system lets one at a time into a
     # file.
     pays = any(output.may_be_direct or output.file.device for output in outputs)
@@ -157,11 +167,13 @@ def _upload(outputs: Sequence[_Output], settings: WriteSettings) -> None:
     # Imported when it is needed: most programs write to local paths only.
     from distckpt._storage.uploads import OutgoingFile, upload_files
 
+    files = []
+    for output in outputs:
+        location = output.file.location
+        header = output.file.header
+        files.append(OutgoingFile(location, header, output.sizes, output.buffers_of))
     upload_files(
-        [
-            OutgoingFile(output.file.location, output.file.header, output.sizes, output.buffers_of)
-            for output in outputs
-        ],
+        files,
         settings.num_requests,
         settings.max_part_bytes,
         settings.progress,
@@ -169,19 +181,22 @@ def _upload(outputs: Sequence[_Output], settings: WriteSettings) -> None:
 
 
 def in_folder(name: str, suffix: str) -> str:
-    """Return the name of a file with a suffix added to that of its folder, see
-    `PreparedSave.folder_suffix`. With a suffix, a folder has the files of `FOLDER_RANKS` ranks.
+    """Return a file name with a suffix added to its folder.
+
+    See `PreparedSave.folder_suffix`. With a suffix, a folder has the files of `FOLDER_RANKS` ranks.
     """
     folder, _, file = name.partition("/")
-    rank = _RANK.match(file) if suffix else None
-    number = (int(rank[1]) - 1) // FOLDER_RANKS if rank else 0
-    return f"{folder}{suffix}{f'-{number}' if number else ''}/{file}"
+    folder += suffix
+    rank = _RANK.match(file)
+    if suffix and rank:
+        number = (int(rank[1]) - 1) // FOLDER_RANKS
+        if number:
+            folder += f"-{number}"
+    return f"{folder}/{file}"
 
 
 def create_file(location: str, header: bytes, num_bytes: int) -> None:
-    """Create a local file at its full size, so that a full disk is found early, and write its
-    header.
-    """
+    """Create a local file at its full size, and write its header. So a full disk is found early."""
     try:
         fd = os.open(location, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
@@ -198,8 +213,9 @@ def create_file(location: str, header: bytes, num_bytes: int) -> None:
 
 
 def reserve_span(location: str, header: bytes, start: int, stop: int) -> None:
-    """Make a local file, unless it is there, reserve bytes [start, stop) of it, and write its
-    header, if one is given.
+    """Reserve bytes [start, stop) of a local file.
+
+    Make the file if it is not there, and write its header, if there is one.
     """
     with locations.naming(location):
         fd = os.open(location, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -212,15 +228,15 @@ def reserve_span(location: str, header: bytes, start: int, stop: int) -> None:
 
 
 class _Output:
-    """A file while it is being written, or bytes [start, stop) of one, its `span`.
+    """A file, or its `span` [start, stop), while it is being written.
 
     Attributes:
         is_local: whether it is on a local disk.
         num_bytes: its size.
-        units: that it is written in; a local file without data has one, so that it is finished like
-            the others.
-        sizes: of the units.
-        checksums: of the blocks of each unit.
+        units: the units that it is written in; a local file without data has one, so that it is
+            finished like other files.
+        sizes: sizes of the units.
+        checksums: checksums of the blocks of each unit.
         may_be_direct: whether to go around the page cache, if the file system takes it.
     """
 
@@ -259,7 +275,8 @@ class _Output:
 
         A block that begins before the span is a unit of its own.
         """
-        begin, block_bytes = len(self.file.header), self._settings.block_bytes
+        begin = len(self.file.header)
+        block_bytes = self._settings.block_bytes
         start, stop = (max(0, edge - begin) for edge in self._span)
         spans = spans_within(self.file.chunk_bytes, start, stop, block_bytes)
         if not spans:
@@ -274,7 +291,7 @@ class _Output:
         return [*edges, *units_of_spans(spans, self._unit_bytes, block_bytes)], position
 
     def write_unit(self, number: int) -> None:
-        """Write a unit, and finish the file if no other one is missing."""
+        """Write a unit, and finish the file after its last one."""
         try:
             self._open()
             if self._direct_fd >= 0 and self.units[number]:
@@ -296,7 +313,7 @@ class _Output:
             self._settings.progress(self.sizes[number])
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the open descriptors."""
         with self._lock, contextlib.ExitStack() as closing:
             # A descriptor is free whatever its closing reports.
             for fd in (self._fd, self._direct_fd):
@@ -331,32 +348,37 @@ class _Output:
     def _keep_checksums(self, number: int, buffers: Sequence[Bytes]) -> None:
         if self._settings.with_checksums:
             sizes = _sizes_of(self.units[number])
-            found = block_checksums(sizes, buffers, self._settings.block_bytes)
+            checksums = block_checksums(sizes, buffers, self._settings.block_bytes)
             # A block that begins before the span belongs to the one before.
-            self.checksums[number] = found[self._starts[number] < self._span[0] :]
+            self.checksums[number] = checksums[self._starts[number] < self._span[0] :]
 
     def _own_buffers(self, number: int) -> tuple[int, list[Bytes]]:
-        """Return the bytes of a unit that are in the span, and where in the unit they begin."""
+        """Return a unit's bytes in the span, and where they begin."""
         low, high = self._own_part(number)
         buffers = self.buffers_of(number)
-        is_whole = (low, high) == (0, self.sizes[number])
-        return low, buffers if is_whole else cut_buffers(buffers, low, high)
+        if (low, high) != (0, self.sizes[number]):
+            buffers = cut_buffers(buffers, low, high)
+        return low, buffers
 
     def _own_part(self, number: int) -> tuple[int, int]:
-        """Return which bytes of a unit are in the span."""
-        start, (first, last) = self._starts[number], self._span
+        """Return the range of a unit's bytes that is in the span."""
+        start = self._starts[number]
+        (first, last) = self._span
         return max(0, first - start), min(self.sizes[number], last - start)
 
     def _write_directly(self, number: int) -> None:
-        """Write through an aligned window; its unaligned edges go through the page cache."""
-        position, num_bytes = self._starts[number], self.sizes[number]
+        """Write through an aligned window. Its unaligned edges go through the page cache."""
+        position = self._starts[number]
+        num_bytes = self.sizes[number]
         memory = bounce_buffer("write", self._unit_bytes + ALIGNMENT, self.file.device)
         phase = position % ALIGNMENT
         window = memory[phase : phase + num_bytes]
         copy_into(window, self.file.fill(self.units[number], window))
         self._keep_checksums(number, [window])
         low, high = self._own_part(number)
-        window, position, num_bytes = window[low:high], position + low, high - low
+        window = window[low:high]
+        position = position + low
+        num_bytes = high - low
         first = min(-position % ALIGNMENT, num_bytes)
         last = max(first, num_bytes - (position + num_bytes) % ALIGNMENT)
         written = first + write_aligned(self._direct_fd, window[first:last], position + first)
@@ -369,8 +391,9 @@ def _sizes_of(unit: Sequence[Span]) -> list[int]:
 
 
 def cut_buffers(buffers: Sequence[Bytes], start: int, stop: int) -> list[Bytes]:
-    """Return bytes [start, stop) of buffers that follow each other."""
-    cut, begin = [], 0
+    """Return bytes [start, stop) of consecutive buffers."""
+    cut = []
+    begin = 0
     for buffer in buffers:
         cut.append(buffer[max(0, start - begin) : max(0, stop - begin)])
         begin += len(buffer)
@@ -378,7 +401,7 @@ def cut_buffers(buffers: Sequence[Bytes], start: int, stop: int) -> list[Bytes]:
 
 
 def copy_into(window: Bytes, buffers: Sequence[Bytes]) -> None:
-    """Put the bytes of all buffers into the window, unless they are there already."""
+    """Copy buffers into the window, unless they are there already."""
     filled = 0
     for buffer in buffers:
         place = window[filled : filled + len(buffer)]
@@ -393,13 +416,14 @@ def copy_into(window: Bytes, buffers: Sequence[Bytes]) -> None:
 def file_of_tensors(
     location: str, header: bytes, contents: Sequence[Sequence[torch.Tensor]]
 ) -> NewFile:
-    """Describe a file each of whose chunks is the row-major contents of some tensors, one after the
-    other.
+    """Describe a file whose chunks are the row-major contents of tensors.
 
-    Call it in the thread that computes: what that thread has queued on a device so far is done
-    before bytes are copied.
+    A chunk may consist of several tensors, one after the other. Call it in the thread that
+    computes: work that this thread has queued on a device is done before bytes are copied.
     """
-    sizes = [sum(tensor.nbytes for tensor in chunk) for chunk in contents]
+    sizes = []
+    for chunk in contents:
+        sizes.append(sum(tensor.nbytes for tensor in chunk))
     copier = Copier(itertools.chain.from_iterable(contents))
 
     def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
@@ -419,22 +443,26 @@ def _bytes_of(
     scratch: Bytes,
     copier: Copier,
 ) -> list[Bytes]:
-    """Return the bytes of a unit: views of large pieces of tensor memory, and of `scratch`, which
-    has a place for each byte, for everything else.
+    """Return the bytes of a unit.
+
+    These are views of large pieces of tensor memory, and of `scratch`, which has a place for each
+    byte, for everything else.
     """
     buffers: list[Bytes] = []
     address = scratch.ctypes.data
-    # What lies between these in `scratch` is not among the buffers yet.
+    # The bytes between these in `scratch` are not among the buffers yet.
     first = end = 0
     for span in unit:
         begin = 0
         for tensor in contents[span.chunk]:
             size = tensor.nbytes
-            low, high = max(span.start - begin, 0), min(span.stop - begin, size)
+            low = max(span.start - begin, 0)
+            high = min(span.stop - begin, size)
             begin += size
             if low >= high:
                 continue
-            start, end = end, end + high - low
+            start = end
+            end = end + high - low
             if not copier.is_plain(tensor):
                 _copy_range(tensor, low, high, scratch[start:end], copier)
             elif high - low < SMALL_BYTES:
@@ -452,13 +480,15 @@ def _copy_range(
     target: Bytes,
     copier: Copier,
 ) -> None:
-    """Copy bytes [start, stop) of a tensor's row-major content, from any device and with any
-    strides.
+    """Copy bytes [start, stop) of a tensor's row-major content.
+
+    The tensor may have any strides and be on any device.
     """
     item = tensor.element_size()
     values = torch.from_numpy(target).view(tensor.dtype)
     if not (tensor.is_conj() or tensor.is_neg()):
-        tensor, values = as_integers(tensor), as_integers(values)
+        tensor = as_integers(tensor)
+        values = as_integers(values)
     filled = 0
     for region in flat_range_regions(tuple(tensor.shape), start // item, stop // item):
         place = values[filled : filled + region.num_elements].view(region.shape)

@@ -1,4 +1,4 @@
-"""Values that a load asks for and the checkpoint does not hold."""
+"""Values that a load requests and the checkpoint lacks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def refuse_absent_tensors(values: Any, loaded: StateDict, location: str) -> None
 
     Args:
         values: the request without its shards.
-        loaded: what was loaded.
-        location: of the checkpoint.
+        loaded: the loaded values.
+        location: location of the checkpoint.
 
     Raises:
-        LoadMismatchError: something is missing.
+        LoadMismatchError: a tensor is missing.
     """
     lost = _absent(tensor_paths(values), loaded)
     if lost:
@@ -48,10 +48,10 @@ def refuse_absent_tensors(values: Any, loaded: StateDict, location: str) -> None
 def refuse_absent_values(
     values: Any, objects: Collection[Position], loaded: StateDict, holder: str
 ) -> None:
-    """Refuse plain values in a request for which nothing was loaded, see `refuse_absent_tensors`.
+    """Refuse plain values in a request for which nothing was loaded.
 
-    Values that are None may be absent, as may paths to `objects`, which check for themselves
-    whether they were loaded completely.
+    See `refuse_absent_tensors`. Values that are None may be absent, as may paths to `objects`,
+    which check for themselves whether they were loaded completely.
     """
     absent = _absent(_value_paths(values, objects), loaded)
     if absent:
@@ -68,25 +68,33 @@ def absent_values(
     objects: Collection[Position],
     loaded: StateDict,
 ) -> frozenset[str]:
-    """Name plain tensors, values and objects without shards for which nothing was loaded."""
+    """Name plain tensors, values and objects for which nothing was loaded.
+
+    Shards are not named.
+    """
     paths = [*tensor_paths(values), *_value_paths(values, objects)]
     return frozenset(_absent(paths, loaded))
 
 
 def _absent(paths: Iterable[Position], loaded: StateDict) -> list[str]:
-    return [dotted(path) for path in paths if at(loaded, path, HOLE) is HOLE]
+    absent = []
+    for path in paths:
+        if at(loaded, path, HOLE) is HOLE:
+            absent.append(dotted(path))
+    return absent
 
 
 def tensor_paths(tree: Any) -> Iterator[Position]:
-    """Yield the keys that lead to each tensor in nested dicts."""
+    """Yield the position of each tensor in nested dicts."""
     for path, leaf in leaves(tree, is_dict):
         if isinstance(leaf, torch.Tensor):
             yield path
 
 
 def _value_paths(tree: Any, objects: Collection[Position]) -> Iterator[Position]:
-    """Yield the keys that lead to each value that is not None. A dict or list that contains no
-    objects counts as one value.
+    """Yield the position of each value that is not None.
+
+    A dict or list that contains no objects counts as one value.
     """
     above = itertools.chain([tree], *(on_the_way(tree, place[:-1]) for place in objects))
     holders = set(map(id, filter(is_container, above)))

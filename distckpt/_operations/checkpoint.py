@@ -1,4 +1,4 @@
-"""A checkpoint that is open for reading, without a state dict. Any rank may read, alone."""
+"""Checkpoints that are open for reading, without a state dict. Any rank may read, alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TensorInfo:
     Attributes:
         key: its name.
         shape: its global shape.
-        dtype: that it is stored in; of a quantized tensor, that of its values.
+        dtype: its stored dtype; for a quantized tensor, the dtype of its values.
     """
 
     key: str
@@ -53,13 +53,13 @@ class TensorInfo:
 class Checkpoint(SaysOtherNames):
     """A checkpoint that is open for reading, see `distckpt.open`.
 
-    It stays on the checkpoint that it has opened: when that one is replaced or removed, reads raise
-    an error. It can be sent to other processes, which open it there: pickles and copies hold where
-    it is, and nothing of its content.
+    It stays on the checkpoint that it has opened: reads raise an error after that was replaced or
+    removed. It can be sent to other processes, which open it there: pickles and copies hold its
+    location, and nothing of its content.
 
     Attributes:
         location: path or URL.
-        tensors: of each tensor its name, shape and dtype, by key.
+        tensors: name, shape and dtype of each tensor, by key.
         objects: the number of parts along each axis of each sharded object, by key.
         common_state: everything that was saved without being sharded. An object of a class that is
             not registered is an `UnknownObject`.
@@ -73,11 +73,13 @@ class Checkpoint(SaysOtherNames):
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[Any, ...]]:
         """Open the same checkpoint again where it is unpickled."""
-        marker = self._stored.marker if self._stored.manifest.has_checksums else None
+        marker = None
+        if self._stored.manifest.has_checksums:
+            marker = self._stored.marker
         return _open_again, (self.location, self._as_stored, marker)
 
     def __repr__(self) -> str:
-        """Name the location, and count what is there."""
+        """Name the location, and count tensors and sharded objects."""
         counts = f"{len(self.tensors)} tensors, {len(self.objects)} sharded objects"
         return f"<Checkpoint {self.location!r}: {counts}>"
 
@@ -85,26 +87,29 @@ class Checkpoint(SaysOtherNames):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Describe each tensor, by key."""
         stored = self._stored
-        return MappingProxyType(
-            {
-                key: TensorInfo(key, stored.global_shape(key), FROM_NAME[stored.dtype_name(key)])
-                for key in stored.manifest.key_index
-                if not (stored.is_object(key) or key.endswith(AS_STORED))
-            }
-        )
+        tensors = {}
+        for key in stored.manifest.key_index:
+            if not (stored.is_object(key) or key.endswith(AS_STORED)):
+                dtype = FROM_NAME[stored.dtype_name(key)]
+                tensors[key] = TensorInfo(key, stored.global_shape(key), dtype)
+        return MappingProxyType(tensors)
 
     @cached_property
     def objects(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the number of parts along each axis of each sharded object, by key."""
+        """Return each sharded object's number of parts per axis, by key."""
         stored = self._stored
         keys = filter(stored.is_object, stored.manifest.key_index)
-        shapes = {key: stored.global_shape(key) for key in keys if key != COMMON_KEY}
+        shapes = {}
+        for key in keys:
+            if key != COMMON_KEY:
+                shapes[key] = stored.global_shape(key)
         return MappingProxyType(shapes)
 
     @cached_property
     def common_state(self) -> StateDict:
-        """Return everything that was saved without being sharded; read once. Copy what you change
-        in it.
+        """Return everything that was saved without being sharded.
+
+        It is read once. Copy values before you change them.
         """
         with reading_unchanged(Ranks.alone(), [self._stored]):
             compacted: StateDict = flatten.compact(load_common_state(self._stored))
@@ -122,7 +127,7 @@ class Checkpoint(SaysOtherNames):
             rows = checkpoint.read("embedding.weight", (slice(0, 8),))
 
         Args:
-            key: of the tensor.
+            key: key of the tensor.
             region: a slice without a step for each of the first axes; the others are read whole.
                 Negative numbers count from the end, as usual. None for the whole tensor.
 
@@ -137,12 +142,12 @@ class Checkpoint(SaysOtherNames):
         return self._read([_requested(tensor, _region_of(self.location, tensor, region))])[0]
 
     def read_tensors(self, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-        """Read tensors whole onto the CPU, all of them in one pass over the files.
+        """Read tensors whole onto the CPU, in one pass over the files.
 
             weights = distckpt.open("checkpoints/step_100").read_tensors()
 
         Args:
-            keys: of the tensors; None for all.
+            keys: keys of the tensors; None for all.
 
         Raises:
             LoadMismatchError: there are no tensors of some keys.
@@ -164,9 +169,9 @@ class Checkpoint(SaysOtherNames):
             assert distckpt.open("checkpoints/step_100").fingerprints() == live
 
         Args:
-            keys: of the tensors; None for all.
-            stored: return those of the tensors that were in memory when they were saved with
-                `fingerprint=True`, and read nothing.
+            keys: keys of the tensors; None for all.
+            stored: return the fingerprints that `fingerprint=True` has stored at the save, from the
+                tensors in memory, and read nothing.
 
         Raises:
             LoadMismatchError: there are no tensors of some keys.
@@ -181,16 +186,19 @@ class Checkpoint(SaysOtherNames):
                 f"{self.location!r} holds quantized tensors, and fingerprints are of what is "
                 "stored: open it with as_stored=True."
             )
-        found = list(self.tensors) if keys is None else [each.key for each in self._find(keys)]
+        names = list(self.tensors) if keys is None else [tensor.key for tensor in self._find(keys)]
         from distckpt._operations.fingerprint import computed_fingerprints, saved_fingerprints
 
         if stored:
-            return saved_fingerprints(self._stored, found)
+            return saved_fingerprints(self._stored, names)
         with reading_unchanged(Ranks.alone(), [self._stored]):
-            return computed_fingerprints(self._stored, found)
+            return computed_fingerprints(self._stored, names)
 
     def _find(self, keys: Collection[str]) -> list[TensorInfo]:
-        unknown = [key for key in keys if key not in self.tensors]
+        unknown = []
+        for key in keys:
+            if key not in self.tensors:
+                unknown.append(key)
         if unknown:
             hint = nearest_names(unknown, self.tensors)
             if unknown[0] in self.objects:
@@ -212,7 +220,9 @@ class Checkpoint(SaysOtherNames):
 
 @operation
 def open(path: str | os.PathLike[str], *, as_stored: bool = False) -> Checkpoint:
-    """Open a checkpoint to look at what it holds, and to read tensors of it without a state dict.
+    """Open a checkpoint, to inspect it and to read tensors.
+
+    No state dict is needed.
 
         checkpoint = distckpt.open("checkpoints/step_100")
         checkpoint.tensors["embedding.weight"].shape
@@ -223,7 +233,7 @@ def open(path: str | os.PathLike[str], *, as_stored: bool = False) -> Checkpoint
     close.
 
     Args:
-        path: a path or fsspec URL of whatever `distckpt.load` reads.
+        path: a path or fsspec URL of anything that `distckpt.load` reads.
         as_stored: with True, quantized tensors are the codes and scales that they are stored as,
             else values.
 
@@ -258,7 +268,9 @@ def _check_keys(keys: Collection[str] | None) -> None:
         return
     is_listed = isinstance(keys, Collection) and not isinstance(keys, str)
     if not is_listed or any(not isinstance(key, str) for key in keys):
-        hint = f"; for one tensor, keys={[keys]!r}" if isinstance(keys, str) else ""
+        hint = ""
+        if isinstance(keys, str):
+            hint = f"; for one tensor, keys={[keys]!r}"
         raise TypeError(f"keys is a list of whole keys, not of patterns, got {keys!r:.200}{hint}.")
 
 
@@ -274,35 +286,42 @@ def _region_of(
     slices: tuple[slice, ...] | None,
 ) -> Region:
     """Convert slices to a region of a tensor."""
-    given = _checked_slices(slices)
+    own_slices = _checked_slices(slices)
     shape = tensor.shape
-    if len(given) > len(shape) or not all(map(_is_within, given, shape)):
+    if len(own_slices) > len(shape) or not all(map(_is_within, own_slices, shape)):
         raise LoadMismatchError(
             f"Key {tensor.key!r} in {location!r} has the shape {shape}: it has no region "
-            f"[{', '.join(map(_text_of, given))}].",
+            f"[{', '.join(map(_text_of, own_slices))}].",
             unexpected=[tensor.key],
         )
-    of_others = [slice(None)] * (len(shape) - len(given))
-    ranges = [range(size)[each] for each, size in zip((*given, *of_others), shape, strict=True)]
-    return Region(tuple(each.start for each in ranges), tuple(map(len, ranges)))
+    rest = [slice(None)] * (len(shape) - len(own_slices))
+    ranges = []
+    for size, axis_slice in zip(shape, [*own_slices, *rest], strict=True):
+        ranges.append(range(size)[axis_slice])
+    return Region(tuple(indices.start for indices in ranges), tuple(map(len, ranges)))
 
 
-def _checked_slices(given: object) -> tuple[slice, ...]:
-    if given is None:
+def _checked_slices(region: object) -> tuple[slice, ...]:
+    if region is None:
         return ()
-    if isinstance(given, tuple) and all(isinstance(each, slice) for each in given):
-        return given
-    raise TypeError(f"region is a tuple of slices, got {given!r:.200}.")
+    if isinstance(region, tuple) and all(isinstance(item, slice) for item in region):
+        return region
+    raise TypeError(f"region is a tuple of slices, got {region!r:.200}.")
 
 
-def _is_within(each: slice, size: int) -> bool:
-    """Tell whether an axis of a size has all indices that a slice names, and it has no step."""
-    selected = range(size)[each]
-    ends = [end for end in (each.start, each.stop) if end is not None]
+def _is_within(piece: slice, size: int) -> bool:
+    """Whether a slice without a step lies inside an axis."""
+    selected = range(size)[piece]
+    ends = [end for end in (piece.start, piece.stop) if end is not None]
     is_inside = all(-size <= end <= size for end in ends)
     return is_inside and selected.step == 1 and selected.start <= selected.stop
 
 
-def _text_of(each: slice) -> str:
-    ends = [each.start, each.stop] if each.step is None else [each.start, each.stop, each.step]
-    return ":".join("" if end is None else str(end) for end in ends)
+def _text_of(piece: slice) -> str:
+    ends = [piece.start, piece.stop]
+    if piece.step is not None:
+        ends.append(piece.step)
+    texts = []
+    for end in ends:
+        texts.append("" if end is None else str(end))
+    return ":".join(texts)

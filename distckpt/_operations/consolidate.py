@@ -1,5 +1,6 @@
-"""Merge the shards of a checkpoint into a Hugging Face checkpoint, without the model and within
-bounded memory.
+"""Merging of a checkpoint's shards into a Hugging Face checkpoint.
+
+It needs no model and bounded memory.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ def consolidate(
     options: ExportOptions | None = None,
     **changes: Any,
 ) -> ExportReport:
-    """Merge the shards of a checkpoint into a Hugging Face checkpoint, without building the model.
+    """Merge the shards of a checkpoint into a Hugging Face checkpoint.
+
+    The model is not built.
 
     Everything is checked before a byte is written: shards must tile every tensor. The export is
-    written beside `output_dir` and appears there in one step; an earlier one stays complete until
+    written next to `output_dir` and appears there in one step; an earlier one stays complete until
     then. Memory is bounded whatever the size of a tensor.
 
         distckpt.consolidate("checkpoints/step_100", "exports/step_100", dtype=torch.bfloat16)
@@ -47,8 +50,8 @@ def consolidate(
     well.
 
     Args:
-        checkpoint: what `load` reads: a distckpt checkpoint, a folder of shards that torch's
-            `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel wrote, or a
+        checkpoint: anything that `load` reads: a distckpt checkpoint, a folder of shards that
+            torch's `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel wrote, or a
             checkpoint of `torch.distributed.checkpoint`, Megatron Core (`torch_dist`) or DeepSpeed.
         output_dir: gets `model.safetensors`, or several files and their index. Other files that are
             there stay.
@@ -71,16 +74,16 @@ def consolidate(
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
     ranks = Ranks(process_group)
-    chosen = with_changes(consolidate, ExportOptions, options, changes)
-    request = check_request(ranks, [checkpoint], output_dir, overwrite, chosen)
+    export_options = with_changes(consolidate, ExportOptions, options, changes)
+    request = check_request(ranks, [checkpoint], output_dir, overwrite, export_options)
     with PhaseTimer("consolidate", ranks.rank, request.target).phase("plan"):
-        opened = open_sources(ranks, request.sources, chosen.verify)
-        plan = plan_opened(ranks, opened, chosen)
+        opened = open_sources(ranks, request.sources, export_options.verify)
+        plan = plan_opened(ranks, opened, export_options)
     return write_and_commit(ranks, request, opened.all, plan)
 
 
 def plan_consolidation(checkpoint: str | os.PathLike[str], options: ExportOptions) -> ExportPlan:
-    """Return what `consolidate` would write, in this process alone."""
+    """Return the plan of a `consolidate`, made in this process alone."""
     ranks = Ranks.alone()
     check_export_options(options)
     opened = open_sources(ranks, locate_sources([checkpoint], options), options.verify)

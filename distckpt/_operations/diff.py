@@ -1,5 +1,6 @@
-"""The difference between two checkpoints, whatever their layouts: read once, a window of each at a
-time.
+"""Differences between two checkpoints, whatever their layouts.
+
+Both are read once, a window of each at a time.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
 _NOTHING = ("", None)
-_MAX_TEXT, _MAX_BITS = 60, 128
+_MAX_TEXT = 60
+_MAX_BITS = 128
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,15 @@ class TensorDifference:
     """A tensor that is not the same on both sides.
 
     Attributes:
-        key: its name, that of B where A's is renamed.
+        key: its name; its name in B if it is renamed.
         shapes: its global shape in A and in B. Values are compared when they are equal.
         dtypes: its safetensors dtype in A and in B.
-        num_elements: of each side; 0 when the values were not compared.
+        num_elements: number of elements on each side; 0 when the values were not compared.
         num_different: elements whose values differ. NaN equals NaN.
         max_difference: the largest absolute difference; infinite where only one side is infinite or
             NaN.
-        first_index: of the first element that differs, in row-major order; None when none does.
+        first_index: index of the first element that differs, in row-major order; None when none
+            does.
         region: the smallest region that holds all elements that differ, `[start:stop, ...]`; None
             when none does.
         norms: the L2 norm of A and of B; 0 when no values differ.
@@ -86,8 +89,9 @@ class TensorDifference:
 
     @property
     def relative_difference(self) -> float:
-        """Return the norm of the difference divided by that of B; infinite where B is zero and A is
-        not.
+        """Return the norm of the difference divided by the norm of B.
+
+        It is infinite where B is zero and A is not.
         """
         if not self.norms[1]:
             return math.inf if self.difference_norm else 0.0
@@ -96,14 +100,15 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class ObjectDifference:
-    """A place in an object, or in common state, that is not the same on both sides.
+    """A place in an object, or in common state, that differs.
 
     Attributes:
-        key: of the object.
-        offset: of the part of the object, None when the sides have different parts.
-        path: inside that part, such as `args.lr` or `rng[2]`; empty for the whole.
+        key: key of the object.
+        offset: offset of the part of the object, None when the sides have different parts.
+        path: path inside that part, such as `args.lr` or `rng[2]`; empty for the whole.
         where: "both" when the values differ, "a" or "b" when only one side has something there.
-        values: what A and B have there, as short texts; None for nothing, or for a whole object.
+        values: the values of A and B there, as short texts; None for nothing, or for a whole
+            object.
     """
 
     key: str
@@ -118,8 +123,8 @@ class DiffReport:
     """The differences between two checkpoints.
 
     Attributes:
-        a: location of the first.
-        b: location of the second.
+        a: location of the first checkpoint.
+        b: location of the second checkpoint.
         only_in_a: keys that the second lacks, with the names that they would have there.
         only_in_b: keys that the first lacks.
         tensors: tensors that differ in shape, dtype or value.
@@ -129,7 +134,7 @@ class DiffReport:
         num_compared: tensors whose values were compared.
         num_bytes: bytes of the compared values, of both checkpoints together.
         seconds: duration of the call.
-        optimizer_keys: of all these names, those of tensors of optimizers.
+        optimizer_keys: names of optimizers' tensors among all these names.
     """
 
     a: str
@@ -161,11 +166,11 @@ def diff(
     rtol: float = 0.0,
     progress: Progress | None = None,
 ) -> DiffReport:
-    """Compare two checkpoints: keys, shapes, dtypes, the value of each element, objects and common
-    state.
+    """Compare two checkpoints: keys, shapes, dtypes, values, objects and common state.
 
-    They may have been saved under different layouts, and either may be whatever `load` reads, a
-    Hugging Face directory for example. Each byte is read once, through windows of bounded size;
+
+    They may have been saved under different layouts, and either may be anything that `load` reads,
+    such as a Hugging Face directory. Each byte is read once, through windows of bounded size;
     objects are in memory whole.
 
         report = distckpt.diff("checkpoints/step_100", "exports/step_100", keys="!optimizer.")
@@ -177,15 +182,15 @@ def diff(
         a: a path or URL.
         b: a path or URL.
         keys: compare these tensors only: a beginning of the keys that A has, a pattern with `*`, or
-            a list of such. Those of B are compared whose names they become by renaming. Objects and
-            common state are compared when it is None.
-        rename: old beginnings of A's keys -> those that B has.
+            a list of such. They are compared with the tensors of B that have their names after
+            renaming. Objects and common state are compared when it is None.
+        rename: old beginnings of A's keys -> their beginnings in B.
         atol: values differ when they are further apart than `atol + rtol * abs(value in B)`.
         rtol: see `atol`.
         progress: called with the bytes compared so far and the bytes to compare.
 
     Returns:
-        What differs. A difference does not raise.
+        The differences. A difference does not raise.
 
     Raises:
         CheckpointNotFoundError: there is nothing that can be read.
@@ -198,9 +203,11 @@ def diff(
     started = time.perf_counter()
     check_arguments(keys, rename, atol, rtol)
     ranks = Ranks.alone()
-    of_both = map(locations.normalize, (a, b))
+    location_a = locations.normalize(a)
+    location_b = locations.normalize(b)
     with contextlib.ExitStack() as stack:
-        first, second = (stack.enter_context(opened(ranks, each)) for each in of_both)
+        first = stack.enter_context(opened(ranks, location_a))
+        second = stack.enter_context(opened(ranks, location_b))
         compared = plan_diff(first, second, keys, rename or {})
         counter = ProgressCounter(progress, compared.num_bytes)
         compute = functools.partial(compare_window, atol=atol, rtol=rtol)
@@ -229,32 +236,36 @@ def check_arguments(
 
 @dataclass(frozen=True)
 class Compared:
-    """What of two checkpoints is compared.
+    """The tensors of two checkpoints that are compared.
 
     Attributes:
         first: the checkpoint A.
         second: the checkpoint B.
-        of_a: tensors of A, by the names that they have in B.
-        of_b: tensors of B.
+        tensors_a: tensors of A, by the names that they have in B.
+        tensors_b: tensors of B.
         has_keys: whether only some keys were chosen.
     """
 
     first: StoredCheckpoint
     second: StoredCheckpoint
-    of_a: _Tensors
-    of_b: _Tensors
+    tensors_a: _Tensors
+    tensors_b: _Tensors
     has_keys: bool
 
     @functools.cached_property
     def pairs(self) -> dict[str, tuple[StoredTensor, StoredTensor]]:
-        """The tensors that both have."""
-        common = sorted(self.of_a.keys() & self.of_b.keys(), key=natural_order)
-        return {key: (self.of_a[key], self.of_b[key]) for key in common}
+        """The tensors that both checkpoints have."""
+        common = sorted(self.tensors_a.keys() & self.tensors_b.keys(), key=natural_order)
+        return {key: (self.tensors_a[key], self.tensors_b[key]) for key in common}
 
     @functools.cached_property
     def comparable(self) -> dict[str, tuple[StoredTensor, StoredTensor]]:
-        """Those of them whose values can be compared."""
-        return {key: (x, y) for key, (x, y) in self.pairs.items() if x.shape == y.shape}
+        """Common tensors whose values can be compared."""
+        comparable = {}
+        for key, (x, y) in self.pairs.items():
+            if x.shape == y.shape:
+                comparable[key] = (x, y)
+        return comparable
 
     @property
     def sides(self) -> list[tuple[StoredTensor, ...]]:
@@ -273,13 +284,13 @@ def plan_diff(
     keys: str | Sequence[str] | None,
     rename: Mapping[str, str],
 ) -> Compared:
-    """Decide what of two checkpoints is compared.
+    """Select the tensors of two checkpoints to compare.
 
     Raises:
         LoadMismatchError: a pattern matches nothing.
     """
-    of_a, of_b = _tensors_to_compare(first, second, keys, rename)
-    return Compared(first, second, of_a, of_b, keys is not None)
+    tensors_a, tensors_b = _tensors_to_compare(first, second, keys, rename)
+    return Compared(first, second, tensors_a, tensors_b, keys is not None)
 
 
 def report_of_diff(
@@ -287,29 +298,33 @@ def report_of_diff(
     changes: Mapping[str, Sequence[Change | None]],
     seconds: Callable[[], float],
 ) -> DiffReport:
-    """Return the report, given what is different in each window of the comparable tensors; what is
-    not compared in windows is compared here.
+    """Return the report, given the changes in windows of comparable tensors.
+
+    Objects, which are not compared in windows, are compared here.
     """
-    first, second, of_a, of_b = compared.first, compared.second, compared.of_a, compared.of_b
+    first = compared.first
+    second = compared.second
+    tensors_a = compared.tensors_a
+    tensors_b = compared.tensors_b
     has_objects = holds_objects(first) and holds_objects(second)
     objects_compared = not compared.has_keys and has_objects
     return DiffReport(
         first.location,
         second.location,
-        only_in_a=tuple(sorted(of_a.keys() - of_b.keys(), key=natural_order)),
-        only_in_b=tuple(sorted(of_b.keys() - of_a.keys(), key=natural_order)),
+        only_in_a=tuple(sorted(tensors_a.keys() - tensors_b.keys(), key=natural_order)),
+        only_in_b=tuple(sorted(tensors_b.keys() - tensors_a.keys(), key=natural_order)),
         tensors=tuple(_differences(compared.pairs, changes)),
         objects=tuple(_diff_objects(first, second)) if objects_compared else (),
         objects_compared=objects_compared,
         num_compared=len(compared.comparable),
         num_bytes=compared.num_bytes,
         seconds=seconds(),
-        optimizer_keys=_of_optimizers(first, of_a) | _of_optimizers(second, of_b),
+        optimizer_keys=_optimizer_names(first, tensors_a) | _optimizer_names(second, tensors_b),
     )
 
 
 _Tensors: TypeAlias = dict[str, StoredTensor]
-"""By the names that they have in B."""
+"""Tensors by their names in B."""
 
 
 def _tensors_to_compare(
@@ -318,7 +333,7 @@ def _tensors_to_compare(
     keys: str | Sequence[str] | None,
     rename: Mapping[str, str],
 ) -> tuple[_Tensors, _Tensors]:
-    """Return the tensors of A and of B that are to be compared.
+    """Return the tensors of A and of B to compare.
 
     Raises:
         LoadMismatchError: a pattern matches nothing.
@@ -326,15 +341,15 @@ def _tensors_to_compare(
     back = {new: old for old, new in rename.items()}
     names_in_a = {name: name for name in _tensor_names(first)}
     names_of_b = {name: renamed(name, back) for name in _tensor_names(second)}
-    of_a = _chosen(first, names_in_a, keys, rename)
-    of_b = _chosen(second, names_of_b, keys, {})
-    if keys is not None and not (of_a or of_b):
+    tensors_a = _chosen(first, names_in_a, keys, rename)
+    tensors_b = _chosen(second, names_of_b, keys, {})
+    if keys is not None and not (tensors_a or tensors_b):
         raise LoadMismatchError(
             f"No tensor of {first.location!r} or {second.location!r} matches {keys!r}."
         )
     check_all_match(names_in_a, rename=rename, where=f" of {first.location!r}")
-    check_all_match({*names_in_a, *(names_of_b[name] for name in of_b)}, keys)
-    return of_a, of_b
+    check_all_match({*names_in_a, *(names_of_b[name] for name in tensors_b)}, keys)
+    return tensors_a, tensors_b
 
 
 def _tensor_names(stored: StoredCheckpoint) -> list[str]:
@@ -347,7 +362,10 @@ def _chosen(
     keys: str | Sequence[str] | None,
     rename: Mapping[str, str],
 ) -> _Tensors:
-    """Return the tensors of one side whose names in A match, by their names after renaming."""
+    """Return the tensors of one side that match, by new names.
+
+    Their names in A are matched.
+    """
     tensors: _Tensors = {}
     for name, name_in_a in names_in_a.items():
         if keys is not None and not matches(name_in_a, keys):
@@ -361,8 +379,8 @@ def _chosen(
     return tensors
 
 
-def _of_optimizers(stored: StoredCheckpoint, tensors: _Tensors) -> frozenset[str]:
-    """Return the names of tensors of optimizers of one side."""
+def _optimizer_names(stored: StoredCheckpoint, tensors: _Tensors) -> frozenset[str]:
+    """Return the names of one side's optimizer tensors."""
     keys = optimizer_keys(stored)
     return frozenset(name for name, tensor in tensors.items() if tensor.key in keys)
 
@@ -374,9 +392,9 @@ class Change(NamedTuple):
     """A window whose bytes differ.
 
     Attributes:
-        first_index: of the first element whose value differs, none when all are equal.
-        spans: along each axis, the first index of such elements and the one behind the last.
-        norms: of A, of B and of the difference.
+        first_index: index of the first element whose value differs; empty when all are equal.
+        spans: along each axis, the first index of such elements, and the index behind the last.
+        norms: norms of A, of B and of the difference.
     """
 
     num_different: int
@@ -399,15 +417,21 @@ def _differences(
 def _join(
     key: str, a: StoredTensor, b: StoredTensor, windows: Sequence[Change | None] | None
 ) -> TensorDifference | None:
-    """Join what was found in the windows of a tensor; they are None when the shapes differ."""
-    shapes, dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
+    """Join the changes in a tensor's windows; None for different shapes."""
+    shapes = (a.shape, b.shape)
+    dtypes = (a.dtype, b.dtype)
     if windows is None:
         return TensorDifference(key, shapes, dtypes)
     num_elements = math.prod(a.shape)
-    changes = [change for change in windows if change is not None and change.num_different]
+    changes = []
+    for change in windows:
+        if change is not None and change.num_different:
+            changes.append(change)
     if not changes:
         cast = TensorDifference(key, shapes, dtypes, num_elements)
-        return None if a.dtype == b.dtype else cast
+        if a.dtype == b.dtype:
+            return None
+        return cast
     norm_a, norm_b, distance = _norms(a, windows)
     return TensorDifference(
         key,
@@ -424,16 +448,23 @@ def _join(
 
 
 def _hull(regions: Sequence[Sequence[tuple[int, int]]]) -> Region:
-    """Return the smallest region that holds all of these, each given as spans along the axes."""
+    """Return the smallest region around several, given as spans along axes."""
     axes = list(zip(*regions, strict=True))
-    starts = [min(start for start, _ in axis) for axis in axes]
-    stops = [max(stop for _, stop in axis) for axis in axes]
-    sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
-    return Region(tuple(starts), tuple(sizes))
+    offset = []
+    shape = []
+    for axis in axes:
+        start = min(start for start, _ in axis)
+        stop = max(stop for _, stop in axis)
+        offset.append(start)
+        shape.append(stop - start)
+    return Region(tuple(offset), tuple(shape))
 
 
 def _norms(a: StoredTensor, windows: Sequence[Change | None]) -> list[float]:
-    """Return the norms of A, of B and of the difference; equal windows of A are read once more."""
+    """Return the norms of A, of B and of the difference.
+
+    Equal windows of A are read once more.
+    """
     norms = []
     for change, region in zip(windows, window_regions(a.shape), strict=True):
         if change is not None:
@@ -447,17 +478,19 @@ def _norms(a: StoredTensor, windows: Sequence[Change | None]) -> list[float]:
 def compare_window(
     window: Window, left: torch.Tensor, right: torch.Tensor, *, atol: float, rtol: float
 ) -> Change | None:
-    """Compare a window of both sides, block by block; None when the bytes are equal."""
+    """Compare a window of both sides; None when the bytes are equal."""
     blocks = list(zip(blocks_of(left), blocks_of(right), strict=True))
     if left.dtype == right.dtype and all(_has_equal_bytes(*block) for block in blocks):
         return None
-    places, norms, largest = [], [], []
+    places = []
+    norms = []
+    largest = []
     for block in blocks:
         a, b = map(to_numpy, block)
         differs, distance = _compare(a, b, atol, rtol)
         places.append(differs)
         norms.append([norm(real_numbers(torch.from_numpy(values))) for values in (a, b, distance)])
-        # numpy takes longer where it is told where to look.
+        # numpy takes longer with a mask.
         largest.append(
             distance.max(initial=0, where=differs) if atol or rtol else distance.max(initial=0)
         )
@@ -475,7 +508,7 @@ def _has_equal_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
 def _compare(
     a: npt.NDArray[Any], b: npt.NDArray[Any], atol: float, rtol: float
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[Any]]:
-    """Return which elements differ, and how far all are apart."""
+    """Return the elements that differ, and the distances of all."""
     if a.dtype.kind in "iub" and b.dtype.kind in "iub":
         return _compare_integers(a, b, atol, rtol)
     wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
@@ -484,22 +517,23 @@ def _compare(
         unclear = np.isnan(distance)
         if unclear.any():
             # NaN on one side or both, or equal infinities.
-            x, y = a[unclear], b[unclear]
+            x = a[unclear]
+            y = b[unclear]
             distance[unclear] = np.where((x == y) | ((x != x) & (y != y)), 0.0, np.inf)
-        differs = (
-            (distance > atol + rtol * np.abs(b)) | np.isinf(distance)
-            if atol or rtol
-            else distance > 0
-        )
+        if atol or rtol:
+            differs = (distance > atol + rtol * np.abs(b)) | np.isinf(distance)
+        else:
+            differs = distance > 0
     return differs, distance
 
 
 def _compare_integers(
     a: npt.NDArray[Any], b: npt.NDArray[Any], atol: float, rtol: float
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64]]:
-    """Compare exactly: large integers may differ by less than a float64 can tell."""
+    """Compare exactly: float64 is too coarse for large integers."""
     with np.errstate(all="ignore"):
-        x, y = a.astype(np.uint64), b.astype(np.uint64)
+        x = a.astype(np.uint64)
+        y = b.astype(np.uint64)
         # Modulo 2**64, which is right for negative numbers, too.
         distance = np.where(a > b, x - y, y - x)
         bound = atol + rtol * np.abs(b.astype(np.float64))
@@ -515,9 +549,7 @@ def _compare_integers(
 def _place(
     differs: npt.NDArray[np.bool_], offset: tuple[int, ...]
 ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """Return where the first element of a window is that differs, and along each axis the span of
-    all of them.
-    """
+    """Return the first index and the spans of different elements."""
     if not differs.any():
         return (), []
     first = np.unravel_index(int(differs.argmax()), differs.shape)
@@ -534,12 +566,14 @@ def _place(
 
 
 def _diff_objects(a: StoredCheckpoint, b: StoredCheckpoint) -> Iterator[ObjectDifference]:
-    keys_a, keys_b = set(object_keys(a)), set(object_keys(b))
+    keys_a = set(object_keys(a))
+    keys_b = set(object_keys(b))
     for key in sorted(keys_a | keys_b, key=natural_order):
         if (where := _where(key, keys_a, keys_b)) != "both":
             yield ObjectDifference(key, None, "", where)
             continue
-        cells_a, cells_b = read_encoded(a, key), read_encoded(b, key)
+        cells_a = read_encoded(a, key)
+        cells_b = read_encoded(b, key)
         for offset in sorted(cells_a | cells_b):
             if (where := _where(offset, cells_a, cells_b)) != "both":
                 yield ObjectDifference(key, offset, "", where)
@@ -548,7 +582,11 @@ def _diff_objects(a: StoredCheckpoint, b: StoredCheckpoint) -> Iterator[ObjectDi
 
 
 def _where(name: Any, a: Container[Any], b: Container[Any]) -> str:
-    return "both" if name in a and name in b else "a" if name in a else "b"
+    if name in a and name in b:
+        return "both"
+    if name in a:
+        return "a"
+    return "b"
 
 
 def _diff_leaves(
@@ -558,8 +596,12 @@ def _diff_leaves(
     a, b = (codec.leaves(codec.decode(blob, placeholders=True)) for blob in (left, right))
     for path in a | b:
         if a.get(path, _NOTHING)[0] != b.get(path, _NOTHING)[0]:
-            texts = tuple(_short_text(side[path][1]) if path in side else None for side in (a, b))
-            yield ObjectDifference(key, offset, path, _where(path, a, b), (texts[0], texts[1]))
+            texts = (_text_at(path, a), _text_at(path, b))
+            yield ObjectDifference(key, offset, path, _where(path, a, b), texts)
+
+
+def _text_at(path: str, leaves: Mapping[str, tuple[Any, Any]]) -> str | None:
+    return _short_text(leaves[path][1]) if path in leaves else None
 
 
 def _short_text(value: object) -> str:
@@ -567,7 +609,9 @@ def _short_text(value: object) -> str:
         return f"an integer of {value.bit_length():,} bits"
     if value is None or isinstance(value, bool | int | float | str | dict | list):
         text = repr(value[:_MAX_TEXT] if isinstance(value, str) else value)
-        return f"{text[: _MAX_TEXT - 3]}..." if len(text) > _MAX_TEXT else text
+        if len(text) > _MAX_TEXT:
+            return f"{text[: _MAX_TEXT - 3]}..."
+        return text
     kind = type(value).__name__
     if isinstance(value, torch.Tensor | np.ndarray):
         dtype = str(value.dtype).removeprefix("torch.")

@@ -1,6 +1,4 @@
-"""The plan of an export: which tensors it holds, what they are made of, and which files they go
-to.
-"""
+"""The plan of an export: its tensors, their sources, and its files."""
 
 from __future__ import annotations
 
@@ -49,20 +47,20 @@ from distckpt._storage import locations
 logger = logging.getLogger(__name__)
 
 _OF_LORA = ".adapter."
-"""In the keys of LoRA of Megatron Bridge."""
+"""Part of keys of LoRA of Megatron Bridge."""
 
 Pairs = Sequence[tuple[OutputTensor, OutputTensor]]
 
 
 @dataclass(frozen=True)
 class PlannedTensors:
-    """The tensors of an export, and where their values come from.
+    """The tensors of an export, and the source of their values.
 
     Attributes:
         source: reads the values.
         outputs: the tensors, with the regions that they are made of.
-        made_of: names of those that are computed, and of the tensors that they are computed from.
-        quantization: the `quantization_config` of what is quantized.
+        made_of: names of computed tensors -> names of the tensors that they are computed from.
+        quantization: the `quantization_config` of the quantized tensors.
     """
 
     source: TensorSource
@@ -73,7 +71,7 @@ class PlannedTensors:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export will hold.
+    """The planned content of an export.
 
     Attributes:
         source: reads the values of its tensors.
@@ -93,14 +91,20 @@ class ExportPlan:
 
     @property
     def dropped(self) -> list[str]:
-        """Keys that were selected and of which nothing is exported."""
-        used = {part.key for output in self.outputs for part in output.mapped.parts}
-        stored = [key for key, info in self.selected.items() if 0 not in info.shape]
-        return [key for key in stored if key not in used]
+        """Selected keys that no output uses."""
+        used = _stored_keys(self.outputs)
+        dropped = []
+        for key, info in self.selected.items():
+            if 0 not in info.shape and key not in used:
+                dropped.append(key)
+        return dropped
 
 
 def stored_source(stored: StoredCheckpoint, options: ExportOptions) -> TensorSource:
-    """Return the source of what one checkpoint stores; of values, where options change tensors."""
+    """Return the source of a checkpoint's values.
+
+    Quantized tensors are decoded if options change tensors.
+    """
     has_rules = bool(options.rules) or options.family is not None
     changes = options.quantize or options.merge_adapter is not None or is_for_all(options.dtype)
     return TensorSource(decoded(stored) if has_rules or changes else stored)
@@ -109,10 +113,9 @@ def stored_source(stored: StoredCheckpoint, options: ExportOptions) -> TensorSou
 def plan_export(
     ranks: Ranks, opened: OpenedSources, source: TensorSource, options: ExportOptions
 ) -> ExportPlan:
-    """Decide what is exported from a source, which reads the opened checkpoints, with an adapter
-    merged into it.
+    """Plan the export of a source that reads the opened checkpoints.
 
-    Collective operation: all ranks must call it.
+    An adapter is merged into it. Collective operation: all ranks must call it.
 
     Raises:
         LoadMismatchError: `keys` or a rule matches nothing, or no rule matches some tensor.
@@ -141,7 +144,7 @@ def plan_export(
 def _select(
     stored: StoredCheckpoint, options: ExportOptions
 ) -> tuple[dict[str, TensorSpec], _Model]:
-    """Select tensors, and read what is known of their model."""
+    """Select tensors, and read the facts about their model."""
     selected = select_tensors(
         stored.manifest,
         options.keys,
@@ -187,27 +190,25 @@ def _plan(
 
 
 def _left_out(checkpoints: Iterable[StoredCheckpoint], options: ExportOptions) -> list[str]:
-    """Return the tensors of optimizers that are left out, in natural order."""
-    keys = {
-        key
-        for stored in checkpoints
-        for key in left_out(stored, options.keys)
-        if not stored.is_object(key)
-    }
+    """Return the optimizers' tensors that are left out, in natural order."""
+    keys = set()
+    for stored in checkpoints:
+        for key in left_out(stored, options.keys):
+            if not stored.is_object(key):
+                keys.add(key)
     return sorted(keys, key=natural_order)
 
 
 def _warn_of_codes(
     stored: StoredCheckpoint, outputs: Iterable[OutputTensor], requested: torch.dtype
 ) -> None:
-    """Warn of quantized tensors that stay codes although another dtype is requested for all."""
+    """Warn of tensors that stay codes though all get another dtype."""
     index = stored.manifest.key_index
-    codes = [
-        output.name
-        for output in outputs
-        if may_be_codes(output.dtype)
-        and any(scales_of(part.key, index) for part in output.mapped.parts)
-    ]
+    codes = []
+    for output in outputs:
+        has_scales = any(scales_of(part.key, index) for part in output.mapped.parts)
+        if has_scales and may_be_codes(output.dtype):
+            codes.append(output.name)
     if codes:
         logger.warning(
             "no values in %s are made of codes in %s, in a form that distckpt does not decode. "
@@ -221,7 +222,7 @@ def _warn_of_codes(
 def _warn_of_cut_off(
     stored: StoredCheckpoint, options: ExportOptions, selected: Collection[str]
 ) -> None:
-    """Warn of tensors of the model that a prefix leaves out, perhaps by mistake."""
+    """Warn of tensors of the model that a prefix leaves out."""
     if absent := cut_off(stored, options.keys, selected):
         logger.warning(
             "keys=%r leaves out a part of the model that was saved: %s. Without `keys`, the whole "
@@ -234,7 +235,7 @@ def _warn_of_cut_off(
 def _warn_of_others(
     stored: StoredCheckpoint, options: ExportOptions, selected: Collection[str]
 ) -> None:
-    """Warn of tensors that were saved beside the model, such as an average of its weights."""
+    """Warn of tensors that were saved with the model, such as averages."""
     if others := beside_model(stored, options.keys, selected):
         entry = others[0].partition(".")[0]
         logger.warning(
@@ -252,8 +253,9 @@ def _files(
     planned: PlannedTensors,
     logs_warnings: bool,
 ) -> list[OutputFile]:
-    """Divide the tensors of an export among files. The export's `values` are those before they are
-    quantized.
+    """Divide the tensors of an export among files.
+
+    `values` are the tensors before they are quantized.
     """
     numbers = None
     if model.reference is not None:
@@ -263,7 +265,8 @@ def _files(
             if all(part.key in model.tied_keys for part in tensor.mapped.parts):
                 numbers.setdefault(tensor.name, last)
     elif options.fqn_to_index_mapping is not None:
-        mapping, names = options.fqn_to_index_mapping, {tensor.name for tensor in planned.outputs}
+        mapping = options.fqn_to_index_mapping
+        names = {tensor.name for tensor in planned.outputs}
         absent = set(mapping).difference(names, planned.source.stored.manifest.aliases)
         if absent and logs_warnings:
             text = "fqn_to_index_mapping names tensors that are not exported: %s"
@@ -277,14 +280,14 @@ def _files(
 
 @dataclass(frozen=True)
 class _Model:
-    """What is known of the model that is exported.
+    """Facts about the model that is exported.
 
     Attributes:
-        reference: the directory that the export is to be like.
+        reference: the directory that the export follows.
         config: the configuration of the family.
-        rules: those of the family.
-        tied_keys: of stored tensors that the rules tie to others, which may have either name in the
-            reference.
+        rules: the rules of the family.
+        tied_keys: keys of stored tensors that the rules tie to other tensors; they may have either
+            name in the reference.
     """
 
     reference: StoredCheckpoint | None
@@ -301,20 +304,23 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorSpec]) -> _Model
         reference = open_export(directory)
     if options.family is None:
         return _Model(reference, None, ())
-    location = None if reference is None else reference.location
-    shapes = None if reference is None else reference.manifest.shapes_by_key
+    location = None
+    shapes = None
+    if reference is not None:
+        location = reference.location
+        shapes = reference.manifest.shapes_by_key
     from distckpt._rules.families import config_for, rules_for
 
     config = config_for(options.family, location)
     rules = rules_for(config, selected, shapes)
     if shapes is not None:
-        given = {key: spec.shape for key, spec in selected.items()}
-        rules = without_ties(options.rules, rules, given, shapes)
+        shapes_of_selected = {key: spec.shape for key, spec in selected.items()}
+        rules = without_ties(options.rules, rules, shapes_of_selected, shapes)
     return _Model(reference, config, rules)
 
 
 def _check_is_no_checkpoint(directory: str) -> None:
-    """Refuse a directory that is to be a reference for exports, and is no such."""
+    """Refuse a reference directory that is a checkpoint, or does not exist."""
     if holds_checkpoint(directory):
         raise CheckpointingException(
             f"like is a Hugging Face directory, and {directory!r} is a checkpoint: give the "
@@ -327,7 +333,7 @@ def _check_is_no_checkpoint(directory: str) -> None:
 
 
 def _config_beside(stored: StoredCheckpoint) -> dict[str, Any] | None:
-    """Read the configuration of a model in its directory, None where there is none."""
+    """Read the configuration in a model's directory, None if there is none."""
     path = locations.join(stored.location, CONFIG_NAMES[0])
     from distckpt._rules.families import read_config
 
@@ -343,13 +349,13 @@ def _outputs(
     model: _Model,
     aliases: Mapping[str, str],
 ) -> list[OutputTensor]:
-    """Return the tensors of the export with the values that are stored."""
-    of_model = model.rules
+    """Return the tensors of the export with their stored values."""
+    model_rules = model.rules
     if any(_OF_LORA in key for key in selected):
-        of_model = wing("computed").rules_of_adapters(of_model, selected, model.config)
+        model_rules = wing("computed").rules_of_adapters(model_rules, selected, model.config)
     outputs = plan_tensors(
         selected,
-        [*options.rules, *of_model],
+        [*options.rules, *model_rules],
         options.rename or {},
         options.dtype,
         keep_unmatched=options.unmatched == "keep",
@@ -366,7 +372,7 @@ def _computed(
     model: _Model,
     adapter: StoredCheckpoint | None,
 ) -> PlannedTensors:
-    """Put what computes values around the source of those that are stored."""
+    """Put sources that compute values around the source of stored values."""
     if adapter is not None:
         stored = planned.source.stored
         config = model.config or _config_beside(model.reference or stored)
@@ -385,33 +391,40 @@ def _ties(
     stored: StoredCheckpoint,
     selected: Mapping[str, TensorSpec],
     rules: Sequence[Rule],
-    of_model: Sequence[Rule],
+    model_rules: Sequence[Rule],
 ) -> tuple[Pairs, set[str]]:
     """Find tensors that the model ties and the checkpoint holds twice.
 
-    Return them in pairs, and the keys of all tensors that rules of the model tie. `rules` are those
-    that come before.
+    Return them in pairs, and the keys of all tensors that rules of the model tie. `rules` come
+    before the rules of the model.
     """
-    ties = [rule for rule in of_model if isinstance(rule, Tie)]
+    ties = [rule for rule in model_rules if isinstance(rule, Tie)]
     if not ties:
         return (), set()
-    before = itertools.takewhile(lambda rule: not isinstance(rule, Tie), of_model)
+    before = itertools.takewhile(lambda rule: not isinstance(rule, Tie), model_rules)
     outputs = plan_tensors(selected, [*rules, *before], {}, None, keep_unmatched=True)
     named = {output.name: output for output in outputs}
     pairs = []
     keys: set[str] = set()
     for tie in ties:
-        pair = [named[name] for name in (tie.key, tie.to) if name in named]
-        of_pair = _stored_keys(pair)
-        keys |= of_pair
-        if len(pair) == 2 and len(set(map(stored.manifest.key_index.get, of_pair))) > 1:
+        pair = []
+        for name in (tie.key, tie.to):
+            if name in named:
+                pair.append(named[name])
+        pair_keys = _stored_keys(pair)
+        keys |= pair_keys
+        if len(pair) == 2 and len(set(map(stored.manifest.key_index.get, pair_keys))) > 1:
             pairs.append((pair[0], pair[1]))
     return pairs, keys
 
 
 def _stored_keys(outputs: Iterable[OutputTensor]) -> set[str]:
     """Return the keys that outputs are read from."""
-    return {part.key for output in outputs for part in output.mapped.parts}
+    keys = set()
+    for output in outputs:
+        for part in output.mapped.parts:
+            keys.add(part.key)
+    return keys
 
 
 # --- A directory that the export is to be like ----------------------------------------------------
@@ -423,11 +436,11 @@ def _file_numbers(
     planned: PlannedTensors,
     logs_warnings: bool,
 ) -> dict[str, int]:
-    """Number the files of a reference directory, after checking that it holds tensors of the same
-    shapes.
+    """Number the files as in a reference directory.
 
-    Where the reference or the export is quantized and the other is not, codes and scales go where
-    the values are. The export's `values` are those before they are quantized.
+    Shapes of the tensors are compared with the reference. Where the reference or the export is
+    quantized and the other is not, codes and scales go to the files of their values. `values` are
+    the tensors before they are quantized.
     """
     quantized = find(reference)
     numbers = _numbers_of(reference, quantized)
@@ -452,12 +465,12 @@ def _file_numbers(
 def _numbers_of(
     reference: StoredCheckpoint, quantized: Mapping[str, QuantizedTensor]
 ) -> dict[str, int]:
-    """Return the number of the file of each tensor, and of the values of quantized ones."""
+    """Return the file number of each tensor, also of quantized tensors' values."""
     manifest = reference.manifest
     numbers = {}
     for key, key_id in manifest.key_index.items():
         numbers[key] = int(manifest.file_ids[manifest.chunk_rows(key_id).start]) + 1
-    return {key: numbers[each.parts["codes"].key] for key, each in quantized.items()} | numbers
+    return {key: numbers[tensor.parts["codes"].key] for key, tensor in quantized.items()} | numbers
 
 
 def _warn_of_absent(
@@ -465,9 +478,9 @@ def _warn_of_absent(
 ) -> None:
     """Warn of tensors of the reference directory that are not exported."""
     absent = set(reference.manifest.keys).difference(names)
-    for name, each in quantized.items():
+    for name, tensor in quantized.items():
         if name in names:
-            absent.difference_update(each.keys)
+            absent.difference_update(tensor.keys)
     if absent:
         where = reference.location
         logger.warning("%s holds tensors that are not exported: %s", where, summarize_keys(absent))
@@ -476,23 +489,24 @@ def _warn_of_absent(
 def _expected_shape(
     reference: StoredCheckpoint, quantized: Mapping[str, QuantizedTensor], tensor: OutputTensor
 ) -> tuple[int, ...] | None:
-    """Return the shape of a tensor in the reference directory: that of the values, where only these
-    can be meant.
+    """Return the shape of a tensor in the reference directory.
+
+    It is the shape of the values, unless the tensor has the reference's codes.
     """
     shape = reference.manifest.shapes_by_key.get(tensor.name)
     if tensor.name not in quantized:
         return shape
     is_code = shape is not None and tensor.mapped.dtype == reference.dtype_name(tensor.name)
-    return shape if is_code else quantized[tensor.name].model_shape
+    if is_code:
+        return shape
+    return quantized[tensor.name].model_shape
 
 
 # --- Other files ----------------------------------------------------------------------------------
 
 
 def _extra_files(options: ExportOptions, planned: PlannedTensors) -> ExtraFiles:
-    """Choose the files that go beside the tensors: those of a directory, with a configuration that
-    fits the export.
-    """
+    """Choose the extra files: a directory's, with a configuration for the export."""
     directory = options.extra_files_from
     if directory is None and options.family is not None:
         directory = options.like

@@ -1,4 +1,4 @@
-"""What a call exports, and where to: checked and compared between the ranks, then opened."""
+"""Requests for exports: checked, compared between the ranks, then opened."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from distckpt._storage import locations
 
 @dataclass(frozen=True)
 class SourceLocations:
-    """Where the checkpoints are, and the adapter that is merged into them."""
+    """Locations of checkpoints, and of the adapter merged into them."""
 
     checkpoints: Sequence[str]
     adapter: str | None = None
 
     @property
     def all(self) -> list[str]:
-        """Everything that is read."""
+        """All locations that are read."""
         return [*self.checkpoints, *([self.adapter] if self.adapter else [])]
 
 
@@ -40,11 +40,11 @@ class ExportRequest:
     """One call that exports.
 
     Attributes:
-        sources: locations of what is read.
+        sources: locations of the checkpoints and the adapter.
         target: location of the export.
-        options: of the caller.
-        num_threads: how many threads of each rank write.
-        started: when the call began.
+        options: options of the caller.
+        num_threads: number of writing threads on each rank.
+        started: time when the call began.
     """
 
     sources: SourceLocations
@@ -56,7 +56,7 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class OpenedSources:
-    """The checkpoints that an export is made of, and the adapter that is merged into it."""
+    """The open checkpoints of an export, and the adapter merged into it."""
 
     checkpoints: Sequence[StoredCheckpoint]
     adapter: StoredCheckpoint | None = None
@@ -74,7 +74,7 @@ def check_request(
     overwrite: bool,
     options: ExportOptions,
 ) -> ExportRequest:
-    """Check the arguments of a call, and that an export may be written to its target.
+    """Check the arguments of a call, and the target of the export.
 
     Collective operation: all ranks must call it.
 
@@ -96,14 +96,17 @@ def check_request(
 
 
 def _of_all_ranks(options: ExportOptions) -> dict[str, object]:
-    """Return the options that must be the same on all ranks: paths may differ between nodes."""
+    """Return the options that must be equal on all ranks.
+
+    Paths may differ between nodes.
+    """
     names = ("keys", "rules", "rename", "dtype", "quantize", "tied", "unmatched", "max_file_bytes")
     same = {name: getattr(options, name) for name in (*names, "verify")}
     return {**same, "merge_adapter": options.merge_adapter is not None}
 
 
 def check_export_options(options: ExportOptions) -> None:
-    """Check that options have values that they may have.
+    """Check the values of options.
 
     Raises:
         TypeError: a size is not a number of bytes.
@@ -127,7 +130,7 @@ def check_export_options(options: ExportOptions) -> None:
 def locate_sources(
     checkpoints: Sequence[str | os.PathLike[str]], options: ExportOptions
 ) -> SourceLocations:
-    """Return the locations of checkpoints, and of the adapter that the options name."""
+    """Return the locations of checkpoints, and of the options' adapter."""
     located = [locations.normalize(checkpoint) for checkpoint in checkpoints]
     if options.merge_adapter is None:
         return SourceLocations(located)
@@ -135,7 +138,10 @@ def locate_sources(
 
 
 def check_target(sources: SourceLocations, target: str, overwrite: bool) -> None:
-    """Check that an export of some sources may be written to a target; on the coordinator."""
+    """Check that an export may be written to a target.
+
+    Only the coordinator calls it.
+    """
     for source in sources.all:
         _check_is_not_inside(target, source)
     posix.put_back(target)
@@ -156,7 +162,7 @@ def check_target(sources: SourceLocations, target: str, overwrite: bool) -> None
 
 
 def _check_is_not_inside(target: str, source: str) -> None:
-    """Refuse a target that is a source, or where a source has its files."""
+    """Refuse a target that is a source, or one of its folders."""
     place = posix.resolve(source)
     folders = [locations.join(place, name) for name in posix.SUBDIRECTORIES]
     if target in (place, *folders):
@@ -176,7 +182,7 @@ def open_sources(ranks: Ranks, sources: SourceLocations, verify: bool) -> Opened
     if sources.adapter is not None:
         wing("computed").check_is_adapter(ranks, sources.adapter)
         adapter = open_undisturbed(ranks, sources.adapter, verify=verify)
-    checkpoints = [
-        open_undisturbed(ranks, location, verify=verify) for location in sources.checkpoints
-    ]
+    checkpoints = []
+    for location in sources.checkpoints:
+        checkpoints.append(open_undisturbed(ranks, location, verify=verify))
     return OpenedSources(checkpoints, adapter)

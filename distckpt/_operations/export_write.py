@@ -1,4 +1,4 @@
-"""Writing what is planned beside the target of an export, and committing it."""
+"""Writing and committing of planned exports."""
 
 from __future__ import annotations
 
@@ -36,18 +36,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExportReport:
-    """The content of an export, after comparison with the headers of the written files.
+    """The content of an export.
+
+    It is compared with the headers of the written files.
 
     Attributes:
         num_tensors: number of tensors.
         num_bytes: size of their data.
         num_parameters: number of their elements.
-        files: names of the files that hold them.
+        files: names of the files with tensors.
         dtypes: number of tensors of each safetensors dtype.
         left_out: keys of the tensors of optimizers that were left out, see `ExportOptions.keys`.
-        overflows: for each tensor with values that did not fit the dtype they were converted to
-            (finite ones that became infinite or, in 8-bit floats without infinities, NaN; numbers
-            beyond an integer's range), how many.
+        overflows: for each tensor, the number of values that did not fit the dtype they were
+            converted to (finite ones that became infinite or, in 8-bit floats without infinities,
+            NaN; numbers beyond an integer's range).
         seconds: duration of the call.
     """
 
@@ -64,20 +66,20 @@ class ExportReport:
 def write_and_commit(
     ranks: Ranks, request: ExportRequest, opened: Sequence[StoredCheckpoint], plan: ExportPlan
 ) -> ExportReport:
-    """Write an export beside its target, check it and make it visible.
+    """Write an export next to its target, check and commit it.
 
     Collective operation: all ranks must call it; each writes whole files.
 
     Args:
-        ranks: who writes together.
-        request: where to, and how.
+        ranks: the ranks that write together.
+        request: the target and the options.
         opened: the checkpoints that are read: they must be the same at the end.
-        plan: what is written.
+        plan: plan of the export.
     """
     timer = PhaseTimer("consolidate", ranks.rank, request.target)
     mine = [plan.files[index] for index in assign_files(plan.files, ranks.size)[ranks.rank]]
     own_bytes = sum(file.num_bytes for file in mine)
-    # On an object store they are in their final place; the index is written last.
+    # On an object store files are in their final place; the index is written last.
     settings = OutputSettings(num_bytes=own_bytes, files=[file.name for file in plan.files])
     with reading(ranks, opened), new_output(ranks, request.target, settings) as output:
         with timer.phase("write") as details:
@@ -141,7 +143,7 @@ def _write_files(
 
 
 def complete_export(plan: ExportPlan, opened: Sequence[StoredCheckpoint], output: Output) -> None:
-    """Check the files that all ranks have written, and write the others."""
+    """Check the files of all ranks, and write the other files."""
     directory = output.location
     for stored in opened:
         check_is_unchanged(stored)
@@ -166,6 +168,9 @@ def _check_written(path: str, file: OutputFile) -> None:
 
 def _index_of(plan: ExportPlan) -> bytes:
     """Return the content of the index of several files."""
-    weight_map = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
+    weight_map = {}
+    for file in plan.files:
+        for tensor in file.tensors:
+            weight_map[tensor.name] = file.name
     num_parameters = sum(tensor.num_elements for tensor in plan.outputs)
     return index_json(weight_map, sum(file.num_bytes for file in plan.files), num_parameters)

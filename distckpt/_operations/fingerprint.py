@@ -1,6 +1,4 @@
-"""Fingerprints of tensors: equal for equal tensors, however these are divided among ranks or
-files.
-"""
+"""Fingerprints of tensors: equal for equal tensors under any layout."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ logger = logging.getLogger(__name__)
 def fingerprint(
     state_dict: ShardedStateDict, *, process_group: Any = None
 ) -> dict[str, Fingerprint]:
-    """Compute a fingerprint of each tensor of a state dict, which does not depend on how the
-    tensors are divided.
+    """Compute a fingerprint of each tensor, whatever the tensors' layout.
 
         before = distckpt.fingerprint({"model": model})
         ...
@@ -43,7 +40,7 @@ def fingerprint(
 
     Each element counts once, on one of the ranks that hold it: replicas are not compared.
 
-    Collective operation: all ranks must call it. They exchange what a save exchanges, and one
+    Collective operation: all ranks must call it. They exchange the messages of a save, and one
     number for each tensor.
 
     Args:
@@ -77,16 +74,18 @@ def fingerprint(
     with ranks.phase("compute fingerprints"):
         own = sums_of(regions_of(owned), len(kinds.keys))
     totals = sum_over_ranks(ranks, own)
-    found = {
-        key: Fingerprint(dtype, tuple(shape), number)
-        for key, dtype, shape, number in zip(*kinds[:3], totals, strict=True)
-        if dtype in FROM_NAME
-    }
-    return found | {alias: found[key] for alias, key in kinds.aliases.items()}
+    fingerprints = {}
+    for key, dtype, shape, number in zip(*kinds[:3], totals, strict=True):
+        if dtype in FROM_NAME:
+            fingerprints[key] = Fingerprint(dtype, tuple(shape), number)
+    return fingerprints | {alias: fingerprints[key] for alias, key in kinds.aliases.items()}
 
 
 def _warn_of_plain(common: Any) -> None:
-    plain = [dotted(path) for path, leaf in leaves(common) if isinstance(leaf, torch.Tensor)]
+    plain = []
+    for path, leaf in leaves(common):
+        if isinstance(leaf, torch.Tensor):
+            plain.append(dotted(path))
     if plain:
         logger.warning(
             "fingerprint leaves out %s, which are plain tensors: give it the module, or "
@@ -96,7 +95,7 @@ def _warn_of_plain(common: Any) -> None:
 
 
 class _Kinds(NamedTuple):
-    """The keys of all ranks, as the manifest of a save would have them."""
+    """The keys of all ranks, as in the manifest of a save."""
 
     keys: list[str]
     dtypes: list[str]
@@ -113,7 +112,7 @@ def _kinds_of(manifest: Manifest | None) -> _Kinds:
 def computed_fingerprints(
     stored: StoredCheckpoint, keys: Sequence[str], add_bytes: Callable[[int], None] | None = None
 ) -> dict[str, Fingerprint]:
-    """Compute the fingerprints of some tensors of a checkpoint, each of which is read once."""
+    """Compute the fingerprints of tensors, reading each of them once."""
     tensors = [StoredTensor(stored, key) for key in keys]
     counter = ProgressCounter(None, 0)
 
@@ -126,44 +125,53 @@ def computed_fingerprints(
 
 
 def window_number(window: Window, values: torch.Tensor) -> int:
-    """Return what a window adds to the fingerprint of its tensor."""
+    """Return a window's share of its tensor's fingerprint."""
     return region_number(values, window.region.offset)
 
 
 def fingerprints_of(
     tensors: Sequence[StoredTensor], numbers: Iterable[Sequence[int]]
 ) -> dict[str, Fingerprint]:
-    """Return the fingerprints of tensors by key, from the numbers of the windows of each."""
-    return {
-        tensor.key: Fingerprint(tensor.dtype, tensor.shape, sum(found) % PRIME)
-        for tensor, found in zip(tensors, numbers, strict=True)
-    }
+    """Return the fingerprints of tensors from numbers of their windows."""
+    fingerprints = {}
+    for tensor, window_numbers in zip(tensors, numbers, strict=True):
+        fingerprints[tensor.key] = Fingerprint(
+            tensor.dtype, tensor.shape, sum(window_numbers) % PRIME
+        )
+    return fingerprints
 
 
 def saved_fingerprints(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, Fingerprint]:
-    """Return the fingerprints of some tensors that were stored with them.
+    """Return the stored fingerprints of some tensors.
 
     Raises:
         CheckpointingException: some have none.
     """
     manifest = stored.manifest
     numbers = {key: saved_number(manifest, key) for key in keys}
-    lacking = [key for key, number in numbers.items() if number is None]
+    lacking = []
+    for key, number in numbers.items():
+        if number is None:
+            lacking.append(key)
     if lacking:
         raise CheckpointingException(
             f"{stored.location!r} has no stored fingerprints of {summarize_keys(lacking)}: save "
             "with fingerprint=True, or compute them from what is stored, without stored=True."
         )
-    return {
-        key: Fingerprint(stored.dtype_name(key), stored.global_shape(key), number)
-        for key, number in numbers.items()
-        if number is not None
-    }
+    fingerprints = {}
+    for key, number in numbers.items():
+        if number is not None:
+            fingerprints[key] = Fingerprint(
+                stored.dtype_name(key), stored.global_shape(key), number
+            )
+    return fingerprints
 
 
 def saved_number(manifest: Manifest, key: str) -> int | None:
-    """Return the number that was stored with a tensor; None if there is none."""
+    """Return the number that was stored with a tensor, or None."""
     if manifest.fingerprints is None:
         return None
     number = int(manifest.fingerprints[manifest.key_index[key]])
-    return None if number == NO_FINGERPRINT else number
+    if number == NO_FINGERPRINT:
+        return None
+    return number

@@ -1,4 +1,4 @@
-"""Where a move gets tensors from: the memories of all ranks, and a checkpoint for the rest."""
+"""Sources of a move: the memories of all ranks, and a checkpoint."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GivenState:
-    """What this rank gives.
+    """The tensors and values that this rank gives.
 
     Attributes:
-        pieces: of tensors, under the names under which they are moved.
-        values: objects by unique key, and what is no shard, encoded; empty if there is nothing.
-        description: of all this, without values.
+        pieces: pieces of tensors, under the names of the move.
+        values: objects by unique key, and values that are no shards, encoded; empty without any.
+        description: description of both, without values.
     """
 
     pieces: Pieces
@@ -64,7 +64,7 @@ class GivenState:
 def describe_given(
     ranks: Ranks, state_dict: ShardedStateDict, rules: Sequence[Rule], family: FamilyName, at: str
 ) -> GivenState:
-    """Describe what a rank gives, under the names that rules or a family give it.
+    """Describe this rank's state, under the names of rules or a family.
 
     Collective operation: all ranks must call it.
     """
@@ -72,7 +72,9 @@ def describe_given(
         described = objects.describe_objects(ranks, with_shards(state_dict, ranks.rank))
         # Names of modules, which may differ, matter to checkpoints only.
         has_more = bool(described.settings) or described.has_stateful
-        vote.number = described.digest() if has_more else 0
+        vote.number = 0
+        if has_more:
+            vote.number = described.digest()
     if not vote.are_equal:
         described = objects.united(ranks, described, first_has_all=False)
     with ranks.phase("describe what is given"):
@@ -83,14 +85,19 @@ def describe_given(
 def _described(
     shards: Sequence[Shard], common: Any, rules: Sequence[Rule], family: FamilyName, at: str
 ) -> GivenState:
-    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-    cells = {shard.unique_key: shard for shard in shards if isinstance(shard, ShardedObject)}
+    tensors = []
+    cells = {}
+    for shard in shards:
+        if isinstance(shard, ShardedTensor):
+            tensors.append(shard)
+        else:
+            cells[shard.unique_key] = shard
     if family is not None and tensors:
         keys = [shard.key for shard in tensors]
         from distckpt._rules.families import config_for, rules_for
 
-        of_family = rules_for(config_for(family, at), keys)
-        rules = [*rules, *_of_tied(of_family, tensors)]
+        family_rules = rules_for(config_for(family, at), keys)
+        rules = [*rules, *_without_separate_ties(family_rules, tensors)]
     pieces = pieces_of(tensors, rules, drops=True)
     kinds = {cell.key: cell.global_shape for cell in cells.values()}
     header = json.dumps([kinds, bool(common), [_keys_of(pieces, pair) for pair in _tied(pieces)]])
@@ -98,26 +105,28 @@ def _described(
     return GivenState(pieces, _encoded(cells, common), description)
 
 
-def _of_tied(rules: Sequence[Rule], tensors: Sequence[ShardedTensor]) -> list[Rule]:
-    """Leave out the ties of tensors that are both given and have memory of their own."""
+def _without_separate_ties(rules: Sequence[Rule], tensors: Sequence[ShardedTensor]) -> list[Rule]:
+    """Leave out ties of tensors that all have memory of their own."""
     firsts = find_ties(tensors)
     memory = {tensor.key: firsts.get(n, n) for n, tensor in enumerate(tensors)}
-    kept = []
+    remaining = []
     for rule in rules:
         names = (rule.key, rule.to) if isinstance(rule, Tie) else ()
         if len({memory[name] for name in names if name in memory}) < 2:
-            kept.append(rule)
-    return kept
+            remaining.append(rule)
+    return remaining
 
 
 def _encoded(cells: Mapping[str, ShardedObject], common: Any) -> bytes:
-    """Encode values while all ranks can still learn of one that cannot be."""
+    """Encode values while all ranks can still learn of an error."""
     items = [(key, cell.data) for key, cell in cells.items()]
-    return codec.encode([items, codec.encode(common)]) if items or common else b""
+    if items or common:
+        return codec.encode([items, codec.encode(common)])
+    return b""
 
 
 def _tied(pieces: Pieces) -> list[tuple[int, int]]:
-    """Return the pieces of different tensors that are one memory, each with the first of them."""
+    """Return pieces of different tensors in one memory, with the first."""
     starts = [view.data_ptr() for view in pieces.views]
     if len(set(starts)) == len(starts):
         return []
@@ -135,7 +144,7 @@ def _keys_of(pieces: Pieces, rows: Sequence[int]) -> list[str]:
 
 
 def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
-    """Describe the plain tensors of a state dict: each is whole, and a copy of that of others."""
+    """Describe a state dict's plain tensors as whole replicas."""
 
     def described(path: tuple[Any, ...], leaf: Any) -> Any:
         if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or has_parts(leaf):
@@ -143,12 +152,15 @@ def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
         copy = OpenReplicaId((0, rank))
         return ShardedTensor.from_rank_offsets(dotted(path), leaf, replica_id=copy)
 
-    found: ShardedStateDict = map_leaves(described, state_dict, _is_walked)
-    return found
+    state: ShardedStateDict = map_leaves(described, state_dict, _is_walked)
+    return state
 
 
 def _is_walked(node: Any) -> bool:
-    """Tell whether the plain tensors in a container are moved, as those of `state_dict()` are."""
+    """Whether the plain tensors in a container are moved.
+
+    Containers are walked as in `state_dict()`.
+    """
     return isinstance(node, CONTAINERS) and not isinstance(node, OptimizerState | BoundState)
 
 
@@ -157,14 +169,14 @@ class LiveSource(ShardSource):
     """The memories of all ranks.
 
     Attributes:
-        ranks: who gives and takes.
-        given: by this rank.
-        fallback: has what no rank gives; None if nothing has.
-        options: of the caller.
-        agreements: of earlier moves.
+        ranks: the ranks that give and take.
+        given: the state that this rank gives.
+        fallback: source of the tensors that no rank gives, or None.
+        options: options of the caller.
+        agreements: agreements of earlier moves.
         memory: buffers that the ranks share.
-        compares: what arrives is compared with what is sent.
-        plan: of this rank, once `read` has filled the targets.
+        compares: whether values that arrive are compared with the values that were sent.
+        plan: plan of this rank, once `read` has filled the targets.
     """
 
     ranks: Ranks
@@ -179,7 +191,7 @@ class LiveSource(ShardSource):
     marker: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Agree on what all ranks give."""
+        """Agree on the keys that all ranks give."""
         self._held = self.agreements.reach(
             self.ranks, "compare what is given", self.given.description, _join
         )
@@ -187,7 +199,9 @@ class LiveSource(ShardSource):
         self._values: dict[str, Any] | None = None
 
     def entries(self) -> dict[str, StoredEntry]:
-        others = {} if self.fallback is None else self.fallback.entries()
+        others = {}
+        if self.fallback is not None:
+            others = self.fallback.entries()
         return {**others, **self._entries}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -201,11 +215,14 @@ class LiveSource(ShardSource):
 
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
         values = self._all_values()
-        absent = [shard for shard in shards if shard.unique_key not in values]
+        absent = []
+        for shard in shards:
+            if shard.unique_key not in values:
+                absent.append(shard)
         if self.fallback is not None and absent:
-            found = self.fallback.read_objects(absent)
+            loaded = self.fallback.read_objects(absent)
             names = [shard.unique_key for shard in absent]
-            values = {**values, **dict(zip(names, found, strict=True))}
+            values = {**values, **dict(zip(names, loaded, strict=True))}
         elif absent:
             raise LoadMismatchError(
                 f"No rank holds {summarize_keys(shard.key for shard in absent)}: leave that out "
@@ -215,38 +232,50 @@ class LiveSource(ShardSource):
         return [values[shard.unique_key] for shard in shards]
 
     def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
-        tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-        cells = [shard for shard in shards if isinstance(shard, ShardedObject)]
+        tensors = []
+        cells = []
+        for shard in shards:
+            if isinstance(shard, ShardedTensor):
+                tensors.append(shard)
+            else:
+                cells.append(shard)
         self._fill(pieces_of(tensors, rules))
         values = dict(zip(map(id, cells), self.read_objects(cells), strict=True))
-        return [
-            shard.data if isinstance(shard, ShardedTensor) else values[id(shard)]
-            for shard in shards
-        ]
+        filled = []
+        for shard in shards:
+            if isinstance(shard, ShardedTensor):
+                filled.append(shard.data)
+            else:
+                filled.append(values[id(shard)])
+        return filled
 
     def _all_values(self) -> dict[str, Any]:
-        """Return the objects and the common state of all ranks, by unique key."""
+        """Return all ranks' objects and common state, by unique key."""
         if self._values is None:
             self._values = {}
             first_with: dict[bytes, int] = {}
-            sent = self.ranks.all_gather(self.given.values) if self._has_values else []
+            sent = []
+            if self._has_values:
+                sent = self.ranks.all_gather(self.given.values)
             for rank, data in enumerate(sent):
                 if not data:
                     continue
                 items, values = _decoded(data)
                 self._values = {**dict(items), **self._values}
                 first_with.setdefault(values, rank)
-            of_ranks = {rank: _decoded(values) for values, rank in first_with.items()}
-            if self.ranks.is_coordinator and len(of_ranks) > 1:
-                warn_of_differences(of_ranks)
-            common = united_values(of_ranks)
+            values_by_rank = {rank: _decoded(values) for values, rank in first_with.items()}
+            if self.ranks.is_coordinator and len(values_by_rank) > 1:
+                warn_of_differences(values_by_rank)
+            common = united_values(values_by_rank)
             if common or self.fallback is None:
                 self._values[_COMMON.unique_key] = common
         return self._values
 
     def _fill(self, targets: Pieces) -> None:
-        """Fill targets with what ranks hold, and with what the checkpoint has."""
-        ranks, options, memory = self.ranks, self.options, self.memory
+        """Fill targets from ranks, and from the checkpoint."""
+        ranks = self.ranks
+        options = self.options
+        memory = self.memory
         settings = MoveSettings(
             memory.hosts,
             memory.bucket_bytes,
@@ -257,9 +286,11 @@ class LiveSource(ShardSource):
         self.plan = plan = self._agree_on_plan(targets, settings)
         with ranks.phase("prepare the targets"):
             apart = self._to_compare(targets)
-            # With `compares`, those with different values are found as errors where they are
+            # With `compares`, targets with different values are found as errors where they are
             # filled.
-            fresh = {row for _, row in apart if not self.compares}
+            fresh = set()
+            if not self.compares:
+                fresh = {row for _, row in apart}
             staged = Staged.of(self.given.pieces, targets, options.atomic, fresh)
         if plan.has_gaps and self.fallback is not None:
             gaps = _gaps(plan, targets, staged)
@@ -299,8 +330,9 @@ class LiveSource(ShardSource):
                 )
 
     def _to_compare(self, targets: Pieces) -> list[tuple[int, int]]:
-        """Return the targets that share memory (first, second), unless they are one tensor on the
-        side that gives, too.
+        """Return the targets (first, second) that share memory.
+
+        Targets that are one tensor on the giving side, too, are left out.
         """
         tied = {pair for pair in _tied(targets) if _keys_of(targets, pair) in self._ties}
         return sorted(set(overlapping(targets.views)) - tied, key=lambda pair: pair[::-1])
@@ -310,9 +342,9 @@ class LiveSource(ShardSource):
 
         def decide(descriptions: Sequence[bytes]) -> list[bytes]:
             sources = [_table_of(description) for description in self._held.descriptions]
-            wanted = [_table_of(description) for description in descriptions]
-            plans = [plan.to_bytes() for plan in plan_moves(sources, wanted, settings)]
-            _warn_of_untaken(sources, wanted, self._ties)
+            requests = [_table_of(description) for description in descriptions]
+            plans = [plan.to_bytes() for plan in plan_moves(sources, requests, settings)]
+            _warn_of_untaken(sources, requests, self._ties)
             return plans
 
         description = header + b"\n" + targets.table.to_bytes()
@@ -332,36 +364,44 @@ def _table_of(description: bytes) -> PieceTable:
 
 
 def _join(descriptions: Sequence[bytes]) -> list[bytes]:
-    """Name all that ranks give, with dtypes and shapes; the same for each rank."""
-    found: dict[str, tuple[str | None, Sequence[int]]] = {}
-    has_values, ties = False, []
+    """Return all given keys with dtypes and shapes, for each rank."""
+    kinds: dict[str, tuple[str | None, Sequence[int]]] = {}
+    has_values = False
+    ties = []
     for description in descriptions:
         cells, has_common, tied = json.loads(description.partition(b"\n")[0])
         has_values |= bool(cells) or has_common
         ties += tied
-        found.update({key: (None, shape) for key, shape in cells.items()})
+        kinds.update({key: (None, shape) for key, shape in cells.items()})
         for kind in _table_of(description).kinds:
-            found.setdefault(kind.key, (kind.dtype, kind.shape))
-    return [json.dumps([found, has_values, ties]).encode()] * len(descriptions)
+            kinds.setdefault(kind.key, (kind.dtype, kind.shape))
+    return [json.dumps([kinds, has_values, ties]).encode()] * len(descriptions)
 
 
 def _read_joined(agreed: Agreement) -> tuple[dict[str, StoredEntry], bool, list[list[str]]]:
-    found, has_values, ties = json.loads(agreed.result)
-    entries = {
-        key: StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape))
-        for key, (dtype, shape) in found.items()
-    }
+    kinds, has_values, ties = json.loads(agreed.result)
+    entries = {}
+    for key, (dtype, shape) in kinds.items():
+        entries[key] = StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape))
     return entries, has_values, ties
+
+
+def _keys_of_tables(tables: Sequence[PieceTable]) -> set[str]:
+    keys: set[str] = set()
+    for table in tables:
+        keys.update(kind.key for kind in table.kinds)
+    return keys
 
 
 def _warn_of_untaken(
     sources: Sequence[PieceTable], targets: Sequence[PieceTable], ties: Sequence[Sequence[str]]
 ) -> None:
-    """Warn of tensors that are given and that no rank takes, under any of their names."""
-    taken = {kind.key for table in targets for kind in table.kinds}
+    """Warn of given tensors that no rank takes under any name."""
+    taken = _keys_of_tables(targets)
     for pair in ties:
-        taken.update(pair if taken.intersection(pair) else ())
-    untaken = {kind.key for table in sources for kind in table.kinds} - taken
+        if taken.intersection(pair):
+            taken.update(pair)
+    untaken = _keys_of_tables(sources) - taken
     if untaken:
         logger.warning(
             "no rank takes %s, which is given. If the model on the other side needs it, as it does "
@@ -372,7 +412,7 @@ def _warn_of_untaken(
 
 
 def _warn_of_differences(targets: Pieces, pairs: Sequence[tuple[int, int]]) -> None:
-    """Warn of tensors with different values that were to be one, or have memory in common."""
+    """Warn of tensors with different values for one memory."""
     for pair in pairs:
         first, last = _keys_of(targets, pair)
         logger.warning(
@@ -389,8 +429,10 @@ def _gaps(plan: RankPlan, targets: Pieces, staged: Staged) -> list[ShardedTensor
     shards = []
     for row, *place in plan.gaps.tolist():
         kind = targets.table.kinds[targets.table.kind_ids[row]]
-        ndim, region = len(kind.shape), targets.table.region(row)
-        at, shape = place[:ndim], tuple(place[len(place) // 2 :][:ndim])
+        ndim = len(kind.shape)
+        region = targets.table.region(row)
+        at = place[:ndim]
+        shape = tuple(place[len(place) // 2 :][:ndim])
         view = staged.views[row]
         part = view[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]
         offset = tuple(map(int.__add__, region.offset, at))

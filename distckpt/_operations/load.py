@@ -1,4 +1,4 @@
-"""Load a checkpoint under any layout: find it, describe the targets, read and restore."""
+"""Loads under any layout: find a checkpoint, describe targets, read, restore."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from distckpt._storage import locations
 logger = logging.getLogger(__name__)
 
 Strict = Literal["complete", "raise", "report"]
-"""How `load` handles keys that only the checkpoint or only the request has."""
+"""Handling of keys that only the checkpoint or only the request has."""
 
 _MODES = {
     "complete": StrictHandling.ASSUME_OK_UNEXPECTED,
@@ -78,40 +78,41 @@ def load(
     options: LoadOptions | None = None,
     **changes: Any,
 ) -> StateDict:
-    """Load a checkpoint under the layout that a sharded state dict describes, whatever layout it
-    was saved under.
+    """Load a checkpoint under the layout of a sharded state dict.
+
+    It may have been saved under any layout.
 
         state = {"model": model, "optimizer": optimizer, "step": 0}
         distckpt.load(state, "checkpoints/step_100")
         step = state["step"]
 
     Collective operation: all ranks must call it. Rank 0 reads the manifest and sends it to the
-    others; every rank reads its own regions, or receives them from a rank that reads the same ones
-    (see `LoadOptions.parallel_load`).
+    other ranks; every rank reads its own regions, or receives them from a rank that reads the same
+    regions (see `LoadOptions.parallel_load`).
 
     Args:
-        state_dict: describes what to load: objects as in `save`, which are filled and returned;
-            `ShardedTensor`s (filled in place, or allocated on CPU when their data is None),
-            `ShardedObject`s and `ShardedTensorFactory`s, which stay in the dict, so that it can be
-            used for the next load. `LocalNonpersistentObject`s come back unwrapped. Other values,
-            nested ones included, are replaced in the dict by the stored ones once nothing can fail
-            any more; plain tensors, lists and dicts without shards and objects are filled in place.
-            Entries of the dict for which nothing is stored are an error, unless they are None.
-            Where a value beside shards or objects is in a tuple or a frozen dict, which cannot be
-            changed, a warning says so.
+        state_dict: describes the values to load: objects as in `save`, which are filled and
+            returned; `ShardedTensor`s (filled in place, or allocated on CPU when their data is
+            None), `ShardedObject`s and `ShardedTensorFactory`s, which stay in the dict, so that it
+            can be used for the next load. `LocalNonpersistentObject`s come back unwrapped. Other
+            values, nested ones included, are replaced in the dict by the stored ones once nothing
+            can fail any more; plain tensors, lists and dicts without shards and objects are filled
+            in place. Entries of the dict for which nothing is stored are an error, unless they are
+            None. Where a value next to shards or objects is in a tuple or a frozen dict, which
+            cannot be changed, a warning says so.
         path: a path or fsspec URL of a checkpoint, of a Hugging Face directory, of a folder of
             shards that torch's `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel
-            wrote, or of what `torch.distributed.checkpoint.save`, Megatron Core (`torch_dist`) or
-            DeepSpeed wrote.
+            wrote, or of a checkpoint that `torch.distributed.checkpoint.save`, Megatron Core
+            (`torch_dist`) or DeepSpeed wrote.
         strict: "complete" loads all that is requested, and modules whole: a key that is not stored
-            is an error, as is a module that lacks a part of what was saved for it; what optimizers
-            leave out is in `missing` of the `LoadReport`. "raise" also raises for every key of the
+            is an error, as is a module that lacks a part of its saved state; keys that optimizers
+            leave out are in `missing` of the `LoadReport`. "raise" also raises for every key of the
             checkpoint that no rank requests, and for tensors that are tied and were not when they
-            were saved. "report" loads what both
-            have, warns about the rest and names it in `missing` and `unexpected` of the
-            `LoadReport`; with rules or a family, all that is requested must be stored.
-        rules: how the requested tensors are made from those of the checkpoint, when it stores them
-            under other names or shapes (a Hugging Face checkpoint, see `distckpt.rules`).
+            were saved. "report" loads the keys that both have, warns about the rest and names it in
+            `missing` and `unexpected` of the `LoadReport`; with rules or a family, all that is
+            requested must be stored.
+        rules: how the requested tensors are made from the stored ones, when the checkpoint has
+            other names or shapes (a Hugging Face checkpoint, see `distckpt.rules`).
         family: afterwards, the rules of the model's family, for names of Megatron Core or of
             transformers in memory: "auto" reads the `config.json` of the checkpoint, a path another
             one, see `distckpt.families`.
@@ -121,14 +122,14 @@ def load(
         changes: options by keyword, such as `verify=False`; see `LoadOptions` for all of them.
 
     Returns:
-        The structure of `state_dict` with loaded values, those of shards and of what was in tuples
-        included, together with all common state, entries that were not asked for included, in which
+        The structure of `state_dict` with loaded values, also for shards and values in tuples,
+        together with all common state, including entries that were not requested, in which
         `UnknownObject`s stand for objects of classes that are not registered here.
 
     Raises:
         CheckpointNotFoundError: no complete checkpoint is there.
         LoadMismatchError: keys, shapes, dtypes or object grids do not match.
-        UnsupportedObjectError: an object that was asked for is of a class that is not registered.
+        UnsupportedObjectError: a requested object is of a class that is not registered.
         CorruptCheckpointError: files are missing, cut off or changed.
         RankFailedError: raised on all ranks when any rank failed. Tensors may be partly filled
             then.
@@ -148,9 +149,9 @@ def load(
 
 
 def _without_metadata(loaded: StateDict, requested: ShardedStateDict) -> StateDict:
-    """Leave out what describes the checkpoint and was not asked for, see `Checkpoint.metadata`.
+    """Leave out the checkpoint's metadata, unless it was requested.
 
-    A module that was given in the place of a state dict comes back as it is.
+    See `Checkpoint.metadata`. A module that was given instead of a state dict comes back as it is.
     """
     if isinstance(requested, dict) and CONTENT_METADATA not in requested:
         loaded.pop(CONTENT_METADATA, None)
@@ -173,10 +174,10 @@ class Loaded:
     """The outcome of a load.
 
     Attributes:
-        state_dict: what `load` returns.
+        state_dict: the result of `load`.
         missing: keys that no rank requested, where the mode compares keys.
-        unexpected: keys that this rank requested in vain.
-        report: what was loaded and how long it took.
+        unexpected: keys that this rank requested and the checkpoint lacks.
+        report: figures of the load.
     """
 
     state_dict: StateDict
@@ -197,11 +198,11 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
     for attempt in read_attempts(ranks, location):
         with attempt, _putting_back(request):
             with timer.phase("plan"):
-                found = find_checkpoint(
+                checkpoint = find_checkpoint(
                     ranks, location, verify=request.options.verify, attempt=attempt
                 )
                 choose_source = partial(
-                    source_of, ranks, location, found, request.options, request.process_group
+                    source_of, ranks, location, checkpoint, request.options, request.process_group
                 )
                 source, targets = describe_targets(
                     ranks, state_dict, request, location, choose_source
@@ -223,8 +224,9 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
 
 @contextlib.contextmanager
 def _putting_back(request: LoadRequest) -> Iterator[None]:
-    """On failure, leave modules on the meta device: another load must not take their memory for
-    values.
+    """On failure, put modules back on the meta device.
+
+    Another load must not take their memory for values.
     """
     try:
         yield
@@ -239,15 +241,15 @@ def _putting_back(request: LoadRequest) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Read:
-    """What was read for the targets of a load.
+    """The values that were read for the targets of a load.
 
     Attributes:
-        location: of the checkpoint.
-        source: what it was read from.
-        targets: with their tensors filled.
-        loaded: the state dict, of values in the place of objects.
-        num_bytes: of tensors.
-        lost: keys that were read in vain on any rank.
+        location: location of the checkpoint.
+        source: source of the values.
+        targets: targets with their tensors filled.
+        loaded: the state dict, with values instead of objects.
+        num_bytes: size of the tensors.
+        lost: keys whose values were overwritten on any rank.
     """
 
     location: str
@@ -266,7 +268,7 @@ def read_targets(
     targets: Targets,
     differences: Differences,
 ) -> _Read:
-    """Fill the tensors of the targets of a load; objects and values are still as they were.
+    """Fill the tensors of a load's targets; objects and values are still as they were.
 
     Collective operation: all ranks must call it.
     """
@@ -282,8 +284,10 @@ def read_targets(
 
 
 class Restored(NamedTuple):
-    """A state dict whose objects and values are filled; paths of values for which no rank has got
-    anything; and the figures of all ranks for the report.
+    """The restored state dict, and facts for the report.
+
+    Its objects and values are filled. `absent_of_all` has the paths of values for which no rank has
+    got anything, `figures` the figures of all ranks.
     """
 
     state_dict: StateDict
@@ -299,34 +303,35 @@ def restore(
     timer: PhaseTimer,
     moving: str = "read",
 ) -> Restored:
-    """Fill the objects of a state dict, and its values; `moving` is the phase in which the bytes
-    came.
+    """Fill the objects and values of a state dict.
 
-    Collective operation: all ranks must call it.
+    `moving` is the phase in which the bytes came. Collective operation: all ranks must call it.
     """
-    targets, loaded = read.targets, read.loaded
+    targets = read.targets
+    loaded = read.loaded
     absent_of_all = _report_absent_values(ranks, request, targets, loaded)
-    with ranks.telling("restore the objects of the state dict") as told:
+    with ranks.telling("restore the objects of the state dict") as message:
         schedulers = schedulers_of(read.source.marker)
         saved = Saved(read.location, schedulers, read.source.shared_value)
         values = targets.split.common if request.fills_values else {}
         changes = changes_of(state_dict, values, loaded)
         restored = restore_objects(targets.resolved, loaded, saved, request.asks_for_all)
-        told.payload = timer.figures(read.num_bytes)
-    with ranks.answering(told, "report"):
+        message.payload = timer.figures(read.num_bytes)
+    with ranks.answering(message, "report"):
         if ranks.is_coordinator:
-            told.answer = json.dumps(timer.united(told.payloads, moving)).encode()
-    # No rank has failed. What can no longer fail comes last: values are changed all, or none.
+            message.answer = json.dumps(timer.united(message.payloads, moving)).encode()
+    # No rank has failed. Changes that cannot fail any more come last: values are changed all, or
+    # none.
     changes.apply()
     if ranks.is_coordinator:
         _warn_of_unchanged(changes, read.location)
-    return Restored(restored, absent_of_all, tuple(json.loads(told.answer)))
+    return Restored(restored, absent_of_all, tuple(json.loads(message.answer)))
 
 
 def _absent_keys(
     request: LoadRequest, targets: Targets, differences: Differences
 ) -> Mapping[str, Any]:
-    """Return what takes the place of shards that are not read, by key."""
+    """Return the values for shards that are not read, by key."""
     absent: dict[str, Any] = dict.fromkeys(differences.unexpected, HOLE)
     if request.family is None:
         return absent
@@ -342,30 +347,29 @@ def _read(
     ranks: Ranks, source: ShardSource, targets: Targets, absent: Mapping[str, Any]
 ) -> tuple[list[Any], Any]:
     """Return the values of all shards, and the common state."""
-    shards, ties = targets.split.shards, targets.ties
-    wanted = [
-        number
-        for number, shard in enumerate(shards)
-        if shard.key not in absent and number not in ties
-    ]
-    requested: list[Shard] = [shards[number] for number in wanted]
+    shards = targets.split.shards
+    ties = targets.ties
+    numbers = []
+    for number, shard in enumerate(shards):
+        if shard.key not in absent and number not in ties:
+            numbers.append(number)
+    requested: list[Shard] = [shards[number] for number in numbers]
     try:
-        *found, common = source.read([*requested, _COMMON], targets.rules)
+        *loaded, common = source.read([*requested, _COMMON], targets.rules)
     except LoadMismatchError as error:
         if ranks.size > 1 and not ranks.is_known_to_all(error):
             raise
         _name_plain_tensors(error, source)
         raise
-    by_number = dict(zip(wanted, found, strict=True))
-    values = [
-        by_number.get(ties.get(number, number), absent.get(shard.key, HOLE))
-        for number, shard in enumerate(shards)
-    ]
+    by_number = dict(zip(numbers, loaded, strict=True))
+    values = []
+    for number, shard in enumerate(shards):
+        values.append(by_number.get(ties.get(number, number), absent.get(shard.key, HOLE)))
     return values, common
 
 
 def _name_plain_tensors(error: LoadMismatchError, source: ShardSource) -> None:
-    """Raise an error that says so if the common state has tensors of the absent names."""
+    """Raise a clearer error if common state has the absent tensors."""
     common = source.read_objects([_COMMON])[0]
     names = {".".join(map(str, path[1:])): str(path[0]) for path in tensor_paths(common)}
     place = next((names[key] for key in sorted(error.unexpected) if key in names), None)
@@ -401,21 +405,21 @@ def _refuse_absent(
     if request.asks_for_all:
         refuse_absent_tensors(targets.split.common, loaded, location)
     if request.asks_for_all and not request.warns_of_values:
-        of_objects = {place.path for place in targets.described.places}
+        object_paths = {place.path for place in targets.described.places}
         holder = "What is given" if source.is_live else f"The checkpoint {location!r}"
-        refuse_absent_values(targets.split.common, of_objects, loaded, holder)
+        refuse_absent_values(targets.split.common, object_paths, loaded, holder)
 
 
 def _report_absent_values(
     ranks: Ranks, request: LoadRequest, targets: Targets, loaded: StateDict
 ) -> frozenset[str]:
-    """Warn about values for which nothing was loaded, as about keys; name those of all ranks."""
+    """Warn about values for which nothing was loaded; return their names."""
     if request.mode is not StrictHandling.LOG_ALL and not request.warns_of_values:
         return frozenset()
-    of_objects = {place.path for place in targets.described.places}
+    object_paths = {place.path for place in targets.described.places}
     if not request.asks_for_all:
-        of_objects -= {p.path for p in targets.described.places if p.kind is Kind.STATEFUL}
-    absent = absent_values(targets.split.common, of_objects, loaded)
+        object_paths -= {p.path for p in targets.described.places if p.kind is Kind.STATEFUL}
+    absent = absent_values(targets.split.common, object_paths, loaded)
     sent = ranks.all_gather(json.dumps(sorted(absent)).encode())
     absent_of_all = frozenset[str]().union(*map(json.loads, sent))
     if absent_of_all and ranks.is_coordinator:
@@ -430,10 +434,10 @@ def _report_absent_values(
 def _overwritten_of_all(
     ranks: Ranks, request: LoadRequest, source: ShardSource, location: str
 ) -> frozenset[str]:
-    """Name what was read in vain on any rank: tensors that are tied now and were not when they were
-    saved.
+    """Name tensors that were overwritten on any rank.
 
-    LoadMismatchError where all of the checkpoint is to be loaded.
+    They are tied now, and were not tied when they were saved. LoadMismatchError where all of the
+    checkpoint is to be loaded.
     """
     sent = ranks.all_gather(json.dumps(sorted(source.overwritten)).encode())
     lost = frozenset[str]().union(*map(json.loads, sent))

@@ -1,11 +1,11 @@
-"""What a load asks of a checkpoint, compared between the ranks and with what is stored."""
+"""Requests of a load, compared between ranks and with the checkpoint."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import length_hint
@@ -41,24 +41,24 @@ logger = logging.getLogger(__name__)
 
 _MODES_WITH_RULES = (StrictHandling.ASSUME_OK_UNEXPECTED, StrictHandling.RAISE_UNEXPECTED)
 _MODES_OF_ALL = (*_MODES_WITH_RULES, StrictHandling.RAISE_ALL)
-"""Modes in which nothing that is requested may be left out."""
+"""Modes in which no requested key may be left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """How to load a state dict.
+    """The request to load a state dict.
 
     Attributes:
-        path: of the checkpoint.
-        mode: how keys that only the checkpoint or only the request has are handled.
-        strict: the same in the caller's words, if these are others.
-        rules: how the requested tensors are made from those of the checkpoint.
+        path: path of the checkpoint.
+        mode: handling of keys that only the checkpoint or only the request has.
+        strict: the caller's word for `mode`, if it is another one.
+        rules: rules that make the requested tensors from the stored ones.
         family: afterwards, the rules of the model's family.
         process_group: the ranks that load together.
         warns_of_values: warn of plain values for which nothing is stored, whatever the mode:
-            Megatron leaves them out of what it returns.
-        fills_values: put what is loaded for plain values into the state dict that was given.
-        options: of the caller.
+            Megatron leaves them out of its result.
+        fills_values: put loaded plain values into the caller's state dict.
+        options: options of the caller.
         made: is filled: places of modules that got memory, and have no values before the load.
     """
 
@@ -75,7 +75,7 @@ class LoadRequest:
 
     @property
     def asks_for_all(self) -> bool:
-        """Tell whether nothing that is requested may be left out."""
+        """Whether no requested key may be left out."""
         return self.mode in _MODES_OF_ALL
 
     def check(self) -> None:
@@ -97,7 +97,7 @@ class LoadRequest:
             )
 
     def of_all_ranks(self) -> dict[str, object]:
-        """Return what must be the same on all ranks."""
+        """Return the settings that must be equal on all ranks."""
         options = self.options
         return {
             "strategy": options.strategy,
@@ -113,17 +113,17 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class Targets:
-    """What this rank wants of a checkpoint.
+    """The targets that this rank fills from a checkpoint.
 
     Attributes:
         described: the state dict with its objects described.
-        resolved: the same, with what the checkpoint has of them.
+        resolved: the same, with the entries that the checkpoint has for them.
         split: the flattened state dict.
-        entries: of the checkpoint by key; empty when they are not needed.
-        stored: those that the request is compared with.
-        ties: shards that are not stored, and the numbers of those whose values they get.
-        table: its shards, without data; None where they are not compared between ranks.
-        rules: from the keys of the request to those of the checkpoint.
+        entries: entries of the checkpoint by key; empty when they are not needed.
+        stored: entries that the request is compared with.
+        ties: numbers of shards that are not stored -> numbers of the shards whose values they get.
+        table: shards without data; None where they are not compared between ranks.
+        rules: rules from the keys of the request to the keys of the checkpoint.
     """
 
     described: objects.Described
@@ -137,14 +137,17 @@ class Targets:
 
     @property
     def requested(self) -> set[str]:
-        """Keys of the shards that are looked for in the checkpoint."""
-        return {s.key for number, s in enumerate(self.split.shards) if number not in self.ties}
+        """Keys of the shards that the checkpoint is searched for."""
+        requested = set()
+        for number, shard in enumerate(self.split.shards):
+            if number not in self.ties:
+                requested.add(shard.key)
+        return requested
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shapes of the tensors by key."""
-        tensors = (shard for shard in self.split.shards if isinstance(shard, ShardedTensor))
-        return {tensor.key: tuple(tensor.global_shape) for tensor in tensors}
+        return _shapes_of(self.split.shards)
 
 
 @dataclass(frozen=True)
@@ -152,10 +155,10 @@ class Differences:
     """Keys that only the checkpoint or only the request has.
 
     Attributes:
-        missing: only the checkpoint has them; the same on all ranks.
-        left_out: of them, where keys are not compared, what objects do not take.
-        unexpected: this rank requests them.
-        unexpected_of_all: some rank requests them.
+        missing: keys that only the checkpoint has; the same on all ranks.
+        left_out: stored keys that objects do not take, where keys are not compared.
+        unexpected: keys that this rank requests.
+        unexpected_of_all: keys that some rank requests.
     """
 
     missing: frozenset[str] = frozenset()
@@ -198,23 +201,40 @@ def describe_targets(
             split = flatten.split(resolved.state_dict, {} if rules else entries)
             ties = find_ties(split.shards)
         stored = _without_skipped(entries, described, resolved)
-        absent = absent_ties(split.shards, ties, stored) if not rules else {}
-        table = None if source.is_live else shard_table(split.shards, ties)
+        absent = {}
+        if not rules:
+            absent = absent_ties(split.shards, ties, stored)
+        table = None
+        if not source.is_live:
+            table = shard_table(split.shards, ties)
     return source, Targets(described, resolved, split, entries, stored, absent, table, rules)
 
 
 def _check_modules_are_different(described: objects.Described, split: flatten.SplitState) -> None:
-    """Refuse modules of a list that would all get the tensors of one.
+    """Refuse modules of a list that would all get the same tensors.
 
     Lists hold stages, which may have copies of a tensor, but not of all.
     """
-    modules = [place for place in described.places if place.kind is objects.Kind.MODULE]
+    modules = []
+    for place in described.places:
+        if place.kind is objects.Kind.MODULE:
+            modules.append(place)
     if len({place.prefix for place in modules}) == len(modules):
         return
     tensors = [leaves(at(described.state_dict, place.path)) for place in modules]
-    keys = [frozenset(shard.key for _, shard in each if hasattr(shard, "key")) for each in tensors]
+    keys = []
+    for shards in tensors:
+        keys.append(frozenset(shard.key for _, shard in shards if hasattr(shard, "key")))
     if len(set(keys)) < len(keys):
         flatten.check_keys_are_different(split, [place.path for place in modules])
+
+
+def _shapes_of(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    for shard in shards:
+        if isinstance(shard, ShardedTensor):
+            shapes[shard.key] = tuple(shard.global_shape)
+    return shapes
 
 
 def _rules(
@@ -224,28 +244,33 @@ def _rules(
     ties: Mapping[int, int],
     source: ShardSource,
 ) -> Sequence[Rule]:
-    """Return the rules from the names of the request to those of the source."""
-    shapes = {
-        shard.key: tuple(shard.global_shape) for shard in shards if isinstance(shard, ShardedTensor)
-    }
-    of_family: Sequence[Rule] = ()
+    """Return the rules from the request's names to the source's names."""
+    shapes = _shapes_of(shards)
+    family_rules: Sequence[Rule] = ()
     if request.family is not None:
-        of_family = source.rules_of_family(request.family, location, list(shapes))
-    stored = source.shapes() if request.rules or of_family else None
+        family_rules = source.rules_of_family(request.family, location, list(shapes))
+    stored = None
+    if request.rules or family_rules:
+        stored = source.shapes()
     if stored is None:
-        return (*request.rules, *of_family)
+        return (*request.rules, *family_rules)
     pairs = ((shards[tie].key, shards[first].key) for tie, first in ties.items())
-    shared = {key: to for key, to in pairs if key != to}
-    return decide_ties(request.rules, of_family, shapes, shared, stored)
+    shared = {}
+    for key, to in pairs:
+        if key != to:
+            shared[key] = to
+    return decide_ties(request.rules, family_rules, shapes, shared, stored)
 
 
 def _how_much_is_needed(described: objects.Described, mode: StrictHandling, depends: bool) -> int:
-    """Return 0 when the keys of the checkpoint need not be known, 2 when stored settings are needed
-    as well. `depends` tells whether what the shards are depends on the keys.
+    """Return 2, 1 or 0: which stored data this rank needs.
+
+    With 0 the keys of the checkpoint need not be known; with 2 stored settings are needed as well.
+    `depends` says whether the shards depend on the keys.
     """
-    of_objects = objects.needs_stored(described)
+    object_needs = objects.needs_stored(described)
     compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
-    return of_objects or compares or depends
+    return object_needs or compares or depends
 
 
 def _look_up(
@@ -257,14 +282,16 @@ def _look_up(
 ) -> tuple[ShardSource, Mapping[str, StoredEntry], StateDict]:
     """Return the source for the objects, its entries, and their stored settings.
 
-    `needed` is that of `_how_much_is_needed`, the largest of all ranks.
+    `needed` is the largest `_how_much_is_needed` of all ranks.
     """
     if not needed:
         return source, {}, {}
     if request.family is None and not request.rules:
         source = source.for_objects(described, needed > 1)
     entries = source.entries()
-    settings = _stored_settings(ranks, source, described, entries) if needed > 1 else {}
+    settings = {}
+    if needed > 1:
+        settings = _stored_settings(ranks, source, described, entries)
     return source, entries, settings
 
 
@@ -280,24 +307,30 @@ def _stored_settings(
     entries: Mapping[str, StoredEntry],
 ) -> StateDict:
     with ranks.phase("read the settings of optimizers"):
-        wanted = objects.settings_of(described, entries)
-        values = source.read_objects(list(wanted.values()))
-    return dict(zip(wanted, values, strict=True))
+        cells = objects.settings_of(described, entries)
+        values = source.read_objects(list(cells.values()))
+    return dict(zip(cells, values, strict=True))
 
 
 def _without_skipped(
     entries: Mapping[str, StoredEntry], described: objects.Described, resolved: objects.Described
 ) -> dict[str, StoredEntry]:
-    """Leave out states of another number of ranks, of which no shard is requested or missing."""
-    kept = {(place.name, place.kind) for place in resolved.places}
-    skipped = {place.name for place in described.places if (place.name, place.kind) not in kept}
+    """Leave out states of another number of ranks.
+
+    No shard of them is requested or missing.
+    """
+    remaining = {(place.name, place.kind) for place in resolved.places}
+    skipped = set()
+    for place in described.places:
+        if (place.name, place.kind) not in remaining:
+            skipped.add(place.name)
     return {key: entry for key, entry in entries.items() if key not in skipped}
 
 
 def check_targets(
     ranks: Ranks, request: LoadRequest, location: str, source: ShardSource, targets: Targets
 ) -> Differences:
-    """Refuse requests that contradict each other or ask for parts of objects; compare keys.
+    """Refuse contradicting requests and parts of objects; compare keys.
 
     Collective operation: all ranks must call it.
 
@@ -306,7 +339,9 @@ def check_targets(
         LoadMismatchError: keys differ, and the mode of the request raises.
     """
     validates = request.options.validate_access_integrity
-    table = targets.table if validates is not False else None
+    table = None
+    if validates is not False:
+        table = targets.table
     messages = _messages_of_all(ranks, table)
     requested = targets.requested
     with ranks.phase("check the requested shards", decision=True) as vote:
@@ -314,7 +349,9 @@ def check_targets(
             _validate(table, messages, whole=bool(validates))
         is_lenient = request.mode is StrictHandling.ASSUME_OK_UNEXPECTED
         compared = targets.stored if is_lenient else ()
-        flags = match_flags(request.rules, targets.shapes) if request.rules else b""
+        flags = b""
+        if request.rules:
+            flags = match_flags(request.rules, targets.shapes)
         coverage = _coverage(targets, requested, compared, source)
         vote.number = len(coverage.of_modules | coverage.of_optimizers | coverage.unclaimed)
     # The members of a move may have rules of their own.
@@ -331,8 +368,13 @@ def check_targets(
 
 
 def _warn_of_unmatched(rules: Sequence[Rule], flags: Sequence[bytes]) -> None:
-    """Name rules without a tensor on any rank, on the coordinator: others get no `flags`."""
-    for rule, *matched in zip(rules, *flags, strict=False) if flags else ():
+    """Warn of rules without a tensor on any rank.
+
+    Only the coordinator gets `flags`.
+    """
+    if not flags:
+        return
+    for rule, *matched in zip(rules, *flags, strict=False):
         if not any(matched) and not rule.optional:
             logger.warning(
                 "%s matches no tensor that is requested: nothing is loaded through it. Correct the "
@@ -342,19 +384,23 @@ def _warn_of_unmatched(rules: Sequence[Rule], flags: Sequence[bytes]) -> None:
 
 
 def _messages_of_all(ranks: Ranks, table: ShardTable | None) -> Sequence[list[bytes]]:
-    """Gather the tables of several ranks on the coordinator; nothing where there is one rank."""
+    """Gather the ranks' tables on the coordinator; nothing with one rank."""
     if table is None or ranks.size == 1:
         return ()
     return ranks.gather_once(table.to_messages())
 
 
 def _validate(table: ShardTable, messages: Sequence[list[bytes]], *, whole: bool) -> None:
-    """Validate the tables of all ranks, `messages`, or that of the only one: it may ask for parts
-    unless it must ask for the `whole`.
+    """Validate the tables of all ranks, or of the only one.
+
+    `messages` are the tables of all ranks. A single rank may request parts, unless the request must
+    be `whole`.
     """
-    tables, validate = [table], validate_shards if whole else validate_part
+    tables = [table]
+    validate = validate_shards if whole else validate_part
     if messages:
-        tables, validate = ShardTable.all_from_messages(*messages), validate_shards
+        tables = ShardTable.all_from_messages(*messages)
+        validate = validate_shards
     try:
         validate(merge_tables(tables))
     except InvalidShardingError as error:
@@ -372,8 +418,9 @@ def _coverage(
     compared: Collection[str],
     source: ShardSource,
 ) -> Coverage:
-    """Find what the objects leave out; through rules, what they surely should have is what a
-    configuration says.
+    """Find the parts of a checkpoint that objects leave out.
+
+    Through rules, an object should surely have the tensors that a configuration names.
     """
     rules = targets.rules
     find = partial(
@@ -386,28 +433,36 @@ def _coverage(
     )
     if not rules or not compared:
         return find(requested)
-    of_config: dict[str, tuple[int, ...]] = {}
+    config_shapes: dict[str, tuple[int, ...]] = {}
     for rule in rules:
         if isinstance(rule, Assemble):
-            of_config.update(rule.sources)
+            config_shapes.update(rule.sources)
     taken = stored_names(rules, targets.shapes)
-    found = find(taken)
-    known = stored_names(rules, of_config) & found.of_modules
-    return found._replace(of_modules=known, unclaimed=found.unclaimed | (found.of_modules - known))
+    coverage = find(taken)
+    known = stored_names(rules, config_shapes) & coverage.of_modules
+    return coverage._replace(
+        of_modules=known, unclaimed=coverage.unclaimed | (coverage.of_modules - known)
+    )
 
 
 def absent_ties(
     shards: Sequence[Shard], ties: Mapping[int, int], stored: Collection[str]
 ) -> dict[int, int]:
-    """Return the shards that are not stored but tied to one that is, whose number is the value:
-    export stores one.
+    """Return shards that are not stored, with their stored tie.
+
+    An export stores one name of tied tensors. The keys and values are numbers of shards.
     """
+    if not stored:
+        return {}
     by_first: dict[int, list[int]] = {}
-    for tie, first in (ties if stored else {}).items():
+    for tie, first in ties.items():
         by_first.setdefault(first, [first]).append(tie)
     absent: dict[int, int] = {}
     for group in by_first.values():
-        stored_ones = [number for number in group if shards[number].key in stored]
+        stored_ones = []
+        for number in group:
+            if shards[number].key in stored:
+                stored_ones.append(number)
         if stored_ones:
             others = (number for number in group if shards[number].key not in stored)
             absent.update(dict.fromkeys(others, stored_ones[0]))
@@ -421,19 +476,20 @@ def _compare_keys(
     targets: Targets,
     location: str,
 ) -> Differences:
-    """Find keys that differ, and do what the mode says."""
-    mode, stored = request.mode, frozenset(targets.stored)
+    """Find keys that differ, and handle them as the mode says."""
+    mode = request.mode
+    stored = frozenset(targets.stored)
     own_garbage = _without_values(request, targets, requested - stored)
     sent = ranks.all_gather(json.dumps([sorted(requested), own_garbage]).encode())
     # Every rank compares the keys of all, so that all raise the same error.
-    received = [json.loads(each) for each in sent]
-    of_all = frozenset[str]().union(*(keys for keys, _ in received))
+    received = [json.loads(message) for message in sent]
+    keys_of_all = frozenset[str]().union(*(keys for keys, _ in received))
     missing = frozenset[str]()
     if StrictHandling.requires_global_app_metadata(mode):
-        missing = _missing(targets.stored, of_all)
-    handle_mismatch(mode, missing, of_all - stored, stored, location)
+        missing = _missing(targets.stored, keys_of_all)
+    handle_mismatch(mode, missing, keys_of_all - stored, stored, location)
     _refuse_garbage(frozenset[str]().union(*(keys for _, keys in received)), location)
-    return Differences(missing, frozenset(requested - stored), of_all - stored)
+    return Differences(missing, frozenset(requested - stored), keys_of_all - stored)
 
 
 def _without_values(
@@ -458,10 +514,10 @@ def _refuse_garbage(keys: frozenset[str], location: str) -> None:
 
 
 def _missing(entries: Mapping[str, StoredEntry], requested: frozenset[str]) -> frozenset[str]:
-    """Return the stored keys that no rank requests, neither themselves nor as parts of others."""
+    """Return stored keys that no rank requests, also not in parts."""
     taken = set(requested)
     for key in requested & entries.keys():
         taken.update(entries[key].parts)
-    # What is only computed from its parts is not missing: they are.
-    of_their_own = (key for key, entry in entries.items() if not entry.parts or key in entry.parts)
-    return frozenset(of_their_own) - taken
+    # A tensor that is only computed from its parts is not missing: its parts are.
+    own_keys = (key for key, entry in entries.items() if not entry.parts or key in entry.parts)
+    return frozenset(own_keys) - taken

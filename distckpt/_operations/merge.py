@@ -1,5 +1,6 @@
-"""Merge several checkpoints into one Hugging Face checkpoint: weighted sums, or a moving
-average.
+"""Merging of several checkpoints into one Hugging Face checkpoint.
+
+The result is a weighted sum, or a moving average.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def merge(
     options: ExportOptions | None = None,
     **changes: Any,
 ) -> ExportReport:
-    """Merge the tensors of several checkpoints into a Hugging Face checkpoint: their average,
-    unless weights are given.
+    """Merge several checkpoints into a Hugging Face checkpoint: their average, unless weights are
+    given.
 
-    Each tensor is the sum of those of its key times the weights of their checkpoints, computed in
-    float64 in the order of the checkpoints, and rounded once. Formats and layouts may differ.
-    Memory is bounded whatever the number and sizes of checkpoints. `load` reads the result.
+    Each tensor is the sum of the tensors of its key times the weights of their checkpoints,
+    computed in float64 in the order of the checkpoints, and rounded once. Formats and layouts may
+    differ. Memory is bounded whatever the number and sizes of checkpoints. `load` reads the result.
 
         distckpt.merge(["run/step_800", "run/step_900", "run/step_1000"], "merged")
 
@@ -59,9 +60,9 @@ def merge(
 
     Args:
         checkpoints: two or more that `consolidate` reads. Tensors that `keys` selects must be in
-            all, with the same shapes; those without floating point numbers must be equal. Quantized
-            ones become values first.
-        output_dir: see `consolidate`; neither a checkpoint nor inside one of those.
+            all, with the same shapes; tensors without floating-point numbers must be equal.
+            Quantized tensors become values first.
+        output_dir: see `consolidate`; neither a checkpoint nor inside of one.
         weights: one for each checkpoint; any numbers, whatever their sum: (1, 1, -1) adds the
             difference of two. None for 1 / number of checkpoints.
         ema: instead, an exponential moving average of checkpoints from the oldest to the newest: it
@@ -89,15 +90,15 @@ def merge(
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
     ranks = Ranks(process_group)
-    chosen = with_changes(merge, ExportOptions, options, changes)
+    export_options = with_changes(merge, ExportOptions, options, changes)
     with ranks.phase("check the weights", decision=True, same={"weights": weights, "ema": ema}):
         sources, factors = check_terms(checkpoints, weights, ema)
         if ranks.is_coordinator:
             check_is_apart(output_dir, sources)
-    request = check_request(ranks, sources, output_dir, overwrite, chosen)
+    request = check_request(ranks, sources, output_dir, overwrite, export_options)
     with PhaseTimer("consolidate", ranks.rank, request.target).phase("plan"):
-        opened = open_sources(ranks, request.sources, chosen.verify)
-        plan = plan_opened_sum(ranks, opened, factors, ema, chosen)
+        opened = open_sources(ranks, request.sources, export_options.verify)
+        plan = plan_opened_sum(ranks, opened, factors, ema, export_options)
     return write_and_commit(ranks, request, opened.all, plan)
 
 
@@ -107,7 +108,7 @@ def plan_merge(
     ema: float | None,
     options: ExportOptions,
 ) -> ExportPlan:
-    """Return what `merge` would write, in this process alone."""
+    """Return the plan of a `merge`, made in this process alone."""
     ranks = Ranks.alone()
     sources, factors = check_terms(checkpoints, weights, ema)
     check_export_options(options)
@@ -149,7 +150,7 @@ def check_terms(
     weights: Sequence[float] | None,
     ema: float | None,
 ) -> tuple[list[str], list[float]]:
-    """Return the locations of the checkpoints, and the number that each is multiplied with."""
+    """Return the locations and factors of the checkpoints."""
     sources = _sources(checkpoints)
     return sources, _factors(len(sources), weights, ema)
 
@@ -167,7 +168,7 @@ def _sources(checkpoints: Sequence[str | os.PathLike[str]]) -> list[str]:
 
 
 def check_is_apart(output_dir: str | os.PathLike[str], sources: Sequence[str]) -> None:
-    """Refuse a target that is a checkpoint, or inside one of those that are merged."""
+    """Refuse a target that is a checkpoint, or inside of a source."""
     target = posix.resolve(output_dir)
     for source in sources:
         if f"{target}/".startswith(f"{posix.resolve(source)}/"):
@@ -185,18 +186,18 @@ def _factors(
     weights: Sequence[float] | None,
     ema: float | None,
 ) -> list[float]:
-    """Return the number that each checkpoint is multiplied with."""
+    """Return the factor of each checkpoint."""
     try:
-        chosen = _factors_of_average(count, ema) if weights is None else [*map(float, weights)]
+        factors = _factors_of_average(count, ema) if weights is None else [*map(float, weights)]
     except (TypeError, ValueError, OverflowError):
-        chosen = []
+        factors = []
     is_one_too_many = weights is not None and ema is not None
-    if is_one_too_many or len(chosen) != count or not all(map(math.isfinite, chosen)):
+    if is_one_too_many or len(factors) != count or not all(map(math.isfinite, factors)):
         raise ValueError(
             f"{count} checkpoints, weights={weights!r:.200}, ema={ema!r:.200}: give a finite "
             "weight for each, or an ema from 0 to 1, or neither."
         )
-    return chosen
+    return factors
 
 
 def _factors_of_average(count: int, ema: float | None) -> list[float]:

@@ -1,4 +1,7 @@
-"""Merge an adapter of PEFT into an export; imported when an export asks for it."""
+"""Merging of a PEFT adapter into an export.
+
+The module is imported when an export asks for it.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from distckpt._rules.families import read_config
 from distckpt._storage import locations
 
 _MAX_PROBED = 100
-"""Number of entries of a directory in which adapters are looked for, to name them in an error."""
+"""Entries of a directory that are searched for adapters, for an error."""
 
 
 def check_is_adapter(ranks: Ranks, location: str) -> None:
-    """Check that a directory has the files of an adapter, if it exists.
+    """Check that a directory, if it exists, has an adapter's files.
 
     Collective operation: all ranks must call it; rank 0 looks.
 
@@ -38,8 +41,11 @@ def _check_files(location: str) -> bytes:
     has_config = CONFIG_NAME in names
     if (has_tensors and has_config) or not locations.exists(location):
         return b""
-    lacks = [] if has_tensors else ["adapter_model.safetensors"]
-    lacks += [] if has_config else [CONFIG_NAME]
+    lacks = []
+    if not has_tensors:
+        lacks.append("adapter_model.safetensors")
+    if not has_config:
+        lacks.append(CONFIG_NAME)
     raise CheckpointNotFoundError(
         f"{location!r} is no adapter of PEFT, it has no {' and no '.join(lacks)}: "
         f"{_advice(location, names)}."
@@ -48,7 +54,10 @@ def _check_files(location: str) -> bytes:
 
 def _advice(location: str, names: list[str]) -> str:
     configs = {name: locations.join(location, name, CONFIG_NAME) for name in names[:_MAX_PROBED]}
-    inside = [name for name, path in configs.items() if locations.exists(path)]
+    inside = []
+    for name, path in configs.items():
+        if locations.exists(path):
+            inside.append(name)
     if inside:
         return f"give one of the adapters in it, {', '.join(map(repr, inside))}"
     if "adapter_model.bin" in names:
@@ -65,7 +74,7 @@ def adapted(
     model: Mapping[str, Any] | None,
     tied: Collection[str],
 ) -> PlannedTensors:
-    """Return the tensors with what an adapter changes in them.
+    """Return the tensors with the changes of an adapter.
 
     Args:
         planned: tensors of the export.

@@ -1,4 +1,4 @@
-"""Moving a state dict between the memories of ranks: the part that all such verbs share."""
+"""Moves of a state dict between the memories of ranks."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class MoveRequest:
-    """How to move a state dict.
+    """The request to move a state dict.
 
     Attributes:
-        rules: from the names of what this rank gives to those of what is moved.
-        target_rules: from the names of what this rank takes to those of what is moved.
+        rules: rules from the names of this rank's state to the names of the move.
+        target_rules: rules from the names of this rank's targets to the names of the move.
         family: afterwards, the rules of the model's family, for both.
         process_group: the ranks that move together.
-        fallback: where the checkpoint is that has what no rank gives.
-        options: of the caller.
-        place: between what tensors are moved, for reports.
-        version: of what is moved.
-        compares: what arrives is compared with what is sent.
+        fallback: location of a checkpoint with the tensors that no rank gives.
+        options: options of the caller.
+        place: name of the route, for reports.
+        version: version of the state.
+        compares: whether values that arrive are compared with the values that were sent.
         verb: name of the call in the journal.
     """
 
@@ -71,11 +71,12 @@ class MoveRequest:
         if self.family == "auto" and self.fallback is None:
             # A Route has no fallback.
             auto = " reads the config.json of `fallback`: give it, or"
-            auto = auto if self.verb == "redistribute" else " has no directory to read here: give"
+            if self.verb != "redistribute":
+                auto = " has no directory to read here: give"
             raise ValueError(f"family='auto'{auto} the path of a config.json as family.")
 
     def of_all_ranks(self) -> dict[str, object]:
-        """Return what must be the same on all ranks."""
+        """Return the settings that must be equal on all ranks."""
         options = asdict(replace(self.options, on_report=None))
         has_fallback = self.fallback is not None
         return {"has_fallback": has_fallback, "verify": self.compares, **options}
@@ -87,7 +88,7 @@ class MoveRequest:
 
     @property
     def as_load(self) -> LoadRequest:
-        """The request for what this rank takes."""
+        """The request for this rank's targets."""
         options = LoadOptions(
             validate_access_integrity=False,
             allow_dtype_cast=self.options.allow_dtype_cast,
@@ -111,20 +112,21 @@ def run_move(
     agreements: Agreements,
     memory: HostMemory,
 ) -> MoveReport:
-    """Fill a state dict from that of all ranks, see `redistribute`.
+    """Fill a state dict from the states of all ranks.
 
-    Collective operation: all ranks must call it.
+    See `redistribute`. Collective operation: all ranks must call it.
     """
     timer = PhaseTimer(request.verb, ranks.rank, request.place)
-    load, directory = request.as_load, request.directory
+    load = request.as_load
+    directory = request.directory
     with timer.phase("plan"):
         given = describe_given(ranks, old_state, request.rules, request.family, directory)
         fallback = _fallback(ranks, load, directory)
         source = LiveSource(
             ranks, given, fallback, request.options, agreements, memory, request.compares
         )
-        wanted = with_shards(new_state, ranks.rank)
-        _, targets = describe_targets(ranks, wanted, load, directory, lambda: source)
+        targets_state = with_shards(new_state, ranks.rank)
+        _, targets = describe_targets(ranks, targets_state, load, directory, lambda: source)
         differences = check_targets(ranks, load, request.place, source, targets)
     with timer.phase("move"):
         read = read_targets(ranks, load, request.place, source, targets, differences)
@@ -142,12 +144,12 @@ def run_move(
 
 
 def _fallback(ranks: Ranks, request: LoadRequest, location: str) -> ShardSource | None:
-    """Return the checkpoint that has what no rank holds.
+    """Return the checkpoint with tensors that no rank holds.
 
     Collective operation: all ranks must call it.
     """
     if not location:
         return None
-    found = find_checkpoint(ranks, location)
+    checkpoint = find_checkpoint(ranks, location)
     with ranks.phase("open the fallback"):
-        return source_of(ranks, location, found, request.options, request.process_group)
+        return source_of(ranks, location, checkpoint, request.options, request.process_group)

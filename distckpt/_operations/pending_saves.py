@@ -1,7 +1,7 @@
-"""Errors of background saves that nobody has asked for: the next save of the ranks raises them.
+"""Errors of background saves that were not reported yet.
 
-`background_save` has the saves themselves. It is not imported here, since most saves need none of
-it.
+The next save of the ranks raises them. `background_save` has the saves themselves. It is not
+imported here, since most saves do not need it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class GroupSaves:
     """The background saves of one process group.
 
     Attributes:
-        ranks: by timeout; each has a process group that only the background thread uses.
-        unreported: the `SaveHandle`s of saves that failed, or may fail, and whose result nobody has
+        ranks: ranks by timeout; each has a process group that only the background thread uses.
+        unreported: the `SaveHandle`s of saves that failed, or may fail, and whose result was not
             asked for.
-        state: the worst since ranks last compared it; `OUT_OF_STEP` after a rank was lost.
+        state: the worst state since ranks last compared it; `OUT_OF_STEP` after a rank was lost.
     """
 
     ranks: dict[float, Ranks] = field(default_factory=dict)
@@ -37,8 +37,8 @@ class GroupSaves:
 
 
 _saves_of_groups: weakref.WeakKeyDictionary[Any, GroupSaves] = weakref.WeakKeyDictionary()
-"""By process group of the caller. When that is destroyed, so are the groups that its background
-saves use, which other ranks notice.
+"""Background saves by process group of the caller. When a group is destroyed, so are the groups
+that its background saves use, which other ranks notice.
 """
 
 if hasattr(os, "register_at_fork"):
@@ -46,7 +46,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def saves_of(process_group: Any) -> GroupSaves:
-    """Return the background saves of a process group, where new ones are added."""
+    """Return the background saves of a process group, for adding new ones."""
     return _saves_of_groups.setdefault(_owner_of(process_group), GroupSaves())
 
 
@@ -57,10 +57,10 @@ def _owner_of(process_group: Any) -> Any:
 
 @contextlib.contextmanager
 def raising_pending_errors(ranks: Ranks, request: SaveRequest) -> Iterator[None]:
-    """Run the body, a save, and then raise the error of an earlier background save of these ranks,
-    unless it was asked for.
+    """Run the body, a save, then raise errors of background saves.
 
-    The save comes first: a program that ends with the error has its newest state stored.
+    These are errors of earlier background saves of these ranks that were not asked for. The save
+    comes first: a program that ends with the error has its newest state stored.
 
     Collective operation: all ranks must call it. It exchanges one number, and nothing if there were
     no background saves. If a save has failed on any rank, all ranks wait for their unfinished
@@ -70,7 +70,8 @@ def raising_pending_errors(ranks: Ranks, request: SaveRequest) -> Iterator[None]
     if saves is None or not _has_failed(ranks, saves):
         yield
         return
-    failed, saves.unreported = saves.unreported, []
+    failed = saves.unreported
+    saves.unreported = []
     try:
         yield
     except BaseException:
@@ -82,8 +83,9 @@ def raising_pending_errors(ranks: Ranks, request: SaveRequest) -> Iterator[None]
 
 
 def _has_failed(ranks: Ranks, saves: GroupSaves) -> bool:
-    """Tell whether a background save has failed on any rank; if so, wait for all of them, and make
-    it possible to save again.
+    """Whether a background save has failed on any rank.
+
+    If so, wait for all of them, and make it possible to save again.
     """
     state = saves.state
     if ranks.all_equal(state) and state == FINE:
@@ -92,18 +94,22 @@ def _has_failed(ranks: Ranks, saves: GroupSaves) -> bool:
 
     wait_for_all()
     if OUT_OF_STEP in ranks.all_gather_numbers([saves.state]):
-        # The groups are left as they are: a group made in the place of a destroyed one would get
-        # its name, and meet its traces in the store.
+        # The groups are left as they are: a group made instead of a destroyed one would get its
+        # name, and meet its traces in the store.
         saves.ranks.clear()
     saves.state = FINE
     return True
 
 
 def raise_unseen_error(handles: list[Any]) -> None:
-    """Wait for saves, a list of `SaveHandle`s that is emptied; raise the first error that nobody
-    has asked for.
+    """Wait for saves; raise the first error that was not asked for.
+
+    `handles` are `SaveHandle`s; the list is emptied.
     """
-    unasked = [handle for handle in handles if not handle.was_asked]
+    unasked = []
+    for handle in handles:
+        if not handle.was_asked:
+            unasked.append(handle)
     handles.clear()
     for error in [handle.exception() for handle in unasked]:
         if error is not None:

@@ -1,4 +1,7 @@
-"""Quantize the tensors of an export when they are written; imported when an export asks for it."""
+"""Quantization of an export's tensors when they are written.
+
+The module is imported when an export asks for it.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,13 @@ def quantized(
     quantize: str | Mapping[str, str],
     reference: StoredCheckpoint | None,
 ) -> PlannedTensors:
-    """Return the tensors with parts in the place of what is quantized: what `quantize` says, or
-    what a reference directory has quantized.
+    """Return the planned tensors, with quantized ones replaced by parts.
+
+    `quantize` says which tensors to quantize, or a reference directory has them quantized.
     """
-    model = set(find(reference)) if reference is not None else None
+    model = None
+    if reference is not None:
+        model = set(find(reference))
     made = quantize_outputs(planned.outputs, formats_by_pattern(quantize), model)
     made_of = {name: part.tensor.name for name, part in made.parts.items()}
     return replace(

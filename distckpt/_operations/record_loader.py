@@ -1,4 +1,4 @@
-"""Find out where the weight loader of an engine puts stored tensors, as a sharded state dict."""
+"""Recording of an engine's weight loader as a sharded state dict."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ Specs: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class LoaderTarget(BoundState):
-    """A sharded state dict of what a weight loader fills, see `record_loader`.
+    """A sharded state dict of the tensors that a weight loader fills.
+
+    See `record_loader`.
 
     Attributes:
         unused: names of stored tensors that the loader put nowhere, such as tables that the model
             computes itself.
-        unfilled: of each parameter and persistent buffer of the model that the loader did not fill,
-            the number of elements without a value.
+        unfilled: the number of elements without a value, for each parameter and persistent buffer
+            of the model that the loader did not fill.
     """
 
     unused: frozenset[str]
@@ -46,21 +48,22 @@ def record_loader(
     *,
     module: torch.nn.Module | None = None,
 ) -> LoaderTarget:
-    """Describe where a weight loader puts stored tensors, without code for the model.
+    """Describe a weight loader's places for stored tensors, without model code.
 
-    The loader runs once on tensors that have names, shapes and dtypes and no storage. Which part of
-    each it copies where becomes a sharded state dict, whose keys are the stored names and whose
-    data are views of the model's own memory: what fills that state dict does what the loader does.
+    The loader runs once on tensors that have names, shapes and dtypes and no storage. The parts
+    that it copies, and their places, become a sharded state dict, whose keys are the stored names
+    and whose data are views of the model's own memory: filling that state dict has the effect of
+    the loader.
 
         target = distckpt.record_loader(model.load_weights, "exports/qwen3")
         distckpt.load(target, "exports/qwen3", allow_dtype_cast=True)
 
     The loader may take views (`narrow`, `chunk`, slices, `t`, `view`, ...), convert, join and copy,
-    in any order; threads that it starts may copy into parameters of the model. What it computes
+    in any order; threads that it starts may copy into parameters of the model. Computed values
     cannot be described. Values that it writes itself, such as zeros behind the rows of a padded
     vocabulary, it writes in this call; nothing else of the model changes. The state dict holds as
-    long as the parameters keep their memory: record again when they were moved or replaced. What
-    uses it refuses to when they were.
+    long as the parameters keep their memory: record again when they were moved or replaced. Later
+    uses raise an error if they were.
 
     Any rank may call, alone.
 
@@ -70,14 +73,14 @@ def record_loader(
         metadata: the names, shapes and dtypes that stored tensors have: `{name: (shape, dtype)}`,
             objects with the attributes `name` (or `key`), `shape` and `dtype`, an opened checkpoint
             (`distckpt.open(path, as_stored=True)` where it is quantized), or the path of one.
-        module: whose parameters and persistent buffers the loader should fill. None for the object
-            that `load_weights` is a method of.
+        module: module whose parameters and persistent buffers the loader should fill. None for the
+            object that `load_weights` is a method of.
 
     Returns:
         The state dict, with `unused` and `unfilled`, which are also logged.
 
     Raises:
-        InvalidShardingError: the loader computes something of a stored tensor, which the error
+        InvalidShardingError: the loader computes a value from a stored tensor, which the error
             names, or the model has no memory yet.
     """
     recording = Recording(_specs_of(metadata))
@@ -88,8 +91,12 @@ def record_loader(
     tensors = _tensors_of(module)
     _refuse_copies_of_threads(tensors.values(), recording)
     target = LoaderTarget(_state_of(recording))
-    filled = {name for name, each in tensors.items() if recording.memory_of(each) is not None}
-    target.module, target.memory = module, {name: tensors[name].detach() for name in filled}
+    filled = set()
+    for name, tensor in tensors.items():
+        if recording.memory_of(tensor) is not None:
+            filled.add(name)
+    target.module = module
+    target.memory = {name: tensors[name].detach() for name in filled}
     target.unused = frozenset(recording.stored) - {shard.key for shard in target.values()}
     target.unfilled = _unfilled(tensors, recording)
     _log(target)
@@ -102,7 +109,7 @@ def _run(load_weights: Callable[..., Any], recording: Recording) -> None:
     except InvalidShardingError:
         raise
     except (NotImplementedError, RuntimeError, TypeError) as error:
-        # How torch refuses what a tensor without storage cannot do.
+        # Torch's refusal of an operation that a tensor without storage cannot do.
         raise InvalidShardingError(
             f"The loader fails while it loads the stored tensor {recording.current!r} without "
             f"storage: {str(error).rstrip('.')}. If it needs the values of that tensor, leave the "
@@ -114,12 +121,13 @@ def _run(load_weights: Callable[..., Any], recording: Recording) -> None:
 
 
 def _refuse_copies_of_threads(tensors: Iterable[torch.Tensor], recording: Recording) -> None:
-    """Refuse memory of their own that threads have copied stored tensors to: whether they copied
-    it on is not known.
+    """Refuse copies of stored tensors in memory of threads.
+
+    It is not known whether the threads have copied them on.
     """
-    of_module = [recording.memory_of(tensor) for tensor in tensors]
+    module_memories = [recording.memory_of(tensor) for tensor in tensors]
     for memory in recording.written_by_threads:
-        if not any(memory is each for each in of_module):
+        if not any(memory is own_memory for own_memory in module_memories):
             raise InvalidShardingError(
                 f"The loader copies the stored tensor {summarize_keys(memory.names())} in a thread "
                 "of its own, into memory that is no parameter or persistent buffer of the model, "
@@ -134,42 +142,47 @@ def _specs_of(metadata: Any) -> Specs:
         metadata = open_checkpoint(metadata, as_stored=True)
     tensors = getattr(metadata, "tensors", metadata)
     entries = tensors.items() if isinstance(tensors, Mapping) else ((None, e) for e in tensors)
-    return {key: spec for key, spec in (_spec_of(*entry) for entry in entries)}
+    return dict(_spec_of(*entry) for entry in entries)
 
 
 def _spec_of(name: str | None, entry: Any) -> tuple[str, tuple[tuple[int, ...], torch.dtype]]:
     if isinstance(entry, tuple) and len(entry) == 2:
         shape, dtype = entry
     else:
-        shape, dtype = entry.shape, entry.dtype
-    key = name if name is not None else getattr(entry, "name", None) or entry.key
-    return key, (tuple(shape), dtype)
+        shape = entry.shape
+        dtype = entry.dtype
+    if name is None:
+        name = getattr(entry, "name", None) or entry.key
+    return name, (tuple(shape), dtype)
 
 
 def _tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
-    """Return the parameters and persistent buffers of a module, whose loader has run."""
-    found = dict(named_tensors(module))
-    for name, value in found.items():
+    """Return a module's parameters and persistent buffers after the loader's run."""
+    tensors = dict(named_tensors(module))
+    for name, value in tensors.items():
         if is_recorded(value):
             raise InvalidShardingError(
                 f"The loader makes a stored tensor the parameter {name!r} of the model, instead of "
                 "copying into memory of the model: there is nothing to record."
             )
-    return found
+    return tensors
 
 
 def _state_of(recording: Recording) -> Iterator[tuple[str, ShardedTensor]]:
-    """Describe what the model gets, under names that differ."""
+    """Describe the recorded copies as shards, under different names."""
     by_key: dict[str, list[_Place]] = {}
     for memory in recording.real.values():
         memory.settle()
-        for place in (place for piece in memory.pieces for place in _places(memory, piece)):
-            by_key.setdefault(place.key, []).append(place)
+        for piece in memory.pieces:
+            for place in _places(memory, piece):
+                by_key.setdefault(place.key, []).append(place)
     for key, places in by_key.items():
-        copies = {max(pair) for pair in overlaps([place.region for place in places])}
+        regions = [place.region for place in places]
+        copies = {max(pair) for pair in overlaps(regions)}
         for number, place in enumerate(places):
+            name = f"{key}#{number}" if number else key
             replica_id = (1, number) if number in copies else OpenReplicaId((0,))
-            yield f"{key}#{number}" if number else key, _shard_of(place, replica_id)
+            yield name, _shard_of(place, replica_id)
 
 
 def _shard_of(place: _Place, replica_id: ReplicaId) -> ShardedTensor:
@@ -181,7 +194,7 @@ def _shard_of(place: _Place, replica_id: ReplicaId) -> ShardedTensor:
 
 
 class _Place(NamedTuple):
-    """A region of a stored tensor, and the view of a real memory that gets it."""
+    """A region of a stored tensor, and the memory that gets it."""
 
     stored: Memory
     region: Region
@@ -209,11 +222,12 @@ def _layout_in(memory: Memory, region: Region) -> Layout:
 
 
 def _typed(tensor: torch.Tensor, stored: Memory, steps: Iterable[Step]) -> torch.Tensor:
-    """Return a memory as a tensor of the dtype that a load converts to.
+    """Return a memory as a tensor of the dtype to load.
 
-    InvalidShardingError where one conversion does not do what those of the loader do.
+    InvalidShardingError where one conversion differs from the loader's conversions.
     """
-    dtypes, kinds = [stored.dtype], set()
+    dtypes = [stored.dtype]
+    kinds = set()
     for kind, dtype in steps:
         if dtype != dtypes[-1]:
             kinds.add(kind)

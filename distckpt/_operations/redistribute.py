@@ -1,4 +1,4 @@
-"""Move a state dict from one layout to another, from memory to memory."""
+"""Moves of a state dict from one layout to another, in memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from distckpt._ranks.collectives import Ranks, collective
 from distckpt._rules.rule import Rule
 
 _agreements = Agreements()
-"""Of earlier calls: the plans of layouts that come again."""
+"""Agreements of earlier calls: the plans of layouts that come again."""
 
 _memory = KeptMemory()
-"""Of the last call that has not failed."""
+"""Memory of the last successful call."""
 
 
 @collective()
@@ -36,44 +36,46 @@ def redistribute(
     options: MoveOptions | None = None,
     **changes: Any,
 ) -> MoveReport:
-    """Fill a state dict from another one that has the same tensors under another layout, without a
-    checkpoint.
+    """Fill a state dict from another layout, without a checkpoint.
+
+    Both state dicts have the same tensors.
 
         distckpt.redistribute({"model": old_model}, {"model": new_model})
 
-    Every element comes from a rank that has it: from the same one if it can, else through memory
-    that the ranks of a machine share, else through the process group, once for each machine. What
-    one machine would send to many, these pass on to each other. A call with the same descriptions
-    as one before uses its plan, and sends no descriptions.
+    Every element comes from a rank that has it: from the same rank if possible, else through memory
+    that the ranks of a machine share, else through the process group, once for each machine. Bytes
+    that one machine would send to many are passed on between these. A call with the same
+    descriptions as one before uses its plan, and sends no descriptions.
 
-    Collective operation: all ranks must call it; those that only give or only take pass `{}` for
+    Collective operation: all ranks must call it; ranks that only give or only take pass `{}` for
     the other state dict.
 
     Args:
-        old_state: what is there: a state dict as for `save`. Plain tensors, not in modules, are
+        old_state: the state to move: a state dict as for `save`. Plain tensors, not in modules, are
             taken to be equal on all ranks that have them. It is not changed.
-        new_state: what to fill: a state dict as for `load`; all tensors must have memory. The two
-            may share memory. Targets may overlap, and need not cover a tensor.
-        rules: how the tensors of `new_state` are made from those of `old_state`, if names or shapes
-            differ, see `distckpt.rules`: from the names of `old_state` to those of `new_state`.
+        new_state: the state to fill: a state dict as for `load`; all tensors must have memory. The
+            two may share memory. Targets may overlap, and need not cover a tensor.
+        rules: how the tensors of `new_state` are made from `old_state`, if names or shapes differ,
+            see `distckpt.rules`: from the names of `old_state` to the names of `new_state`.
         family: instead, the rules of the model's family: the path of its `config.json`, or "auto"
             for the one in `fallback`. Either state dict may have the names of Megatron Core, of
             transformers in memory, or of the Hugging Face directory.
         process_group: the ranks that call; None for the default group, or for this process alone
             when torch.distributed is not initialized.
         fallback: a path or URL of a checkpoint, from which regions are loaded that no rank gives,
-            and only these. It has the names that `rules` or `family` make of those of `old_state`.
+            and only these. It has the names that `rules` or `family` make from the names of
+            `old_state`.
         options: further options.
         changes: options by keyword, such as `atomic=True`; see `MoveOptions` for all of them.
 
     Returns:
-        How much was moved and how long it took, on every rank.
+        The figures of the move, on every rank.
 
     Raises:
         InvalidShardingError: ranks give different shards for the same elements, or describe one
             tensor differently. Nothing is changed.
-        LoadMismatchError: no rank holds what is taken, or a shape or dtype does not fit. Nothing is
-            changed.
+        LoadMismatchError: no rank holds a requested tensor, or a shape or dtype does not fit.
+            Nothing is changed.
         RankFailedError: raised on all ranks when any rank failed or was lost. Tensors may be partly
             filled then, unless `atomic` is set.
     """

@@ -1,4 +1,7 @@
-"""Move a state dict again and again between jobs that know only an address."""
+"""Moves of a state dict, again and again, between separate jobs.
+
+They know only an address.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +36,18 @@ from distckpt._ranks.exchanges import group_over, open_store
 from distckpt._rules.rule import Rule
 
 MAX_ATTEMPTS = 3
-"""How often one version is moved among the same members: if none is lost, contact will not last.
+"""Attempts to move one version among the same members. If no member is lost, contact will not last.
 
-Altogether it is moved so many times more than it had members at first: targets that start again and
-die each time do not keep the others in it.
+Altogether a version is moved as many times more as it had members at first: targets that start
+again and die each time do not keep the other members in it.
 """
 
 
 class Route:
-    """The way from a job that has tensors, a trainer, to others that want them under another
-    layout, such as inference engines: they know only an address.
+    """A way for tensors from one job to others, again and again.
+
+    The source, such as a trainer, and the targets, such as inference engines, may have different
+    layouts. They know only an address.
 
         route = distckpt.Route("trainer-0:29700", source={"model": model})  # each trainer rank
         route = distckpt.Route("trainer-0:29700", target=parameters)  # each engine worker
@@ -50,29 +55,29 @@ class Route:
         report = route.run(version=step)  # on both sides, at every step
 
     The first run compares descriptions and plans, as `redistribute` does; later ones use the plan
-    as long as nobody's description and no member changes. A target that comes later, or comes
-    again after a restart, takes part from the next version on. One that disappears is named in a
-    warning, and the version is moved to the others.
+    as long as no description and no member changes. A target that comes later, or comes again after
+    a restart, takes part from the next version on. A target that disappears is named in a warning,
+    and the version is moved to the other targets.
 
     Args:
-        address: "host:port", where rank 0 of the job that gives can be reached, such as
+        address: "host:port" at which rank 0 of the job that gives can be reached, such as
             "trainer-0:29700" or "[fd00::1]:29700". It hosts a store there, on this address of its
-            machine alone; "0.0.0.0:29700" on rank 0 stands for all of them. Nothing asks who
-            connects: whoever reaches the port can take the tensors, and disturb the move.
-        source: what to give, a state dict as for `save`. All ranks of the job give their shards,
-            and make their Routes together.
-        target: what to fill, a state dict as for `load`. Each process that takes is a target of its
-            own. Either `source` or `target` is given.
-        rules: from the names of this side to those under which tensors are moved, such as those of
-            a Hugging Face directory; see `distckpt.rules`.
+            machine alone; "0.0.0.0:29700" on rank 0 stands for all of them. Connections are not
+            authenticated: anyone who reaches the port can take the tensors, and disturb the move.
+        source: the state to give, a state dict as for `save`. All ranks of the job give their
+            shards, and make their Routes together.
+        target: the state to fill, a state dict as for `load`. Each process that takes is a target
+            of its own. Either `source` or `target` is given.
+        rules: rules from the names of this side to the names of the move, such as the names of a
+            Hugging Face directory; see `distckpt.rules`.
         family: afterwards, the rules of the model's family: the path of its `config.json`.
-        process_group: of the ranks that give; None for the default group, or for this process alone
-            when torch.distributed is not initialized.
-        num_targets: so many targets the first version waits for, at most 4,096.
-        timeout: seconds to wait for others: for the store, for a version, for the ranks in the
-            middle of a move. It must be longer than what happens between two versions. A target
-            waits up to twice as long for a version, since the source may be waiting for others.
-            Each wait takes some seconds more, since others notice only after `timeout`.
+        process_group: process group of the ranks that give; None for the default group, or for this
+            process alone when torch.distributed is not initialized.
+        num_targets: number of targets that the first version waits for, at most 4,096.
+        timeout: seconds to wait: for the store, for a version, for the ranks in the middle of a
+            move. It must be longer than the time between two versions. A target waits up to twice
+            as long for a version, since the source may be waiting for other targets. Each wait
+            takes some seconds more, since other members notice only after `timeout`.
         options: further options.
         changes: options by keyword, such as `atomic=True`; see `MoveOptions` for all of them.
             `atomic` must be the same on all sides, as must the other options.
@@ -103,7 +108,8 @@ class Route:
             raise ValueError(f"num_targets is at most {MAX_TARGETS}, got {num_targets!r:.100}")
         self._address = host, port = _split(address)
         self._timeout = timeout
-        self._source, self._target = source or {}, target or {}
+        self._source = source or {}
+        self._target = target or {}
         self._request = MoveRequest(
             rules=() if source is None else rules,
             target_rules=rules if source is None else (),
@@ -137,18 +143,19 @@ class Route:
         they are used.
 
         Args:
-            version: a number for what is moved, such as the step. A target may pass None, and get
-                what comes.
-            verify: compare the fingerprint of what each target has got of each tensor with that of
-                what the source has in memory; the same on all sides. See `distckpt.fingerprint`.
+            version: a number for the state that is moved, such as the step. A target may pass None,
+                and get the next version.
+            verify: compare the fingerprint of each tensor, as it has arrived on a target, with the
+                fingerprint of the source's tensor in memory; the same on all sides. See
+                `distckpt.fingerprint`.
 
         Returns:
-            The version, how much was moved to all targets together, and how long it took.
+            The version, the bytes that were moved to all targets together, and the duration.
 
         Raises:
             CheckpointingException: a target asks for another version than the source moves. Or,
-                with `verify`, what has arrived is not what was sent.
-            LoadMismatchError: the source lacks what a target takes. Nothing is changed.
+                with `verify`, the values that arrived differ from the values that were sent.
+            LoadMismatchError: the source lacks a tensor that a target takes. Nothing is changed.
             RankFailedError: a rank of the source is lost, or no target is left, or the same members
                 have lost contact three times, or new ones again and again. Or any member failed.
         """
@@ -176,12 +183,15 @@ class Route:
                 is_last = num_attempts.total() >= num_first + MAX_ATTEMPTS
                 if is_last or num_attempts[members] == MAX_ATTEMPTS:
                     raise
-            # The error, which refers to itself, keeps the group: others notice when that ends.
+            # The error, which refers to itself, keeps the group: other members notice when that
+            # ends.
             gc.collect()
 
     def close(self) -> None:
-        """Leave the route: the source does not wait for a target that has left. When rank 0 of the
-        source leaves, targets can take no further version.
+        """Leave the route.
+
+        The source does not wait for a target that has left. When rank 0 of the source leaves,
+        targets can take no further version.
         """
         if self._member is not None:
             self._member.leave()
@@ -204,7 +214,9 @@ class Route:
         if version is None and self._leader is not None:
             raise ValueError("The side that gives names the version: route.run(version=step).")
         try:
-            return None if version is None else operator.index(version)
+            if version is None:
+                return None
+            return operator.index(version)
         except TypeError:
             raise TypeError(f"version is a whole number, got {version!r:.100}") from None
 
@@ -217,7 +229,9 @@ class Route:
         return self._member.wait_for_start(version)
 
     def _move(self, start: Start, request: MoveRequest) -> MoveReport:
-        rank = 0 if self._member is None else start.names.index(self._member.name)
+        rank = 0
+        if self._member is not None:
+            rank = start.names.index(self._member.name)
         ranks = Ranks.alone()
         if self._group is None or self._group[0] != start.number:
             # The old one first: its connections end.
@@ -237,13 +251,15 @@ class Route:
 def _opened_together(
     process_group: Any, host: str, port: int, timeout: float
 ) -> tuple[int, int, Any]:
-    """Host a store on rank 0, and open it on the other ranks; return the rank, the number of ranks
-    and the store.
+    """Open a store that rank 0 hosts, on all giving ranks.
 
-    Collective operation: all ranks that give must call it, so that none joins another job.
+    Return the rank, the number of ranks and the store. Collective operation: all ranks that give
+    must call it, so that none joins another job.
     """
-    ranks, address = Ranks(process_group), f"{host}:{port}"
-    store, number = None, 0
+    ranks = Ranks(process_group)
+    address = f"{host}:{port}"
+    store = None
+    number = 0
     with ranks.phase("host the route", decision=True):
         if ranks.is_coordinator:
             store = open_store(host, port, True, timeout)

@@ -1,4 +1,4 @@
-"""Statistics that a save has stored with its tensors, which takes no torch to return."""
+"""Statistics that a save has stored, returned without importing torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from distckpt._plan.selection import matches
 def saved_stats(
     stored: StoredCheckpoint, keys: Sequence[str] | None = None
 ) -> list[TensorStats] | None:
-    """Return the statistics of each tensor that matches, as the save has stored them; None if it
-    has not for all of them.
+    """Return the stored statistics of each tensor that matches.
+
+    Return None if some of them have none.
 
     Raises:
         LoadMismatchError: no tensor matches.
@@ -23,15 +24,16 @@ def saved_stats(
     manifest = stored.manifest
     if manifest.stats is None:
         return None
-    found: list[TensorStats] = []
+    all_stats: list[TensorStats] = []
     for name in chosen_names(stored, keys):
         key_id = manifest.key_index[name]
-        dtype, shape = manifest.dtypes[key_id], manifest.global_shapes[key_id]
+        dtype = manifest.dtypes[key_id]
+        shape = manifest.global_shapes[key_id]
         stats = manifest.stats.of_key(key_id, name, dtype, shape)
         if stats is None:
             return None
-        found.append(stats)
-    return found
+        all_stats.append(stats)
+    return all_stats
 
 
 def chosen_names(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[str]:
@@ -40,7 +42,10 @@ def chosen_names(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[s
     Raises:
         LoadMismatchError: no tensor matches.
     """
-    names = [key for key in stored.manifest.key_index if not stored.is_object(key)]
+    names = []
+    for key in stored.manifest.key_index:
+        if not stored.is_object(key):
+            names.append(key)
     if not names:
         raise LoadMismatchError(
             f"{stored.location!r} has no tensors, only common state and objects."
@@ -48,10 +53,14 @@ def chosen_names(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[s
     names.sort(key=natural_order)
     if keys is None:
         return names
-    chosen = [name for name in names if matches(name, keys)]
-    if not chosen:
-        patterns, there = ", ".join(map(repr, keys)), summarize_keys(names)
+    matching = []
+    for name in names:
+        if matches(name, keys):
+            matching.append(name)
+    if not matching:
+        patterns = ", ".join(map(repr, keys))
+        there = summarize_keys(names)
         raise LoadMismatchError(
             f"No tensor of {stored.location!r} matches {patterns}; there are {there}."
         )
-    return chosen
+    return matching

@@ -1,4 +1,4 @@
-"""Where a load gets shards from: a checkpoint that is open, or a strategy of the user."""
+"""Sources of a load: an open checkpoint, or a user's strategy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from distckpt.strategies.base import LoadShardedStrategy
 
 FamilyName: TypeAlias = str | os.PathLike[str] | None
-"""See `family` of `load`."""
+"""Model family, see `family` of `load`."""
 
 
 class ShardSource(ABC):
@@ -40,9 +40,10 @@ class ShardSource(ABC):
 
     Attributes:
         marker: the fields of its marker.
-        overwritten: keys that were read in vain, since the tensors of others have their memory.
-        is_live: it is memory of ranks, and targets may be anything that it can fill: overlapping,
-            of several dtypes.
+        overwritten: keys whose values were overwritten, since other keys' tensors have their
+            memory.
+        is_live: whether it is memory of ranks, which can fill any targets: overlapping ones, and
+            several dtypes.
     """
 
     marker: Mapping[str, Any]
@@ -50,21 +51,21 @@ class ShardSource(ABC):
     overwritten: Collection[str] = frozenset()
 
     def for_objects(self, described: Described, has_optimizers: bool) -> ShardSource:
-        """Return the source under the names of the described objects, if it has others for them;
-        some rank `has_optimizers`, or none.
+        """Return the source under the names of the described objects.
 
-        Collective operation: all ranks must call it.
+        It is another one if the source has other names for them; some rank `has_optimizers`, or
+        none. Collective operation: all ranks must call it.
         """
         del described, has_optimizers
         return self
 
     def optimizer_keys(self) -> set[str]:
-        """Return the keys of optimizers, where they are known without a request."""
+        """Return the optimizers' keys, if they are known without a request."""
         return set()
 
     @abstractmethod
     def entries(self) -> dict[str, StoredEntry]:
-        """Return what is stored, without common state, by key.
+        """Return the stored entries by key, without common state.
 
         Collective operation: all ranks must call it.
         """
@@ -78,22 +79,26 @@ class ShardSource(ABC):
 
     @abstractmethod
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
-        """Decode objects, the same ones on all ranks, which must all call it."""
+        """Decode objects, which must be the same on all ranks.
+
+        Collective operation: all ranks must call it.
+        """
 
     def shared_value(self, key: str) -> Any:
-        """Return the object that several ranks have stored, if it is known that all have stored the
-        same; else `HOLE`.
+        """Return an object that several ranks have stored equally.
+
+        Return `HOLE` if it is not known that all have stored the same.
         """
         return HOLE
 
     def rules_of_family(self, family: FamilyName, location: str, keys: Sequence[str]) -> list[Rule]:
-        """Return the rules from the names of requested tensors to those of this source."""
+        """Return the rules from requested names to names of this source."""
         from distckpt._rules.families import config_for, rules_for
 
         return rules_for(config_for(family, location), keys, self.shapes())
 
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
-        """Return the shapes of what is stored by key, where they are known without reading."""
+        """Return stored shapes by key, if known without reading."""
         return None
 
 
@@ -104,11 +109,11 @@ def source_of(
     options: LoadOptions,
     process_group: Any,
 ) -> ShardSource:
-    """Return what a load reads the checkpoint at a location from.
+    """Return the source of a load for the checkpoint at a location.
 
     Raises:
-        CheckpointingException: what `options.strategy` gives is no strategy, or none that reads
-            this checkpoint is registered.
+        CheckpointingException: `options.strategy` gives no strategy, or none that reads this
+            checkpoint is registered.
     """
     strategy, exchange_group = _choose(location, options.strategy, found)
     if strategy is not None:
@@ -123,21 +128,21 @@ def source_of(
 
 
 def _choose(
-    location: str, given: Any, found: FoundCheckpoint
+    location: str, choice: Any, found: FoundCheckpoint
 ) -> tuple[LoadShardedStrategy | None, Any]:
     """Return the strategy of the user, None for the built-in one, and the group of ranks within
     which replicas share work.
     """
-    if given is None:
+    if choice is None:
         backend = found.marker["sharded_backend"]
         version = found.marker.get("sharded_backend_version", 1)
         if found.stored is not None and (backend, version) == (BUILT_IN, 1):
             return None, None
-        given = (backend, version)
+        choice = (backend, version)
     from distckpt.strategies.base import choose_load_strategy
 
     try:
-        strategy, engine = choose_load_strategy(given)
+        strategy, engine = choose_load_strategy(choice)
     except CheckpointingException as error:
         raise CheckpointingException(f"Cannot read {location!r}: {error}") from error
     return strategy, engine.exchange_group
@@ -150,7 +155,7 @@ class _OpenCheckpoint(ShardSource):
     Attributes:
         exchange_group: process group within which replicas share work; None for all ranks.
         settings: objects that are read already, by key.
-        hidden: keys that were read for them.
+        hidden: keys that were read for the settings.
     """
 
     ranks: Ranks
@@ -169,13 +174,22 @@ class _OpenCheckpoint(ShardSource):
         with self.ranks.phase("read the keys of the checkpoint"):
             entries = entries_of(self.stored)
         entries |= dict.fromkeys(self.settings, StoredEntry(None, (1,)))
-        return {key: entry for key, entry in entries.items() if key not in self.hidden}
+        visible = {}
+        for key, entry in entries.items():
+            if key not in self.hidden:
+                visible[key] = entry
+        return visible
 
     def for_objects(self, described: Described, has_optimizers: bool) -> ShardSource:
         from distckpt._operations.state_dict_names import translated
 
-        found = translated(self.ranks, self.stored, described, has_optimizers)
-        return replace(self, stored=found.stored, settings=found.settings, hidden=found.hidden)
+        translation = translated(self.ranks, self.stored, described, has_optimizers)
+        return replace(
+            self,
+            stored=translation.stored,
+            settings=translation.settings,
+            hidden=translation.hidden,
+        )
 
     def optimizer_keys(self) -> set[str]:
         from distckpt._checkpoint.model_keys import optimizer_keys
@@ -192,12 +206,15 @@ class _OpenCheckpoint(ShardSource):
         return self._with_settings(shards, load_objects(self.stored, asked))
 
     def _with_settings(self, shards: Sequence[Shard], read: Iterable[Any]) -> list[Any]:
-        """Return the values of all shards, given those that were read now."""
+        """Return the values of all shards, given the values read now."""
         values = iter(read)
-        return [
-            self.settings[shard.key] if shard.key in self.settings else next(values)
-            for shard in shards
-        ]
+        all_values = []
+        for shard in shards:
+            if shard.key in self.settings:
+                all_values.append(self.settings[shard.key])
+            else:
+                all_values.append(next(values))
+        return all_values
 
     def shared_value(self, key: str) -> Any:
         if not has_equal_cells(self.stored, key):
@@ -210,12 +227,14 @@ class _OpenCheckpoint(ShardSource):
 
 
 def entries_of(stored: StoredCheckpoint) -> dict[str, StoredEntry]:
-    """Return what is stored, without common state, by key."""
+    """Return the stored entries by key, without common state."""
     manifest = stored.manifest
     entries = {}
     for key, number in manifest.key_index.items():
         dtype = manifest.dtypes[number]
-        tensor_dtype = None if dtype == OBJECT else FROM_NAME[dtype]
+        tensor_dtype = None
+        if dtype != OBJECT:
+            tensor_dtype = FROM_NAME[dtype]
         entries[key] = StoredEntry(tensor_dtype, manifest.global_shapes[number])
     entries.pop(COMMON_KEY, None)
     for key, (shard, parts) in describe_quantized(stored).items():
@@ -233,15 +252,18 @@ class _UserStrategy(ShardSource):
     marker: Mapping[str, Any]
 
     def entries(self) -> dict[str, StoredEntry]:
-        found = self.ranks.decide_json("read the keys of the checkpoint", self._listed_entries)
-        return {
-            key: StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape))
-            for key, dtype, shape in found
-        }
+        listed = self.ranks.decide_json("read the keys of the checkpoint", self._listed_entries)
+        entries = {}
+        for key, dtype, shape in listed:
+            entries[key] = StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape))
+        return entries
 
     def _listed_entries(self) -> list[tuple[str, str | None, tuple[int, ...]]]:
         shards = self.strategy.load_sharded_metadata(self.location).values()
-        by_key = {shard.key: shard for shard in shards if shard.key != COMMON_KEY}
+        by_key = {}
+        for shard in shards:
+            if shard.key != COMMON_KEY:
+                by_key[shard.key] = shard
         return [(key, _dtype_name(shard), shard.global_shape) for key, shard in by_key.items()]
 
     def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
@@ -259,4 +281,6 @@ class _UserStrategy(ShardSource):
 
 
 def _dtype_name(shard: Shard) -> str | None:
-    return TO_NAME[shard.dtype] if isinstance(shard, ShardedTensor) else None
+    if isinstance(shard, ShardedTensor):
+        return TO_NAME[shard.dtype]
+    return None

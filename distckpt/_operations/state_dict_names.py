@@ -1,4 +1,4 @@
-"""Names of PyTorch's state dicts, translated for the objects that a load fills.
+"""Translation of names in PyTorch's state dicts for objects of a load.
 
 `torch.distributed.checkpoint` stores a module at `model` with the prefix `model.`, the state of an
 optimizer at `optim` as `optim.state.<parameter>.<state>`, and its options as `optim.param_groups`.
@@ -49,24 +49,24 @@ _LIKE_PARAMETERS = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf"),
     *("acc_delta", "grad_avg", "prev", "step_size", "sum", "ax", "variance"),
 }
-"""Names of states that have the shape of their parameter in all optimizers of torch."""
+"""Names of states that have their parameter's shape in torch's optimizers."""
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""Parts of the names that parameters have in wrappers of their module."""
+"""Parts that wrappers of a module add to parameters' names."""
 
 
 @dataclass
 class _Optimizer:
-    """An optimizer of the request that a state dict is stored for.
+    """A requested optimizer for which a state dict is stored.
 
     Attributes:
-        path: in the state dict.
-        prefix: of its keys here.
-        params: its parameters: by key, their names there, and their numbers.
-        count: of its parameters.
-        own_names: the keys of its parameters, by the names that it was given with them.
-        is_of_torch: its states have the shapes that torch's optimizers give them.
-        by_number: whether parameters go by number there.
-        states: the stored keys, by key of the parameter and name of the state.
+        path: path in the state dict.
+        prefix: prefix of its keys here.
+        params: names (as stored) and numbers of its parameters, by key.
+        count: number of its parameters.
+        own_names: keys of its parameters, by the names that were given to the optimizer.
+        is_of_torch: whether its states have the shapes that torch's optimizers give them.
+        by_number: whether parameters are stored by number.
+        states: stored keys, by key of the parameter and name of the state.
     """
 
     path: tuple[Any, ...]
@@ -80,11 +80,13 @@ class _Optimizer:
 
     @property
     def beginning(self) -> str:
-        """What its keys begin with there."""
-        return f"{dotted(self.path)}." if self.path else ""
+        """Beginning of its stored keys."""
+        if self.path:
+            return f"{dotted(self.path)}."
+        return ""
 
     def number(self, numbers: Mapping[str, int]) -> None:
-        """Number the parameters, by their keys, as they are there."""
+        """Set the stored numbers of the parameters, by key."""
         for key, (name, _) in self.params.items():
             self.params[key] = name, numbers[key]
 
@@ -94,8 +96,8 @@ class Translation:
     """A checkpoint under the names of a request.
 
     Attributes:
-        stored: a view of it.
-        settings: of optimizers, by key.
+        stored: a view of the checkpoint.
+        settings: settings of optimizers, by key.
         hidden: keys whose values are in the settings.
     """
 
@@ -114,7 +116,7 @@ def translated(
     Collective operation: all ranks must call it.
 
     Raises:
-        LoadMismatchError: parameters go by number, and the optimizer has others.
+        LoadMismatchError: parameters are stored by number, and the optimizer has other parameters.
     """
     if not _may_hold_state_dicts(stored, has_optimizers):
         return Translation(stored)
@@ -123,16 +125,20 @@ def translated(
     def settings_of_all() -> bytes:
         return codec.encode(_settings(stored, united))
 
-    names = _names_of_module(stored) if has_model_prefix else {}
+    names = {}
+    if has_model_prefix:
+        names = _names_of_module(stored)
     if not names and not united:
         return Translation(stored)
     encoded = ranks.decide("read the settings of optimizers", settings_of_all)
     with ranks.phase("translate the names of the checkpoint"):
         settings: dict[str, list[Entry]] = {}
         hidden: set[str] = set()
-        for optimizer, found in zip(united, cast(Any, codec.decode(encoded)), strict=True):
-            if found is not None:
-                path, optimizer.by_number, numbers, keys, entries = found
+        for optimizer, stored_settings in zip(
+            united, cast(Any, codec.decode(encoded)), strict=True
+        ):
+            if stored_settings is not None:
+                path, optimizer.by_number, numbers, keys, entries = stored_settings
                 hidden.update(keys)
                 optimizer.path = tuple(path)
                 optimizer.number(numbers)
@@ -143,7 +149,10 @@ def translated(
 
 
 def _may_hold_state_dicts(stored: StoredCheckpoint, has_optimizers: bool) -> bool:
-    """Tell whether a checkpoint may hold state dicts of PyTorch: it was not made of objects."""
+    """Whether a checkpoint may hold state dicts of PyTorch.
+
+    Checkpoints that were made of objects hold none.
+    """
     manifest = stored.manifest
     if names_of_module(stored.marker) or is_export((manifest.origin or {}).get("format")):
         return False
@@ -158,7 +167,7 @@ def _may_hold_state_dicts(stored: StoredCheckpoint, has_optimizers: bool) -> boo
 def _list_objects(
     ranks: Ranks, stored: StoredCheckpoint, described: Described
 ) -> tuple[bool, list[_Optimizer]]:
-    """Gather whether `model` has its prefix there, and all ranks' optimizers.
+    """Gather all ranks' optimizers, and whether `model` is a stored prefix.
 
     Collective operation: all ranks must call it.
     """
@@ -167,12 +176,12 @@ def _list_objects(
         own = [vars(optimizer) for optimizer in _own_optimizers(described)]
     sent = map(json.loads, ranks.all_gather(json.dumps([has_prefix, own]).encode()))
     prefixes, listed = zip(*sent, strict=True)
-    optimizers = (_Optimizer(**each) for each in itertools.chain.from_iterable(listed))
+    optimizers = (_Optimizer(**fields) for fields in itertools.chain.from_iterable(listed))
     return any(prefixes), _united(optimizers)
 
 
 def _has_model_prefix(stored: StoredCheckpoint, described: Described) -> bool:
-    """Tell whether the module at `model` is stored with that prefix."""
+    """Whether the module at `model` is stored with that prefix."""
     known = stored.manifest.key_index
     for place in described.places:
         if place.is_model and place.path:
@@ -190,7 +199,10 @@ def _keys_in(tree: Any) -> Iterator[str]:
 
 def _own_optimizers(described: Described) -> Iterator[_Optimizer]:
     """Yield the optimizers of this rank, with their parameters by key."""
-    modules = [place.prefix for place in described.places if place.kind is Kind.MODULE]
+    modules = []
+    for place in described.places:
+        if place.kind is Kind.MODULE:
+            modules.append(place.prefix)
     prefixes = sorted((f"{prefix}." for prefix in modules if prefix), key=len, reverse=True)
     for path, state in described.optimizers:
         groups = state.optimizer.param_groups
@@ -198,7 +210,10 @@ def _own_optimizers(described: Described) -> Iterator[_Optimizer]:
         named = dict(_named_params(state, params, prefixes))
         numbers = _numbers_of_names(groups, range(len(params)))
         keys = {number: key for key, (_, number) in named.items()}
-        own_names = {name: keys[number] for name, number in numbers.items() if number in keys}
+        own_names = {}
+        for name, number in numbers.items():
+            if number in keys:
+                own_names[name] = keys[number]
         inner = sharded_inner(state.optimizer) or state.optimizer
         is_of_torch = type(inner).__module__.startswith("torch.optim.")
         yield _Optimizer(path, state.prefix, named, len(params), own_names, is_of_torch)
@@ -211,17 +226,18 @@ def _named_params(
         shard = state.shards.get(id(local_part(param)))
         if shard is not None:
             key = param_name(shard)
-            prefix = next((each for each in prefixes if key.startswith(each)), "")
+            prefix = next((start for start in prefixes if key.startswith(start)), "")
             yield key, (key.removeprefix(prefix), number)
 
 
 def _united(optimizers: Iterable[_Optimizer]) -> list[_Optimizer]:
-    """Return the optimizers of all ranks, by place, with the parameters of all."""
+    """Return all ranks' optimizers, by place, with all parameters."""
     united: dict[tuple[Any, ...], _Optimizer] = {}
-    for each in optimizers:
-        first = united.setdefault(tuple(each.path), replace(each, path=tuple(each.path)))
-        first.params.update(each.params)
-        first.own_names.update(each.own_names)
+    for optimizer in optimizers:
+        path = tuple(optimizer.path)
+        first = united.setdefault(path, replace(optimizer, path=path))
+        first.params.update(optimizer.params)
+        first.own_names.update(optimizer.own_names)
     return list(united.values())
 
 
@@ -229,45 +245,61 @@ def _united(optimizers: Iterable[_Optimizer]) -> list[_Optimizer]:
 
 
 def _names_of_module(stored: StoredCheckpoint) -> dict[str, str]:
-    """Return the names of the module at `model` here, by those there."""
+    """Return the keys of the module at `model`, by stored key."""
     known = stored.manifest.key_index
-    names = {key: key.removeprefix(_MODEL) for key in known if key.startswith(_MODEL)}
-    return {key: name for key, name in names.items() if name not in known}
+    names = {}
+    for key in known:
+        name = key.removeprefix(_MODEL)
+        if key.startswith(_MODEL) and name not in known:
+            names[key] = name
+    return names
 
 
 def _settings(stored: StoredCheckpoint, optimizers: Sequence[_Optimizer]) -> list[Any]:
-    """Return for each optimizer where its state dict is, whether parameters go by number, and the
+    """Return for each optimizer its stored settings.
+
+    These are the place of its state dict, whether parameters are stored by number, and the
     settings; None where no state dict is stored.
     """
     known = parameter_groups(_names_of_values(stored))
-    for each in optimizers:
+    for optimizer in optimizers:
         # `get_state_dict(model, [first, second])` makes one of several.
-        while each.path and isinstance(each.path[-1], int) and each.beginning not in known:
-            each.path = each.path[:-1]
-    if not any(each.beginning in known for each in optimizers):
+        while _is_in_list(optimizer) and optimizer.beginning not in known:
+            optimizer.path = optimizer.path[:-1]
+    if not any(optimizer.beginning in known for optimizer in optimizers):
         return [None] * len(optimizers)
     common = load_common_state(stored)
-    return [
-        _settings_of(stored, each, at(common, each.path, {})) if each.beginning in known else None
-        for each in optimizers
-    ]
+    settings = []
+    for optimizer in optimizers:
+        if optimizer.beginning in known:
+            settings.append(_settings_of(stored, optimizer, at(common, optimizer.path, {})))
+        else:
+            settings.append(None)
+    return settings
+
+
+def _is_in_list(optimizer: _Optimizer) -> bool:
+    return bool(optimizer.path) and isinstance(optimizer.path[-1], int)
 
 
 def _names_of_values(stored: StoredCheckpoint) -> Iterable[str]:
-    """Return the dotted paths of the values beside the tensors."""
+    """Return the dotted paths of the values other than tensors."""
     if _has_common_file(stored):
         return (dotted(path) for path, _ in leaves(load_common_state(stored)))
     return names_of_values(stored)
 
 
 def _has_common_file(stored: StoredCheckpoint) -> bool:
-    """Tell whether common state is in a file, as in exports and Megatron Core's checkpoints."""
+    """Whether common state is in a file of its own.
+
+    So it is in exports and Megatron Core's checkpoints.
+    """
     origin = stored.manifest.origin or {}
     return origin.get("format") == TORCH_DIST.name and not origin.get("paths")
 
 
 def _has_states_of_others(stored: StoredCheckpoint, optimizer: _Optimizer) -> bool:
-    """Tell whether Megatron Core has stored states, which are not those of one parameter."""
+    """Whether Megatron Core has stored states of several parameters together."""
     start = f"{optimizer.beginning}state."
     has_states = any(key.startswith(start) for key in stored.manifest.key_index)
     return has_states and not optimizer.states and _has_common_file(stored)
@@ -276,11 +308,13 @@ def _has_states_of_others(stored: StoredCheckpoint, optimizer: _Optimizer) -> bo
 def _settings_of(
     stored: StoredCheckpoint, optimizer: _Optimizer, tree: Any
 ) -> tuple[Sequence[Any], bool, dict[str, int], list[str], list[Entry]] | None:
-    """Return where an optimizer is, whether parameters go by number, their numbers by key, the keys
-    of tensors in the settings, and these; None where its states are in another order, as in
+    """Return the stored settings of an optimizer.
+
+    These are its place, whether parameters are stored by number, their numbers by key, the keys of
+    tensors in the settings, and the settings; None where its states are in another order, as in
     Megatron Core's checkpoints.
 
-    `tree` has what is stored of it besides tensors.
+    `tree` has its stored values other than tensors.
     """
     scalars = _scalars_of(stored, optimizer)
     groups = _groups(tree, optimizer, scalars)
@@ -291,7 +325,8 @@ def _settings_of(
     keys_of_rest: list[str] = []
     if optimizer.by_number and optimizer.beginning:
         rest, keys_of_rest = _rest_of(stored, optimizer, tree, groups)
-        entries += [rest_entry(rest, [((), True)])] if rest else []
+        if rest:
+            entries.append(rest_entry(rest, [((), True)]))
     numbers = {key: number for key, (_, number) in optimizer.params.items()}
     hidden = _keys_of_options(stored, optimizer) + keys_of_rest
     return list(optimizer.path), optimizer.by_number, numbers, hidden, entries
@@ -307,7 +342,10 @@ def _entries_of_groups(
     keys = {pair[optimizer.by_number]: key for key, pair in optimizer.params.items()}
     pairs = []
     for group in groups:
-        own = [name for name in group["params"] if name in keys]
+        own = []
+        for name in group["params"]:
+            if name in keys:
+                own.append(name)
         states = [_state_of(stored, optimizer, tree, keys[name], scalars) for name in own]
         pairs.append((group, states))
     if not optimizer.is_of_torch:
@@ -318,8 +356,11 @@ def _entries_of_groups(
 def _warn_of_nested(
     optimizer: _Optimizer, pairs: Iterable[tuple[dict[str, Any], Sequence[ParamState]]]
 ) -> None:
-    """Warn of lists and dicts that are told by names alone: an own name may have dots, too."""
-    states = itertools.chain.from_iterable(of_group for _, of_group in pairs)
+    """Warn of lists and dicts that only names with dots indicate.
+
+    A single name may have dots, too.
+    """
+    states = itertools.chain.from_iterable(group_states for _, group_states in pairs)
     names: set[str] = set()
     for state in states:
         names.update(name for name, value in state.values.items() if _holds_tensors_alone(value))
@@ -334,15 +375,17 @@ def _warn_of_nested(
 
 
 def _holds_tensors_alone(value: Any) -> bool:
-    found = [leaf for _, leaf in leaves(value)]
-    return bool(found) and all(leaf is HOLE for leaf in found)
+    values = [leaf for _, leaf in leaves(value)]
+    return bool(values) and all(leaf is HOLE for leaf in values)
 
 
 def _find_states(
     stored: StoredCheckpoint, optimizer: _Optimizer, groups: Sequence[Mapping[str, Any]]
 ) -> None:
     """Find the keys of states, for parameters by name or by number."""
-    names = [name for group in groups for name in group["params"]]
+    names = []
+    for group in groups:
+        names.extend(group["params"])
     optimizer.by_number = any(type(name) is int for name in names)
     has_names = optimizer.by_number and _number_by_name(optimizer, groups, names)
     optimizer.states = _states_of(stored, optimizer)
@@ -355,15 +398,19 @@ def _find_states(
 def _number_by_name(
     optimizer: _Optimizer, groups: Sequence[Mapping[str, Any]], numbers: Sequence[Any]
 ) -> bool:
-    """Give parameters the numbers that were stored with their names; return whether there are any.
-    A parameter without a stored name gets -1.
+    """Set the numbers that were stored with names of parameters.
+
+    Return whether there are any. A parameter without a stored name gets -1.
     """
     stored = _numbers_of_names(groups, numbers)
-    of_model = {_without_wrappers(name): key for key, (name, _) in optimizer.params.items()}
-    for keys in (optimizer.own_names, of_model):
+    model_names = {_without_wrappers(name): key for key, (name, _) in optimizer.params.items()}
+    for keys in (optimizer.own_names, model_names):
         if stored.keys() & keys.keys():
-            found = {key: stored[name] for name, key in keys.items() if name in stored}
-            optimizer.number({key: found.get(key, -1) for key in optimizer.params})
+            numbers_of_keys = {}
+            for name, key in keys.items():
+                if name in stored:
+                    numbers_of_keys[key] = stored[name]
+            optimizer.number({key: numbers_of_keys.get(key, -1) for key in optimizer.params})
             return True
     if stored and optimizer.params:
         logger.warning(
@@ -378,10 +425,13 @@ def _number_by_name(
 def _numbers_of_names(
     groups: Sequence[Mapping[str, Any]], numbers: Sequence[Any]
 ) -> dict[str, Any]:
-    """Return the numbers of parameters by the names that an optimizer was given with them, if it
-    was.
+    """Return parameters' numbers by the names given to the optimizer.
+
+    It is empty without such names.
     """
-    names = [name for group in groups for name in group.get("param_names") or ()]
+    names: list[str] = []
+    for group in groups:
+        names.extend(group.get("param_names") or ())
     if len(names) != len(numbers):
         return {}
     return dict(zip(map(_without_wrappers, names), numbers, strict=True))
@@ -392,8 +442,8 @@ def _without_wrappers(name: str) -> str:
 
 
 def _states_of(stored: StoredCheckpoint, optimizer: _Optimizer) -> dict[str, dict[str, str]]:
-    """Return which keys hold the states of the parameters of an optimizer."""
-    found: dict[str, dict[str, str]] = {}
+    """Return the keys that hold the states of an optimizer's parameters."""
+    states: dict[str, dict[str, str]] = {}
     keys = {str(pair[optimizer.by_number]): key for key, pair in optimizer.params.items()}
     start = f"{optimizer.beginning}state."
     for there in stored.manifest.key_index:
@@ -402,8 +452,8 @@ def _states_of(stored: StoredCheckpoint, optimizer: _Optimizer) -> dict[str, dic
             ends = (place for place, sign in enumerate(rest) if sign == ".")
             end = next((place for place in ends if rest[:place] in keys), None)
             if end is not None:
-                found.setdefault(keys[rest[:end]], {})[rest[end + 1 :]] = there
-    return found
+                states.setdefault(keys[rest[:end]], {})[rest[end + 1 :]] = there
+    return states
 
 
 def _is_scalar(stored: StoredCheckpoint, key: str) -> bool:
@@ -411,12 +461,13 @@ def _is_scalar(stored: StoredCheckpoint, key: str) -> bool:
 
 
 def _scalars_of(stored: StoredCheckpoint, optimizer: _Optimizer) -> dict[str, torch.Tensor]:
-    """Read the options of an optimizer that are tensors, and the tensors without axes of its
-    states, by key.
-    """
+    """Read tensors among options, and states without axes, by key."""
     start = f"{optimizer.beginning}state."
     known = stored.manifest.key_index
-    keys = [key for key in known if key.startswith(start) and _is_scalar(stored, key)]
+    keys = []
+    for key in known:
+        if key.startswith(start) and _is_scalar(stored, key):
+            keys.append(key)
     return _read(stored, keys + _keys_of_options(stored, optimizer))
 
 
@@ -432,55 +483,80 @@ def _read(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, torch.Tens
 def _rest_of(
     stored: StoredCheckpoint, optimizer: _Optimizer, tree: Any, groups: Iterable[Any]
 ) -> tuple[dict[Any, Any], list[str]]:
-    """Return the values that belong to no parameter, of a state dict by number, and the keys of
-    those that are tensors.
+    """Return values that belong to no parameter, and keys of tensors.
+
+    They are from a state dict by number.
     """
-    numbers = {str(number) for group in groups for number in group["params"]}
-    kept = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
+    numbers = set()
+    for group in groups:
+        for number in group["params"]:
+            numbers.add(str(number))
+    rest = {}
+    for key, value in tree.items():
+        if key not in ("state", "param_groups"):
+            rest[key] = value
     states = _states_in(tree)
     if others := {key: value for key, value in states.items() if str(key) not in numbers}:
-        kept["state"] = others
+        rest["state"] = others
     keys = _keys_of_rest(stored, optimizer, numbers)
     tensors = _read(stored, keys)
     names = {key.removeprefix(optimizer.beginning): tensors[key] for key in keys}
-    what = f"optimizer at {dotted(optimizer.path)!r}"
-    return joined_value(kept, nested_by_name(names), what), keys
+    owner = f"optimizer at {dotted(optimizer.path)!r}"
+    return joined_value(rest, nested_by_name(names), owner), keys
 
 
 def _keys_of_rest(
     stored: StoredCheckpoint, optimizer: _Optimizer, numbers: Container[str]
 ) -> list[str]:
-    found = []
-    for key in stored.manifest.key_index if optimizer.beginning else ():
+    if not optimizer.beginning:
+        return []
+    remaining = []
+    for key in stored.manifest.key_index:
         first, *others = key.removeprefix(optimizer.beginning).split(".")
         is_of_parameter = first == "param_groups" or (first == "state" and others[0] in numbers)
         if key.startswith(optimizer.beginning) and not (is_of_parameter or stored.is_object(key)):
-            found.append(key)
-    return found
+            remaining.append(key)
+    return remaining
 
 
 def _groups(
     tree: Any, optimizer: _Optimizer, scalars: Mapping[str, torch.Tensor]
 ) -> list[dict[str, Any]]:
-    """Return parameter groups; where options are stored for each parameter, one for each."""
+    """Return parameter groups.
+
+    Where options are stored for each parameter, each one has a group.
+    """
     start = f"{optimizer.beginning}param_groups."
-    options = {key.removeprefix(start): v for key, v in scalars.items() if key.startswith(start)}
+    options = {}
+    for key, v in scalars.items():
+        if key.startswith(start):
+            options[key.removeprefix(start)] = v
     if isinstance(tree.get("param_groups"), list):
         nested = nested_by_name(options)
-        return [
-            joined_value(group, nested.get(str(number), {}), "param_groups")
-            for number, group in enumerate(tree["param_groups"])
-        ]
+        groups = []
+        for number, group in enumerate(tree["param_groups"]):
+            groups.append(joined_value(group, nested.get(str(number), {}), "param_groups"))
+        return groups
     flat = {key.removeprefix("param_groups."): value for key, value in tree.items()}
     names = [name for name, _ in optimizer.params.values()]
-    found = {name: {**_options(flat, name), **_options(options, name)} for name in names}
-    return [{"params": [name], **values} for name, values in found.items() if values]
+    options_of_params = {
+        name: {**_options(flat, name), **_options(options, name)} for name in names
+    }
+    groups = []
+    for name, values in options_of_params.items():
+        if values:
+            groups.append({"params": [name], **values})
+    return groups
 
 
 def _options(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the values whose keys are a name and one more, by the latter."""
+    """Return the values below a name, by their last name."""
     pairs = ((key.rpartition("."), value) for key, value in values.items())
-    return {last: value for (first, _, last), value in pairs if first == name}
+    options = {}
+    for (first, _, last), value in pairs:
+        if first == name:
+            options[last] = value
+    return options
 
 
 def _state_of(
@@ -490,7 +566,7 @@ def _state_of(
     key: str,
     scalars: Mapping[str, torch.Tensor],
 ) -> ParamState:
-    """Return the state of a parameter, without the values of tensors that have axes."""
+    """Return a parameter's state, without values of tensors with axes."""
     keys = optimizer.states.get(key, {})
     own: dict[str, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -498,7 +574,8 @@ def _state_of(
         if _is_setting(stored, state, there):
             own[state] = scalars[there]
             continue
-        shape, dtype = stored.global_shape(there), _dtype(stored, there)
+        shape = stored.global_shape(there)
+        dtype = _dtype(stored, there)
         tensors[state] = torch.empty(shape, dtype=dtype, device="meta")
     values = _values_of(tree, optimizer.params[key][optimizer.by_number])
     nested = nested_by_name({state: HOLE for state in tensors})
@@ -511,22 +588,24 @@ def _state_of(
 
 
 def _is_setting(stored: StoredCheckpoint, state: str, key: str) -> bool:
-    """Tell whether a state is a tensor without axes that is in no list or dict."""
+    """Whether a state is a tensor without axes, outside of containers."""
     return _is_scalar(stored, key) and "." not in state
 
 
 def _values_of(tree: Any, name: str | int) -> dict[str, Any]:
-    """Return the values of the state of a parameter that are no tensors."""
+    """Return the values of a parameter's state that are no tensors."""
     values = _options({k: v for k, v in tree.items() if k.startswith("state.")}, f"state.{name}")
     states = _states_in(tree)
     # torch turns the keys of dicts into text.
-    kept = states.get(name, states.get(str(name)))
-    return {**values, **kept} if isinstance(kept, dict) else values
+    own_values = states.get(name, states.get(str(name)))
+    if isinstance(own_values, dict):
+        return {**values, **own_values}
+    return values
 
 
 def _states_in(tree: Any) -> dict[Any, Any]:
     states = tree.get("state", {})
-    # Where the numbers of parameters were taken for places.
+    # The numbers of parameters may have been taken for places.
     return dict(enumerate(states)) if isinstance(states, list) else states
 
 
@@ -535,7 +614,7 @@ def _dtype(stored: StoredCheckpoint, key: str) -> torch.dtype:
 
 
 def _check_numbers(optimizer: _Optimizer, count: int) -> None:
-    """Check that an optimizer has as many parameters as were numbered."""
+    """Check that an optimizer has as many parameters as were stored."""
     numbers = {number for _, number in optimizer.params.values()}
     if count != optimizer.count or len(numbers) != len(optimizer.params):
         raise LoadMismatchError(
@@ -546,20 +625,23 @@ def _check_numbers(optimizer: _Optimizer, count: int) -> None:
 
 
 def _check_shapes(stored: StoredCheckpoint, optimizer: _Optimizer) -> None:
-    """Check that states have the shapes of their parameters, or size 1 along some axes. Optimizers
-    that are not torch's may have others under the same names: then a warning says so.
+    """Check that states have the shapes of their parameters.
+
+    Size 1 along some axes is allowed. Optimizers that are not torch's may have other shapes under
+    the same names: then a warning says so.
     """
     for key, states in optimizer.states.items():
         shape = _shape_of(stored, key)
         for state in sorted(_LIKE_PARAMETERS & states.keys()):
-            found = stored.global_shape(states[state])
-            if shape is None or _are_alike(found, shape):
+            stored_shape = stored.global_shape(states[state])
+            if shape is None or _are_alike(stored_shape, shape):
                 continue
             number = optimizer.params[key][1]
             text = (
                 f"{state!r} of parameter {number} of the optimizer at {dotted(optimizer.path)!r} "
-                f"has shape {found}, and parameter {number} here is {key!r} of shape {shape}: "
-                "create the optimizer with its parameters in the order in which it was saved."
+                f"has shape {stored_shape}, and parameter {number} here is {key!r} of shape "
+                f"{shape}: create the optimizer with its parameters in the order in which it was "
+                "saved."
             )
             if optimizer.is_of_torch:
                 raise LoadMismatchError(text)
@@ -567,16 +649,18 @@ def _check_shapes(stored: StoredCheckpoint, optimizer: _Optimizer) -> None:
             return
 
 
-def _are_alike(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    pairs = zip(found, shape, strict=False)
-    return len(found) == len(shape) and all(size in (1, whole) for size, whole in pairs)
+def _are_alike(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    pairs = zip(sizes, shape, strict=False)
+    return len(sizes) == len(shape) and all(size in (1, whole) for size, whole in pairs)
 
 
 def _shape_of(stored: StoredCheckpoint, key: str) -> tuple[int, ...] | None:
     """Return the shape of a parameter, if it is stored."""
     known = stored.manifest.key_index
-    name = next((each for each in (key, f"{_MODEL}{key}") if each in known), None)
-    return None if name is None else stored.global_shape(name)
+    name = next((candidate for candidate in (key, f"{_MODEL}{key}") if candidate in known), None)
+    if name is None:
+        return None
+    return stored.global_shape(name)
 
 
 # --- The view -------------------------------------------------------------------------------------
@@ -585,8 +669,9 @@ def _shape_of(stored: StoredCheckpoint, key: str) -> tuple[int, ...] | None:
 def _names_of_states(
     stored: StoredCheckpoint, optimizer: _Optimizer, hidden: set[str]
 ) -> dict[str, str]:
-    """Return the names of an optimizer's tensors here, by those there; add keys to `hidden` whose
-    values are in the settings.
+    """Return the names of an optimizer's tensors here, by stored key.
+
+    Keys whose values are in the settings are added to `hidden`.
     """
     names = {}
     for key, states in _states_of(stored, optimizer).items():

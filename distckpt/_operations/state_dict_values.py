@@ -1,4 +1,7 @@
-"""Lists and dicts of PyTorch's state dicts, whose tensors are stored by names with dots."""
+"""Lists and dicts of PyTorch's state dicts.
+
+Their tensors are stored under names with dots.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ from distckpt._base.errors import LoadMismatchError
 
 
 def nested_by_name(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by name as dicts in dicts, one for each part of a name.
+    """Return values by name as nested dicts, one per name part.
 
     Raises:
         LoadMismatchError: a name is the beginning of another one.
     """
     nested: dict[str, Any] = {}
-    # A name comes before those that begin with it.
+    # Shorter names come before names that begin with them.
     for name in sorted(values):
         *outer, last = name.split(".")
         node = nested
@@ -27,15 +30,15 @@ def nested_by_name(values: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def joined_value(value: Any, parts: Mapping[str, Any], what: str) -> Any:
-    """Return a list or dict with the tensors that were stored apart from it.
+def joined_value(value: Any, parts: Mapping[str, Any], owner: str) -> Any:
+    """Return a list or dict with its separately stored tensors.
 
-    torch names the items of lists by their places, and those of dicts by their keys as text.
+    torch names the items of lists by their places, and the items of dicts by their keys as text.
 
     Args:
-        value: the items that are no tensors; None if nothing else is known.
+        value: the items that are no tensors; None without any.
         parts: the tensors, see `nested_by_name`.
-        what: it is, for an error.
+        owner: name of the value, for an error.
 
     Raises:
         LoadMismatchError: it is a dict whose keys are no text.
@@ -45,26 +48,30 @@ def joined_value(value: Any, parts: Mapping[str, Any], what: str) -> Any:
     for name, inner in parts.items():
         key = keys.get(name, _key_of(name))
         is_nested = isinstance(inner, dict)
-        items[key] = joined_value(items.get(key), inner, what) if is_nested else inner
+        items[key] = inner
+        if is_nested:
+            items[key] = joined_value(items.get(key), inner, owner)
     if not isinstance(value, dict) and items.keys() == {*range(len(items))}:
         return [items[place] for place in range(len(items))]
     if int in map(type, items.keys() - keys.values()):
-        raise unknown_keys_error(what)
+        raise unknown_keys_error(owner)
     return items
 
 
 def _items_of(value: Any) -> dict[Any, Any]:
-    return dict(enumerate(value)) if isinstance(value, list) else dict(value or {})
+    if isinstance(value, list):
+        return dict(enumerate(value))
+    return dict(value or {})
 
 
 def _key_of(name: str) -> str | int:
     return int(name) if name.isdecimal() else name
 
 
-def unknown_keys_error(what: str) -> LoadMismatchError:
-    """Return the error about a dict whose keys the names of its tensors do not tell."""
+def unknown_keys_error(owner: str) -> LoadMismatchError:
+    """Return the error about a dict whose keys cannot be known."""
     return LoadMismatchError(
-        f"The {what} has tensors in a dict whose keys are no text, which their names do not tell. "
+        f"The {owner} has tensors in a dict whose keys are no text, which their names do not tell. "
         "Load the state dict itself, with `optimizer.state_dict()` in the place of the optimizer, "
         "and give it to `optimizer.load_state_dict`."
     )

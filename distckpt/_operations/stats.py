@@ -1,4 +1,4 @@
-"""Statistics of the values of each tensor: one pass, a few windows in memory at a time."""
+"""Statistics of tensors' values: one pass, few windows in memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from distckpt._operations.saved_stats import chosen_names
 from distckpt._operations.windows import Window, map_windows
 
 _NUM_SAMPLED = 1000
-"""Values of a tensor that its histogram is made of, at most twice as many."""
+"""Smallest sample for the histogram of a large tensor; it is at most twice as large."""
 NUM_BINS = 8
 
 
 class WindowStats(NamedTuple):
-    """Of a window: its blocks, and a sample of its values."""
+    """The statistics of a window's blocks, and a sample of its values."""
 
     parts: list[BlockStats]
     sample: npt.NDArray[np.float64]
@@ -37,8 +37,9 @@ def compute_stats(
     keys: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[TensorStats]:
-    """Yield the statistics of each tensor that matches; `progress` is called with the bytes read
-    so far and the bytes to read.
+    """Yield the statistics of each tensor that matches.
+
+    `progress` is called with the bytes read so far and the bytes to read.
 
     Raises:
         LoadMismatchError: no tensor matches.
@@ -46,8 +47,8 @@ def compute_stats(
     tensors = tensors_to_measure(stored, keys)
     counter = ProgressCounter(progress, sum(tensor.num_bytes for tensor in tensors))
     results = map_windows([tensors], partial(measure_window, tensors), counter)
-    for tensor, found in zip(tensors, results, strict=True):
-        yield stats_of_windows(tensor, found)
+    for tensor, windows in zip(tensors, results, strict=True):
+        yield stats_of_windows(tensor, windows)
 
 
 def tensors_to_measure(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[StoredTensor]:
@@ -66,8 +67,11 @@ def measure_window(
 
 
 def stats_of_windows(tensor: StoredTensor, windows: Sequence[WindowStats]) -> TensorStats:
-    """Put the statistics of the windows of a tensor together."""
-    whole = together([part for window in windows for part in window.parts])
+    """Combine the statistics of the windows of a tensor."""
+    parts: list[BlockStats] = []
+    for window in windows:
+        parts.extend(window.parts)
+    whole = together(parts)
     histogram: tuple[int, ...] = ()
     if whole.num_finite:
         sample = np.concatenate([window.sample for window in windows])

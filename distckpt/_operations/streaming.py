@@ -1,8 +1,7 @@
-"""Write safetensors files from tensors that come one at a time: one tensor in memory, however large
-the model is.
+"""Writing of safetensors files from tensors that come one at a time.
 
-Names, dtypes and shapes are announced before, so that every byte has its place before the first
-tensor comes.
+One tensor is in memory, however large the model is. Names, dtypes and shapes are announced before,
+so that every byte has its place before the first tensor comes.
 """
 
 from __future__ import annotations
@@ -33,22 +32,21 @@ DTYPE_TO_SAFETENSORS: dict[torch.dtype | str, str] = {
     for dtype, name in TO_NAME.items()
     for spelling in (dtype, str(dtype), str(dtype).removeprefix("torch."), name, name.lower())
 }
-"""dtype in any of its spellings (torch.bfloat16, "torch.bfloat16", "bfloat16", "BF16", "bf16") ->
-safetensors name.
+"""Safetensors name of a dtype in any of its spellings.
+
+These are torch.bfloat16, "torch.bfloat16", "bfloat16", "BF16" and "bf16", for example.
 """
 
 DTYPE_ELEMENT_SIZE: dict[str, int] = {name: dtype.itemsize for name, dtype in FROM_NAME.items()}
-"""safetensors name -> bytes of one item of a tensor of torch (F4 packs two elements into it)."""
+"""Bytes per item by safetensors dtype (F4 packs two elements)."""
 
 StateDictMetaItem: TypeAlias = tuple[str, torch.dtype | str, Sequence[int]]
-"""Name, dtype in any spelling, and shape of a tensor that will come."""
+"""Name, dtype in any spelling, and shape of an announced tensor."""
 StateDictMeta: TypeAlias = Iterable[StateDictMetaItem]
 
 
 class TensorMeta(NamedTuple):
-    """Describe a tensor in advance: its name, its dtype as safetensors names it, and its shape as
-    torch counts.
-    """
+    """Name, safetensors dtype and torch shape of an announced tensor."""
 
     name: str
     dtype: str
@@ -80,38 +78,40 @@ def save_safetensors_streaming(
         tensor_iter: gives `(name, tensor)`, each announced tensor once, in any order; of any device
             and strides. A tensor is let go before the next is asked for.
         filepath: the file to write, or a URL. An object store takes tensors only in the order of
-            the announcement (or, where that would leave items unaligned, those of larger items
+            the announcement (or, where that would leave items unaligned, tensors of larger items
             first), and no file that exists.
         state_dict_meta: `(name, dtype, shape)` of every tensor that will come.
         rename: whether to put the file in its place; otherwise the caller renames the temporary
-            file beside it, `<filepath>.tmp`, which must not be written to by another call
-            meanwhile.
-        metadata: texts for the header, besides `format: pt`.
+            file `<filepath>.tmp`, which must not be written to by another call meanwhile.
+        metadata: texts for the header, in addition to `format: pt`.
 
     Returns:
         `filepath`, or with `rename=False` the path of the complete temporary file.
 
     Raises:
-        ValueError: tensors that come are not those announced, a dtype is not one of safetensors, or
+        ValueError: the tensors differ from the announcement, a dtype is not one of safetensors, or
             the announcement contradicts itself.
         CheckpointExistsError: an object store has such a file, or a directory of that name is
             there.
     """
-    destination, location = os.fspath(filepath), locations.normalize(filepath)
+    destination = os.fspath(filepath)
+    location = locations.normalize(filepath)
     layout = _lay_out([_read_meta(state_dict_meta)], metadata)
     if not locations.is_local(location):
         if not rename:
             raise ValueError(
                 f"rename=False needs a local path; {destination!r} can only be written in place"
             )
-        _refuse([location] if locations.exists(location) else [])
+        if locations.exists(location):
+            _refuse([location])
         with new_files([location], layout) as files:
             write_stream(files, layout, tensor_iter)
         return destination
-    _refuse([location] if os.path.isdir(location) else [])
+    if os.path.isdir(location):
+        _refuse([location])
     temporary = locations.temporary_beside(location)
     if not rename:
-        # Where programs look for it; one of an earlier call is replaced.
+        # Programs look for it there; a file of an earlier call is replaced.
         temporary = f"{location}.tmp"
         locations.remove_file(temporary)
     with new_files([temporary], layout) as files:
@@ -129,13 +129,13 @@ def save_safetensors_streaming_sharded(
     max_file_bytes: int = 5_000_000_000,
     metadata: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Write a Hugging Face directory of weights from tensors that come one at a time.
+    """Write a Hugging Face directory, one tensor after the other.
 
     Tensors are divided into `model-00001-of-0000n.safetensors` in the order of the announcement,
-    with an index; what fits one file becomes `model.safetensors` without. Everything is written
-    beside the directory and put in its place
-    in one step: an earlier export there stays until then, other files there stay. On an object
-    store files are written in place, the index last.
+    with an index; tensors that fit one file become `model.safetensors` without an index. Everything
+    is written next to the directory and put in its place in one step: an earlier export there stays
+    until then, other files there stay. On an object store files are written in place, the index
+    last.
 
     Args:
         tensor_iter: gives `(name, tensor)`, see `save_safetensors_streaming`.
@@ -143,7 +143,7 @@ def save_safetensors_streaming_sharded(
         state_dict_meta: `(name, dtype, shape)` of every tensor that will come.
         max_file_bytes: size of the tensors of a file at most; a larger tensor gets a file of its
             own.
-        metadata: texts for the headers, besides `format: pt`.
+        metadata: texts for the headers, in addition to `format: pt`.
 
     Returns:
         The paths of the files with tensors, in order.
@@ -157,11 +157,14 @@ def save_safetensors_streaming_sharded(
     groups = hf_names.group_keys_by_bytes(
         {name: meta.num_bytes for name, meta in metas.items()}, max_file_bytes
     ) or [[]]
-    layout = _lay_out([[metas[name] for name in group] for group in groups], metadata)
+    metas_of_files = []
+    for group in groups:
+        metas_of_files.append([metas[name] for name in group])
+    layout = _lay_out(metas_of_files, metadata)
     names = hf_names.output_filenames(hf_names.BASE_PREFIX, len(groups))
     location = posix.resolve(os.fspath(output_dir))
     posix.put_back(location)
-    _refuse(_in_the_way(location))
+    _refuse(_present_files(location))
     check_replaceable(location)
     index_name = hf_names.index_filename(hf_names.BASE_PREFIX)
     with new_output(Ranks.alone(), location, OutputSettings()) as output:
@@ -217,10 +220,16 @@ def _lay_out(
     groups: Sequence[Sequence[TensorMeta]], metadata: Mapping[str, str] | None
 ) -> StreamLayout:
     texts = {"format": "pt", **(metadata or {})}
-    bad = [key for key, value in texts.items() if not (_is_text(key) and _is_text(value))]
+    bad = []
+    for key, value in texts.items():
+        if not (_is_text(key) and _is_text(value)):
+            bad.append(key)
     if bad:
         raise ValueError(f"header metadata holds texts only, {bad[0]!r} is not one")
-    return lay_out([[Entry(*meta, meta.num_bytes) for meta in group] for group in groups], texts)
+    entries = []
+    for group in groups:
+        entries.append([Entry(*meta, meta.num_bytes) for meta in group])
+    return lay_out(entries, texts)
 
 
 def _index(
@@ -237,7 +246,7 @@ def _index(
     )
 
 
-def _in_the_way(location: str) -> list[str]:
+def _present_files(location: str) -> list[str]:
     if not locations.exists(location):
         return []
     if not locations.isdir(location):
@@ -245,11 +254,15 @@ def _in_the_way(location: str) -> list[str]:
     if locations.is_local(location):
         return []
     names = locations.list_names(location)
-    return [locations.join(location, name) for name in names if hf_names.belongs_to_export(name)]
+    present = []
+    for name in names:
+        if hf_names.belongs_to_export(name):
+            present.append(locations.join(location, name))
+    return present
 
 
-def _refuse(in_the_way: Sequence[str]) -> None:
-    if in_the_way:
+def _refuse(present: Sequence[str]) -> None:
+    if present:
         raise CheckpointExistsError(
-            f"{in_the_way[0]!r} is there already: remove it, or choose another place."
+            f"{present[0]!r} is there already: remove it, or choose another place."
         )

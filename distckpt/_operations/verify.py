@@ -1,4 +1,7 @@
-"""Verification of a checkpoint: is what lies on disk what was saved? Changes nothing."""
+"""Verification of a checkpoint: compare the files with the save.
+
+Nothing is changed.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +48,16 @@ from distckpt._storage.open_files import OpenFiles
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is not as it was saved.
+    """A deviation of a checkpoint from its save.
 
     Attributes:
         file: its location.
-        message: what is wrong with it.
-        key: of the tensor or object that is concerned, None when a whole file is.
-        region: the part of the global tensor that is concerned: that of the chunk, `[start:stop,
-            ...]` along each axis.
-        first_byte: where in the file the damage begins, as far as it can be narrowed down (to a
-            checksum block).
-        stop_byte: where it ends.
+        message: description of the problem.
+        key: key of the tensor or object, None when a whole file is concerned.
+        region: region of the chunk in the global tensor, `[start:stop, ...]` along each axis.
+        first_byte: position in the file at which the damage begins, as far as it can be narrowed
+            down (to a checksum block).
+        stop_byte: position at which it ends.
     """
 
     file: str
@@ -73,19 +75,19 @@ class VerifyReport:
     Attributes:
         location: location of the checkpoint.
         mode: "fast", "full", or "live" for a comparison with tensors in memory.
-        problems: everything that is wrong; empty for a whole checkpoint.
+        problems: all problems; empty for a whole checkpoint.
         has_checksums: False for formats without checksums: only sizes and headers of their files
             are checked.
         num_keys: number of stored tensors and objects; common state is one, and each name of tied
             tensors counts.
-        num_files: number of files that hold them.
-        num_chunks: number of pieces that they are stored in.
+        num_files: number of files that hold the keys.
+        num_chunks: number of stored pieces.
         num_bytes: bytes that were read.
         seconds: duration of the call.
-        strays: on an object store, files that are no part of the checkpoint: of saves that were
-            interrupted, or that go on. The next save removes them.
-        num_fingerprints: how many tensors were compared with the fingerprints that were stored with
-            them; 0 if there are none, in the mode "fast", and where checksums differ already.
+        strays: on an object store, files that are no part of the checkpoint: files of saves that
+            were interrupted, or that go on. The next save removes them.
+        num_fingerprints: number of tensors that were compared with their stored fingerprints; 0 if
+            there are none, in the mode "fast", and where checksums differ already.
         num_tensors: number of tensors among the keys.
     """
 
@@ -104,7 +106,7 @@ class VerifyReport:
 
     @property
     def is_whole(self) -> bool:
-        """Return True when nothing is wrong."""
+        """Return True when there are no problems."""
         return not self.problems
 
 
@@ -118,8 +120,7 @@ def verify(
     num_threads: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Compare a checkpoint with the checksums that were computed while it was saved, or with the
-    tensors in memory.
+    """Compare a checkpoint with its checksums, or with tensors in memory.
 
         report = distckpt.verify("checkpoints/step_100")
         assert report.is_whole, report.problems
@@ -127,35 +128,34 @@ def verify(
         report = distckpt.verify("checkpoints/step_100", live={"model": model})
 
     Any process may call, alone; with `live`, all ranks must call together. Bytes that the operating
-    system still has in memory are taken from there: what a disk has kept shows only after they have
+    system still has in memory are taken from there: damage on a disk shows only after they have
     left it.
 
     Args:
         checkpoint_dir: a path or fsspec URL of a checkpoint, or of a folder of safetensors files
-            that others wrote.
+            that other programs wrote.
         mode: "fast" looks at the marker, the manifest, the sizes of all files and their headers;
-            "full" also reads every byte and compares all checksums, and with the fingerprints that
-            `fingerprint=True` has stored, what is there with what was in memory; this reads tensors
-            a second time.
+            "full" also reads every byte and compares all checksums. With fingerprints that
+            `fingerprint=True` has stored, it compares the tensors with the tensors that were in
+            memory; this reads them a second time.
         live: a state dict as `save` takes it, under any layout. Every rank compares the bits of all
-            tensors that it holds, replicas and plain tensors included, with those of the
-            checkpoint. Tensors that were saved for its modules and optimizers, and that no rank
-            has, are problems: give `sharded_state_dict(module)` to compare a part of a module. So
-            are tensors of which several ranks together have only a part.
-            Other values, and what the checkpoint holds besides, are not compared; neither is the
-            padding of a `ShardedTensor` with `allow_shape_mismatch`.
+            tensors that it holds, replicas and plain tensors included, with the checkpoint. Tensors
+            that were saved for its modules and optimizers, and that no rank has, are problems: give
+            `sharded_state_dict(module)` to compare a part of a module. So are tensors of which
+            several ranks together have only a part. Other values, and further tensors of the
+            checkpoint, are not compared; neither is the padding of a `ShardedTensor` with
+            `allow_shape_mismatch`.
         process_group: the ranks that hold `live` together, see `save`.
         num_threads: number of threads that read, each with 2 MiB of memory, or 16 MiB on an object
             store. None takes 4, or 10 on an object store.
         progress: called with the bytes read so far and the bytes to read, by one thread at a time.
 
     Returns:
-        What was found. Damage does not raise: it is listed in `problems`, and so are tensors of
+        The report. Damage does not raise: it is listed in `problems`, and so are tensors of
         `live` that differ, with their ranks.
 
     Raises:
-        CheckpointNotFoundError: nothing that could be verified is there, or it was removed
-            meanwhile.
+        CheckpointNotFoundError: there is nothing to verify, or it was removed meanwhile.
         ValueError: `mode` is neither "fast" nor "full", or "fast" with `live`, or there is no
             thread, or no tensor in `live`.
         RankFailedError: with `live`, raised on all ranks when any rank failed.
@@ -167,10 +167,10 @@ def verify(
         check_count("num_threads", num_threads)
     location = locations.normalize(checkpoint_dir)
     if live is not None:
-        found: VerifyReport = wing("memory").compare_with_memory(
+        comparison: VerifyReport = wing("memory").compare_with_memory(
             location, live, process_group=process_group, num_threads=num_threads, progress=progress
         )
-        return found
+        return comparison
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
             report = _verify(location, attempt, mode, num_threads, progress)
@@ -204,9 +204,7 @@ def unopened_report(location: str, mode: str, problem: Problem, seconds: float) 
 
 
 class Checked(NamedTuple):
-    """What was found in a checkpoint, the bytes that were read, and how many fingerprints were
-    compared.
-    """
+    """The problems of a checkpoint, and the figures of the check."""
 
     problems: Sequence[Problem]
     num_bytes: int
@@ -217,7 +215,8 @@ def report_of_verify(
     stored: StoredCheckpoint, mode: str, checked: Checked, seconds: float
 ) -> VerifyReport:
     """Return the report of a checkpoint that was checked."""
-    manifest, location = stored.manifest, stored.location
+    manifest = stored.manifest
+    location = stored.location
     return VerifyReport(
         location,
         mode,
@@ -237,13 +236,13 @@ def report_of_verify(
 def open_or_describe(
     location: str, marker: dict[str, Any] | None, attempt: ReadAttempt | None = None
 ) -> StoredCheckpoint | Problem:
-    """Open what is at a location, or return which of the files that describe it is damaged."""
+    """Open a checkpoint, or return which of its describing files is damaged."""
     file = locations.join(location, CONFIG_FNAME)
     try:
         fields = identify(location, marker)
         file = _describing_file(location, fields)
         stored = open_checkpoint(Ranks.alone(), location, marker=fields, attempt=attempt)
-        # All chunks are checked, also those of parts, which other readers check as they need them.
+        # All chunks are checked, also those that other readers check only as they need them.
         _ = stored.manifest.sums
         return stored
     except CheckpointNotFoundError:
@@ -253,7 +252,7 @@ def open_or_describe(
 
 
 def _describing_file(location: str, marker: Mapping[str, Any]) -> str:
-    """Return the location of what says where everything is."""
+    """Return the location of the file that describes a checkpoint."""
     named = marker.get("manifest", {})
     if named is None:
         # Files of other formats describe themselves.
@@ -296,15 +295,18 @@ def _check_content(
 
 
 def keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:
-    """Return the keys of tensors that were stored with their fingerprints, and without gaps."""
+    """Return the keys of whole tensors with stored fingerprints.
+
+    A tensor with gaps is not whole.
+    """
     manifest = stored.manifest
     if manifest.fingerprints is None:
         return []
     table = manifest.chunks
     counts = np.bincount(table.key_ids, table.shapes.prod(axis=1), len(manifest.keys))
     are_whole = counts >= np.array([math.prod(shape) for shape in manifest.global_shapes])
-    chosen = (manifest.fingerprints != NO_FINGERPRINT) & are_whole
-    return list(itertools.compress(manifest.keys, chosen.tolist()))
+    has_fingerprint = (manifest.fingerprints != NO_FINGERPRINT) & are_whole
+    return list(itertools.compress(manifest.keys, has_fingerprint.tolist()))
 
 
 def _check_fingerprints(
@@ -312,33 +314,38 @@ def _check_fingerprints(
 ) -> list[Problem]:
     from distckpt._operations.fingerprint import computed_fingerprints
 
-    found = computed_fingerprints(stored, keys, add_bytes)
-    return describe_fingerprints(stored, found)
+    computed = computed_fingerprints(stored, keys, add_bytes)
+    return describe_fingerprints(stored, computed)
 
 
-def describe_fingerprints(stored: StoredCheckpoint, found: Mapping[str, Any]) -> list[Problem]:
-    """Say which tensors do not have the fingerprints that were stored, given those they have."""
+def describe_fingerprints(stored: StoredCheckpoint, computed: Mapping[str, Any]) -> list[Problem]:
+    """Return problems of tensors whose fingerprints differ from stored ones."""
     from distckpt._operations.fingerprint import saved_fingerprints
 
-    saved = saved_fingerprints(stored, list(found))
+    saved = saved_fingerprints(stored, list(computed))
     text = "the tensor is not the one that was in memory when it was saved: fingerprint mismatch"
-    return [Problem(stored.location, text, key) for key in found if found[key] != saved[key]]
+    problems = []
+    for key in computed:
+        if computed[key] != saved[key]:
+            problems.append(Problem(stored.location, text, key))
+    return problems
 
 
 def check_files(
     stored: StoredCheckpoint, file_ids: Sequence[int], num_threads: int | None
 ) -> list[Problem]:
-    """Check that files are there, with the sizes and headers that were written."""
+    """Check that files are there, with their written sizes and headers."""
     # Opening files and reading their headers is mostly waiting, also for a disk.
     num_threads = num_threads or NUM_REQUESTS
-    # An interrupt ends the iteration, which cancels what has not begun.
+    # An interrupt ends the iteration, which cancels the files that have not begun.
     with Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
         checked = list(pool.map(partial(_check_file, stored), file_ids))
     return [problem for problem in checked if problem is not None]
 
 
 def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
-    expected, path = stored.manifest.files[file_id], stored.path_of_file(file_id)
+    expected = stored.manifest.files[file_id]
+    path = stored.path_of_file(file_id)
     try:
         num_bytes = file_size(path)
         if num_bytes != expected.num_bytes:
@@ -362,7 +369,7 @@ def _unreadable(path: str, error: OSError) -> Problem:
 
 
 def _default_threads(location: str) -> int:
-    # What is verified is mostly not in memory: four threads read it faster than one per core.
+    # Verified files are mostly not in memory: four threads read them faster than one per core.
     return max(_DISK_THREADS, num_threads_at(location))
 
 
@@ -382,15 +389,16 @@ def check_units(
     num_threads: int | None,
     add_bytes: Callable[[int], None],
 ) -> tuple[list[BadBlock], int]:
-    """Compare the checksums of ranges of blocks; return the bad ones in order, and the bytes
-    read.
+    """Compare the checksums of ranges of blocks.
+
+    Return the bad blocks in order, and the bytes read.
     """
     bad: list[BadBlock] = []
     num_read: list[int] = []
 
     def check(unit: range) -> None:
-        found, num_of_unit = _check_unit(stored, blocks, unit)
-        bad.extend(found)
+        bad_blocks, num_of_unit = _check_unit(stored, blocks, unit)
+        bad.extend(bad_blocks)
         num_read.append(num_of_unit)
         add_bytes(num_of_unit)
 
@@ -401,9 +409,10 @@ def check_units(
 
 
 class Blocks(NamedTuple):
-    """The checksum blocks of the chunks in some files, in file order, as columns; `expected` is
-    empty without checksums. `unread` are files of checksums that cannot be read, whose blocks are
-    left out.
+    """The checksum blocks of some files, in file order, as columns.
+
+    `expected` is empty without checksums. `unread` are files of checksums that cannot be read,
+    whose blocks are left out.
     """
 
     chunks: IntArray
@@ -417,15 +426,16 @@ class Blocks(NamedTuple):
 def list_blocks(
     stored: StoredCheckpoint, file_ids: range, num_threads: int | None, *, keeps_checksums: bool
 ) -> Blocks:
-    """Return the blocks of the chunks in some files whose checksums can be read.
+    """Return the blocks of some files whose checksums can be read.
 
     Args:
         stored: the checkpoint.
         file_ids: one of its ranges of files.
-        num_threads: as many threads read files of checksums.
-        keeps_checksums: whether the manifest keeps these, for reads to come.
+        num_threads: number of threads that read files of checksums.
+        keeps_checksums: whether the manifest keeps the checksums for later reads.
     """
-    manifest, block_bytes = stored.manifest, stored.manifest.block_bytes
+    manifest = stored.manifest
+    block_bytes = stored.manifest.block_bytes
     rows, chunks = manifest.in_file_order(np.array(file_ids))
     counts = -(-chunks.num_bytes // block_bytes)
     places = np.repeat(np.arange(len(rows)), counts)
@@ -434,7 +444,10 @@ def list_blocks(
     stops = starts + np.minimum(chunks.num_bytes[places] - numbers * block_bytes, block_bytes)
     blocks = Blocks(rows[places], chunks.file_ids[places], starts, stops, _NONE)
     if len(manifest.checksum_files):
-        holders = [holder for holder in manifest.checksum_files.tolist() if holder in file_ids]
+        holders = []
+        for holder in manifest.checksum_files.tolist():
+            if holder in file_ids:
+                holders.append(holder)
         known, unread = _readable_checksums(stored, holders, num_threads)
         if keeps_checksums:
             manifest.fetched_checksums.update(known)
@@ -448,9 +461,15 @@ def list_blocks(
 def _readable_checksums(
     stored: StoredCheckpoint, holders: Sequence[int], num_threads: int | None
 ) -> tuple[dict[int, Checksums], list[Problem]]:
-    """Return what files of checksums hold, and which of them cannot be read or are damaged."""
+    """Return readable files' checksums, and problems of all other files."""
     fetched = stored.manifest.fetched_checksums
-    known = {holder: fetched[holder] for holder in holders if holder in fetched}
+    known: dict[int, Checksums] = {}
+    missing = []
+    for holder in holders:
+        if holder in fetched:
+            known[holder] = fetched[holder]
+        else:
+            missing.append(holder)
     unread: list[Problem] = []
 
     def read(holder: int) -> None:
@@ -461,22 +480,26 @@ def _readable_checksums(
         except OSError as error:
             unread.append(_unreadable(stored.path_of_file(holder), error))
 
-    missing = [holder for holder in holders if holder not in known]
     run_threads(read, missing, num_threads or _default_threads(stored.location))
     return known, unread
 
 
 def not_in(problems: Iterable[Problem], unread: Iterable[Problem]) -> list[Problem]:
-    """Return which files that cannot be read have no problem yet."""
+    """Return the unreadable files that have no problem yet."""
     reported = {problem.file for problem in problems}
-    return [problem for problem in unread if problem.file not in reported]
+    new_problems = []
+    for problem in unread:
+        if problem.file not in reported:
+            new_problems.append(problem)
+    return new_problems
 
 
 def _with_known(
     manifest: Manifest, blocks: Blocks, holders: Sequence[int], known: Mapping[int, Checksums]
 ) -> Blocks:
-    """Return the blocks whose checksums are known, with these, given which files hold those of all
-    blocks.
+    """Return the blocks whose checksums are known, with their checksums.
+
+    `holders` are the files that hold the checksums of all blocks.
     """
     counts = [manifest.files[holder].num_bytes // CHECKSUM_BYTES for holder in holders]
     is_known = np.repeat([holder in known for holder in holders], counts)
@@ -489,25 +512,28 @@ _NONE = np.zeros(0, np.uint64)
 
 
 class BadBlock(NamedTuple):
-    """A block that is not as it was saved, by its number, and what is wrong with it."""
+    """The number of a damaged block, and a message about it."""
 
     number: int
     message: str
 
 
 def units_of_blocks(blocks: Blocks, location: str) -> Iterator[range]:
-    """Cut the blocks of a checkpoint at a location into ranges that are near each other in one file
-    and that one thread reads at a time.
+    """Cut blocks into ranges of one file for threads to read.
+
+    The blocks of a range are near each other.
     """
     return _cut(blocks, range(len(blocks.starts)), unit_bytes_at(location))
 
 
 def _cut(blocks: Blocks, numbers: range, max_bytes: int) -> Iterator[range]:
-    """Cut a range of blocks into ranges of which each spans at most `max_bytes` of one file, or is
-    one block.
+    """Cut a range of blocks into ranges of one file.
+
+    Each spans at most `max_bytes`, or is one block.
     """
     within = slice(numbers.start, numbers.stop)
-    file_ids, starts = blocks.file_ids[within].tolist(), blocks.starts[within].tolist()
+    file_ids = blocks.file_ids[within].tolist()
+    starts = blocks.starts[within].tolist()
     stops = blocks.stops[within].tolist()
     first = 0
     for index in range(1, len(numbers) + 1):
@@ -532,7 +558,7 @@ def _check_unit(
             bad += _compare(blocks, numbers, data)
             num_read += len(data)
     except (CorruptCheckpointError, FileNotFoundError):
-        # What is wrong with the file is reported already.
+        # Problems of the file are reported already.
         return bad, num_read
     except OSError as error:
         if len(unit) > 1:
@@ -544,18 +570,21 @@ def _check_unit(
 def _check_one_by_one(
     stored: StoredCheckpoint, blocks: Blocks, unit: range
 ) -> tuple[list[BadBlock], int]:
-    """Find out which blocks cannot be read."""
+    """Find the blocks that cannot be read."""
     bad: list[BadBlock] = []
     num_read = 0
     for number in unit:
-        found, num_of_block = _check_unit(stored, blocks, range(number, number + 1))
-        bad += found
+        bad_blocks, num_of_block = _check_unit(stored, blocks, range(number, number + 1))
+        bad += bad_blocks
         num_read += num_of_block
     return bad, num_read
 
 
 def _compare(blocks: Blocks, numbers: range, data: Bytes) -> list[BadBlock]:
-    """Compare blocks, whose bytes follow each other from the first on, with their checksums."""
+    """Compare consecutive blocks with their checksums.
+
+    `data` begins with the first block.
+    """
     within = slice(numbers.start, numbers.stop)
     starts = (blocks.starts[within] - blocks.starts[numbers.start]).tolist()
     stops = (blocks.stops[within] - blocks.starts[numbers.start]).tolist()
@@ -575,11 +604,12 @@ def describe_blocks(
     blocks: Blocks,
     bad: Sequence[BadBlock],
 ) -> list[Problem]:
-    """Say which chunks are concerned, one problem for blocks of a chunk that follow each other."""
+    """Describe bad chunks, with one problem for consecutive blocks of a chunk."""
     problems: list[Problem] = []
     for number, message in bad:
         chunk = int(blocks.chunks[number])
-        start, stop = int(blocks.starts[number]), int(blocks.stops[number])
+        start = int(blocks.starts[number])
+        stop = int(blocks.stops[number])
         region = str(stored.manifest.chunk_region(chunk))
         problem = Problem(stored.path_of(chunk), message, stored.key_of(chunk), region, start, stop)
         last = problems[-1] if problems else None
@@ -593,9 +623,10 @@ def describe_blocks(
 def _read_blocks(
     stored: StoredCheckpoint, blocks: Blocks, unit: range
 ) -> Iterator[tuple[range, Bytes]]:
-    """Yield the blocks of a unit with their bytes, fewer when the file is shorter.
+    """Yield the blocks of a unit with their bytes.
 
-    Of a local file, few at a time are in the thread's scratch memory, which stays in the cache.
+    There are fewer bytes when the file is shorter. A local file is read few blocks at a time into
+    the thread's scratch memory, which stays in the cache.
     """
     path = stored.path_of_file(int(blocks.file_ids[unit[0]]))
     if not locations.is_local(path):
@@ -612,5 +643,5 @@ def _read_blocks(
 
 
 def _place_of(blocks: Blocks, numbers: range) -> tuple[int, int]:
-    """Return where in their file some blocks begin and end."""
+    """Return the byte range of some blocks in their file."""
     return int(blocks.starts[numbers[0]]), int(blocks.stops[numbers[-1]])

@@ -1,4 +1,4 @@
-"""Comparing a checkpoint with the tensors that the ranks of a job have in memory."""
+"""Comparison of a checkpoint with the tensors in ranks' memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NOT_STORED = "the checkpoint has no such tensor"
 
 
 class _Window(NamedTuple):
-    """A region of a tensor that is in memory, and its values there."""
+    """A region of a tensor in memory, and its values."""
 
     key: str
     region: Region
@@ -50,7 +50,7 @@ class _Window(NamedTuple):
 
 
 class _Fault(NamedTuple):
-    """How a tensor in memory, or a region of it, differs from what is stored."""
+    """A difference between a tensor in memory and its stored values."""
 
     key: str
     text: str
@@ -62,13 +62,12 @@ _Extents: TypeAlias = set[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class _Found(NamedTuple):
-    """What a rank, or all of them, have found.
+    """The results of a comparison on one rank, or on all.
 
     Attributes:
-        held: by the name of each tensor in memory, the regions of it that were compared; none are
-            noted of plain tensors.
-        problems: what differs.
-        num_bytes: that were read.
+        held: compared regions by the name of the tensor in memory; empty for plain tensors.
+        problems: the differences.
+        num_bytes: number of bytes that were read.
     """
 
     held: dict[str, _Extents]
@@ -85,7 +84,7 @@ def compare_with_memory(
     num_threads: int | None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Compare what each rank holds with a checkpoint, see `verify`.
+    """Compare each rank's tensors with a checkpoint, see `verify`.
 
     Collective operation: all ranks must call it.
     """
@@ -103,8 +102,8 @@ def compare_with_memory(
                 if own.problems:
                     attempt.check_is_there()
             absent = _absent_in_memory(ranks, stored, described)
-    found = _of_all_ranks(ranks, own)
-    if not found.held:
+    results = _of_all_ranks(ranks, own)
+    if not results.held:
         raise ValueError(
             "`live` holds no tensor that could be compared on any rank: the checkpoint has no "
             "plain tensors at their places in the state dict. Give it the module itself, such as "
@@ -114,39 +113,47 @@ def compare_with_memory(
     return VerifyReport(
         location,
         "live",
-        problems=(*found.problems, *_held_in_part(ranks, stored, found), *absent),
+        problems=(*results.problems, *_held_in_part(ranks, stored, results), *absent),
         has_checksums=manifest.has_checksums,
-        num_keys=len(found.held),
-        num_tensors=len(found.held),
+        num_keys=len(results.held),
+        num_tensors=len(results.held),
         num_files=len(manifest.files),
         num_chunks=len(manifest.key_ids),
-        num_bytes=found.num_bytes,
+        num_bytes=results.num_bytes,
         seconds=time.perf_counter() - started,
     )
 
 
 def _of_all_ranks(ranks: Ranks, own: _Found) -> _Found:
-    """Collect what all ranks have found.
+    """Collect the results of all ranks.
 
     Collective operation: all ranks must call it.
     """
     extents = {key: list(regions) for key, regions in own.held.items()}
     sent = [extents, list(map(dataclasses.asdict, own.problems)), own.num_bytes]
-    told = [json.loads(data) for data in ranks.all_gather(json.dumps(sent).encode())]
+    messages = [json.loads(data) for data in ranks.all_gather(json.dumps(sent).encode())]
     held: dict[str, _Extents] = {}
-    for of_rank, _, _ in told:
+    for of_rank, _, _ in messages:
         for key, regions in of_rank.items():
-            found = held.setdefault(key, set())
-            found.update((tuple(offset), tuple(shape)) for offset, shape in regions)
-    problems = [Problem(**fields) for _, of_rank, _ in told for fields in of_rank]
-    return _Found(held, problems, sum(each for _, _, each in told))
-
-
-def _held_in_part(ranks: Ranks, stored: StoredCheckpoint, found: _Found) -> list[Problem]:
-    """Name tensors of which several ranks together have a part; one process may have one."""
+            extents_of_key = held.setdefault(key, set())
+            extents_of_key.update((tuple(offset), tuple(shape)) for offset, shape in regions)
     problems = []
-    differing = {problem.key for problem in found.problems}
-    for key, regions in found.held.items() if ranks.size > 1 else ():
+    for _, of_rank, _ in messages:
+        for fields in of_rank:
+            problems.append(Problem(**fields))
+    return _Found(held, problems, sum(num_read for _, _, num_read in messages))
+
+
+def _held_in_part(ranks: Ranks, stored: StoredCheckpoint, results: _Found) -> list[Problem]:
+    """Name tensors of which the ranks together have only a part.
+
+    A single process may have a part.
+    """
+    if ranks.size == 1:
+        return []
+    problems = []
+    differing = {problem.key for problem in results.problems}
+    for key, regions in results.held.items():
         if key in differing or key not in stored.manifest.key_index:
             continue
         # Regions that are not the same rarely overlap.
@@ -169,13 +176,16 @@ def _absent_in_memory(
     Collective operation: all ranks must call it.
     """
     entries = entries_of(stored)
-    tensors = [key for key, entry in entries.items() if entry.dtype is not None]
+    tensors = []
+    for key, entry in entries.items():
+        if entry.dtype is not None:
+            tensors.append(key)
     in_memory = {shard.key for shard in described.shards}
     names = names_of_module(stored.marker)
     coverage = coverage_of(described.objects, in_memory, entries, tensors, names, set)
-    of_modules, of_optimizers, _ = left_out_of_all(ranks, coverage, entries)
+    module_keys, optimizer_keys, _ = left_out_of_all(ranks, coverage, entries)
     text = "no rank has it in memory, as a part of the object that it was saved for"
-    return [Problem(stored.location, text, key) for key in (*of_modules, *of_optimizers)]
+    return [Problem(stored.location, text, key) for key in (*module_keys, *optimizer_keys)]
 
 
 def _compare(
@@ -186,11 +196,14 @@ def _compare(
     progress: Progress | None,
 ) -> _Found:
     """Compare the tensors of this rank."""
-    held = [shard for shard in described.shards if isinstance(shard, ShardedTensor)]
+    tensors = []
+    for shard in described.shards:
+        if isinstance(shard, ShardedTensor):
+            tensors.append(shard)
     names, faults = _compare_plain(stored, described.common)
     compared: dict[str, _Extents] = {name: set() for name in names}
     windows: list[_Window] = []
-    for shard in _without_absent_ties(stored, held):
+    for shard in _without_absent_ties(stored, tensors):
         regions = compared.setdefault(shard.key, set())
         text = _fault_of(stored, shard)
         if text is not None:
@@ -198,7 +211,7 @@ def _compare(
             continue
         shape = stored.global_shape(shard.key)
         if shard.allow_shape_mismatch:
-            # Which ranks have what is stored, and which only padding, is not looked at.
+            # It is not checked which ranks have stored values, and which only padding.
             regions.add(((0,) * len(shape), shape))
         for region, within in _compared_regions(shard, shape):
             regions.add((within.offset, within.shape))
@@ -214,27 +227,34 @@ def _compare(
 
     run_threads(compare, windows, num_threads or num_threads_at(stored.location))
     faults.sort(key=lambda fault: (fault.key, fault.region or ""))
-    problems = [
-        Problem(stored.location, f"{text} (rank {ranks.rank})", key, region)
-        for key, text, region in faults
-    ]
+    problems = []
+    for fault in faults:
+        message = f"{fault.text} (rank {ranks.rank})"
+        problems.append(Problem(stored.location, message, fault.key, fault.region))
     return _Found(compared, problems, num_bytes)
 
 
 def _compare_plain(stored: StoredCheckpoint, common: Any) -> tuple[set[str], list[_Fault]]:
-    """Compare plain tensors; return the names of those that the checkpoint has, and what
-    differs.
+    """Compare plain tensors with the checkpoint.
+
+    Return the names of tensors that the checkpoint has, and the differences.
     """
-    plain = [pair for pair in leaves(common) if isinstance(pair[1], torch.Tensor)]
-    stored_common = load_common_state(stored) if plain else {}
+    plain = []
+    for pair in leaves(common):
+        if isinstance(pair[1], torch.Tensor):
+            plain.append(pair)
+    stored_common = {}
+    if plain:
+        stored_common = load_common_state(stored)
     names: set[str] = set()
     faults = []
     for path, values in plain:
-        name, content = dotted(path), at(stored_common, path)
+        name = dotted(path)
+        content = at(stored_common, path)
         text: str | None = _NOT_STORED
         if isinstance(content, torch.Tensor):
             names.add(name)
-            kinds = [(_name_of(each.dtype), tuple(each.shape)) for each in (values, content)]
+            kinds = [(_name_of(tensor.dtype), tuple(tensor.shape)) for tensor in (values, content)]
             text = _difference_of_kinds(*kinds) or _difference(content, values)
         if text is not None:
             faults.append(_Fault(name, text))
@@ -242,15 +262,15 @@ def _compare_plain(stored: StoredCheckpoint, common: Any) -> tuple[set[str], lis
 
 
 def _without_absent_ties(
-    stored: StoredCheckpoint, held: Sequence[ShardedTensor]
+    stored: StoredCheckpoint, tensors: Sequence[ShardedTensor]
 ) -> list[ShardedTensor]:
-    """Leave out other names of tensors that are stored under one name, as exports store them."""
-    absent = absent_ties(held, find_ties(held), stored.manifest.key_index)
-    return [shard for number, shard in enumerate(held) if number not in absent]
+    """Leave out further names of tensors that exports store once."""
+    absent = absent_ties(tensors, find_ties(tensors), stored.manifest.key_index)
+    return [shard for number, shard in enumerate(tensors) if number not in absent]
 
 
 def _fault_of(stored: StoredCheckpoint, shard: ShardedTensor) -> str | None:
-    """Return why a shard cannot be compared."""
+    """Return the reason why a shard cannot be compared, or None."""
     if shard.key not in stored.manifest.key_index or stored.is_object(shard.key):
         return _NOT_STORED
     if shard.data is None:
@@ -258,7 +278,7 @@ def _fault_of(stored: StoredCheckpoint, shard: ShardedTensor) -> str | None:
     shape = stored.global_shape(shard.key)
     in_memory = tuple(shard.global_shape)
     if shard.allow_shape_mismatch and len(shape) == len(in_memory):
-        # What only one of the two has is padding.
+        # Elements that only one of the two has are padding.
         in_memory = shape
     kinds = (_name_of(shard.dtype), in_memory), (stored.dtype_name(shard.key), shape)
     return _difference_of_kinds(*kinds)
@@ -281,7 +301,7 @@ def _difference_of_kinds(
 def _compared_regions(
     shard: ShardedTensor, stored_shape: tuple[int, ...]
 ) -> Iterator[tuple[Region, Region]]:
-    """Yield the regions of a shard, each with what is stored of it."""
+    """Yield the regions of a shard, each with its stored part."""
     for region in shard_regions(shard):
         within = intersect(region, whole(stored_shape))
         if within is not None:
@@ -297,7 +317,7 @@ def _windows_of(shard: ShardedTensor, region: Region, within: Region) -> Iterato
 
 
 def _fault_of_window(stored: StoredCheckpoint, window: _Window) -> str | None:
-    """Read a window; return how the values in memory differ from it."""
+    """Read a window, and describe how the values in memory differ."""
     dtype = FROM_NAME[stored.dtype_name(window.key)]
     content = scratch("stored window", window.region.shape, dtype)
     request = Request(window.key, stored.global_shape(window.key), window.region)
@@ -311,8 +331,9 @@ def _fault_of_window(stored: StoredCheckpoint, window: _Window) -> str | None:
 def _difference(
     content: torch.Tensor, values: torch.Tensor, offset: tuple[int, ...] | None = None
 ) -> str | None:
-    """Return how values in memory differ from what is stored; they begin at `offset` of their
-    tensor.
+    """Describe how values in memory differ from stored values, or None.
+
+    The values begin at `offset` of their tensor.
     """
     differs = (_item_bytes(content) != _item_bytes(values.detach().cpu())).any(dim=1)
     count = int(differs.sum())

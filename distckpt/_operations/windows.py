@@ -1,6 +1,4 @@
-"""Going over the values of tensors: several threads read windows of them, and compute on what is in
-their caches.
-"""
+"""Windows of tensors, which threads read and compute on in cache."""
 
 from __future__ import annotations
 
@@ -21,16 +19,16 @@ from distckpt._plan.load import Request, plan_load
 from distckpt._quantization.numbers import scratch
 
 WINDOW_ELEMENTS = 1 << 22
-"""A thread reads so many of each side at a time, of one tensor or of many small ones."""
+"""Elements per side that a thread reads at a time, of one or more tensors."""
 _BATCH_WINDOWS = 256
 _GROUP_BATCHES = 128
-"""So many batches are in work together, and their results in memory."""
+"""Batches that are in work together, with their results in memory."""
 
 _Result = TypeVar("_Result")
 
 
 class Window(NamedTuple):
-    """A region of the tensor with this number on its side."""
+    """A region of a tensor, which has this number on its side."""
 
     tensor: int
     region: Region
@@ -41,14 +39,16 @@ def map_windows(
     compute: Callable[..., _Result],
     counter: ProgressCounter,
 ) -> Iterator[list[_Result]]:
-    """Yield for each tensor the results of `compute(window, *values)` for its windows, in order.
+    """Yield for each tensor its windows' results, in order.
 
-    Each side has tensors of one checkpoint, the first of them of the same shape as the first of the
-    other side, and so on. `values`, of each side, are in memory that is used again.
+    The results are `compute(window, *values)`.
+
+    Each side has tensors of one checkpoint; the tensors at one place of both sides have the same
+    shape. `values`, one for each side, are in memory that is used again.
     """
     results = map_some_windows(sides, windows_of(sides[0]), compute, counter)
-    for _, found in itertools.groupby(results, operator.itemgetter(0)):
-        yield [result for _, result in found]
+    for _, group in itertools.groupby(results, operator.itemgetter(0)):
+        yield [result for _, result in group]
 
 
 def windows_of(tensors: Sequence[StoredTensor]) -> Iterator[Window]:
@@ -64,7 +64,10 @@ def map_some_windows(
     compute: Callable[..., _Result],
     counter: ProgressCounter,
 ) -> Iterator[tuple[int, _Result]]:
-    """Yield the number of its tensor and the result for each of some windows, see `map_windows`."""
+    """Yield a tensor's number and a result for each of some windows.
+
+    See `map_windows`.
+    """
     return _results(sides, _batches(iter(windows)), compute, counter)
 
 
@@ -74,7 +77,7 @@ def window_regions(shape: tuple[int, ...]) -> Iterator[Region]:
 
 
 def _batches(windows: Iterator[Window]) -> Iterator[list[Window]]:
-    """Put windows together that are read at once."""
+    """Group windows that are read together."""
     batch: list[Window] = []
     room = 0
     for window in windows:
@@ -94,38 +97,43 @@ def _results(
     counter: ProgressCounter,
 ) -> Iterator[tuple[int, _Result]]:
     while group := list(itertools.islice(batches, _GROUP_BATCHES)):
-        found: dict[int, list[_Result]] = {}
+        results: dict[int, list[_Result]] = {}
 
-        def work(item: tuple[int, list[Window]], found: dict[int, list[_Result]] = found) -> None:
+        def work(
+            item: tuple[int, list[Window]], results: dict[int, list[_Result]] = results
+        ) -> None:
             number, batch = item
             values = [_read(f"side {side}", tensors, batch) for side, tensors in enumerate(sides)]
-            found[number] = [compute(*arguments) for arguments in zip(batch, *values, strict=True)]
+            results[number] = [
+                compute(*arguments) for arguments in zip(batch, *values, strict=True)
+            ]
             counter.add(sum(part.nbytes for part in itertools.chain(*values)))
 
         num_threads = max(num_threads_at(tensors[0].stored.location) for tensors in sides)
         run_threads(work, enumerate(group), num_threads)
         for number, batch in enumerate(group):
-            yield from zip((window.tensor for window in batch), found[number], strict=True)
+            yield from zip((window.tensor for window in batch), results[number], strict=True)
 
 
 def _read(
     purpose: str, tensors: Sequence[StoredTensor], batch: Sequence[Window]
 ) -> list[torch.Tensor]:
-    """Read windows of a checkpoint into scratch memory of this thread for a purpose."""
-    dtypes = [FROM_NAME[tensors[window.tensor].dtype] for window in batch]
-    sizes = [
-        window.region.num_elements * dtype.itemsize
-        for window, dtype in zip(batch, dtypes, strict=True)
-    ]
+    """Read windows of a checkpoint into this thread's scratch memory."""
+    requests = []
+    dtypes = []
+    sizes = []
+    for window in batch:
+        tensor = tensors[window.tensor]
+        dtype = FROM_NAME[tensor.dtype]
+        requests.append(Request(tensor.key, tensor.shape, window.region))
+        dtypes.append(dtype)
+        sizes.append(window.region.num_elements * dtype.itemsize)
     # A multiple of the size of every item, so that each window can be viewed in its dtype.
     spaces = [-(-size // 16) * 16 for size in sizes]
     pieces = torch.split(scratch(purpose, (sum(spaces),), torch.uint8), spaces)
-    values = [
-        piece[:size].view(dtype).view(window.region.shape)
-        for piece, size, dtype, window in zip(pieces, sizes, dtypes, batch, strict=True)
-    ]
-    chosen = [(tensors[window.tensor], window.region) for window in batch]
-    requests = [Request(tensor.key, tensor.shape, region) for tensor, region in chosen]
+    values = []
+    for piece, size, dtype, window in zip(pieces, sizes, dtypes, batch, strict=True):
+        values.append(piece[:size].view(dtype).view(window.region.shape))
     stored = tensors[0].stored
     read_copies(stored, plan_load(stored, requests), values, num_threads=1)
     return values

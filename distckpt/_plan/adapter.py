@@ -1,4 +1,4 @@
-"""Adapters: what one of PEFT changes in the tensors of an export."""
+"""Changes that a PEFT adapter makes to the tensors of an export."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MATRIX = re.compile(
     r"(?P<ending>(?:\.default)?(?:\.weight)?)"
 )
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` with which the other weights of the model stay as they are."""
+"""Values of `init_lora_weights` that leave the model's other weights as they are."""
 _OTHER_ARITHMETIC = (
     "use_dora",
     "use_qalora",
@@ -35,41 +35,41 @@ _OTHER_ARITHMETIC = (
     "trainable_token_indices",
 )
 _FIRST_VERSION = (0, 19)
-"""PEFT had some matrices of experts transposed before."""
+"""First version of PEFT without transposed matrices of experts."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter of PEFT: its tensors, and what its `adapter_config.json` says."""
+    """A PEFT adapter: its tensors and its `adapter_config.json`."""
 
     stored: StoredCheckpoint
     config: Mapping[str, Any]
 
     @property
     def location(self) -> str:
-        """Where it is."""
+        """Directory or URL of the adapter."""
         return self.stored.location
 
     def names_of(self, field: str) -> Any:
-        """Return the names, or the pattern, that a field of the configuration lists."""
+        """Return the names, or the pattern, in a field of the configuration."""
         return self.config.get(field) or ()
 
 
 @dataclass(frozen=True)
 class Product:
-    """Two matrices whose product `scaling * b @ a` is added to a tensor.
+    """A scaled product `b @ a` that is added to a tensor.
 
     Attributes:
-        b: key of the one with the rows of the tensor,
-        a: and of the one with its columns.
+        b: key of the matrix with the rows of the tensor.
+        a: key of the matrix with its columns.
         scaling: the factor.
-        transposed: whether the product is to be transposed.
-        expert: if the matrices are those of several experts, as PEFT has them, which of them.
-        num_experts: the number of experts; 0 without. The rows of `a` are those of one after
-            another, and the columns of `b` take turns.
-        first_row: the row of `b` that is the first one of the tensor.
+        transposed: whether to transpose the product.
+        expert: number of the expert, if the matrices hold several experts, as PEFT's do.
+        num_experts: the number of experts; 0 without. The rows of `a` are in the order of the
+            experts, and the columns of `b` take turns.
+        first_row: the row of `b` that is the first row of the tensor.
     """
 
     b: str
@@ -83,8 +83,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Change:
-    """What an adapter changes in a tensor: the one at the key `replacement` takes its place, and a
-    product is added.
+    """A tensor's replacement, and the product that is added to it.
+
+    `replacement` is the key of a tensor in the adapter.
     """
 
     replacement: str | None = None
@@ -92,10 +93,13 @@ class Change:
 
     @property
     def keys(self) -> list[str]:
-        """All keys of the adapter that it is made of."""
-        product = self.product
-        keys = [self.replacement, *([product.a, product.b] if product else [])]
-        return [key for key in keys if key is not None]
+        """All keys of the adapter that this change uses."""
+        keys = []
+        if self.replacement is not None:
+            keys.append(self.replacement)
+        if self.product is not None:
+            keys += [self.product.a, self.product.b]
+        return keys
 
 
 def plan_changes(
@@ -104,18 +108,18 @@ def plan_changes(
     model: Mapping[str, Any] | None = None,
     tied: Collection[str] = (),
 ) -> dict[str, Change]:
-    """Return what an adapter changes in the tensors of an export, by name.
+    """Return an adapter's changes to the tensors of an export, by name.
 
     Args:
-        adapter: it has the names of the export, or those of transformers in memory.
+        adapter: adapter with the names of the export, or of transformers in memory.
         outputs: tensors of the export.
         model: the configuration of the model, where it is known.
         tied: stored keys whose other names are not exported.
 
     Raises:
-        CheckpointingException: the adapter is not one of which products are added, its
-            configuration contradicts its tensors, or it is not complete.
-        LoadMismatchError: it changes what is not exported.
+        CheckpointingException: the adapter is no LoRA adapter, its configuration contradicts its
+            tensors, or it is not complete.
+        LoadMismatchError: it changes tensors that are not exported.
     """
     _check_config(adapter)
     by_name = _by_name_in_memory(adapter, outputs, model)
@@ -125,8 +129,14 @@ def plan_changes(
     _check_are_exported(adapter, changes, shapes)
     _check_tied(adapter, changes, by_name, model or {}, tied)
     _check_parameters(adapter, changes)
-    modules = [_module_of(name) for name, shape in shapes.items() if _is_weight(name, shape)]
-    adapted = {_module_of(name) for name, change in changes.items() if change.product}
+    modules = []
+    for name, shape in shapes.items():
+        if _is_weight(name, shape):
+            modules.append(_module_of(name))
+    adapted = set()
+    for name, change in changes.items():
+        if change.product:
+            adapted.add(_module_of(name))
     check_targets(adapter.location, adapter.config, adapted, modules, model)
     for name, change in changes.items():
         _check_shape(adapter, by_name[name], change)
@@ -145,9 +155,12 @@ def _is_weight(name: str, shape: Sequence[int]) -> bool:
 
 
 def _check_config(adapter: Adapter) -> None:
-    """Refuse configurations of other methods, and fields that are not what PEFT writes."""
+    """Refuse configurations of other methods, and fields that PEFT does not write."""
     config = adapter.config
-    unknown = {name: config[name] for name in _OTHER_ARITHMETIC if config.get(name)}
+    unknown = {}
+    for name in _OTHER_ARITHMETIC:
+        if config.get(name):
+            unknown[name] = config[name]
     if config.get("init_lora_weights") not in _PLAIN_STARTS:
         unknown["init_lora_weights"] = config["init_lora_weights"]
     if config.get("peft_type") != "LORA" or unknown:
@@ -176,7 +189,7 @@ def _says(adapter: Adapter, said: str, expected: str) -> CheckpointingException:
 
 
 def _is_list_of(value: Any, field: str, kind: type) -> bool:
-    """Tell whether a field of a configuration is a list, or one value in the place of a list."""
+    """Whether a configuration's field is a list, or a single item."""
     if value is None:
         return True
     if isinstance(value, list):
@@ -184,28 +197,29 @@ def _is_list_of(value: Any, field: str, kind: type) -> bool:
     return type(value) is kind and field not in ("modules_to_save", "target_parameters")
 
 
-# --- What it changes ------------------------------------------------------------------------------
+# --- Changes --------------------------------------------------------------------------------------
 
 
 def _by_name_in_memory(
     adapter: Adapter, outputs: Sequence[OutputTensor], model: Mapping[str, Any] | None
 ) -> dict[str, OutputTensor]:
-    """Return the outputs by the names that the adapter has for them."""
+    """Return the outputs by the adapter's names for them."""
     shapes = {output.name: output.shape for output in outputs}
-    found: Mapping[str, str] = {}
+    names: Mapping[str, str] = {}
     if model and not _has_modules(shapes, adapter):
-        found = names_in_memory(model, shapes)
-    return {found.get(output.name, output.name): output for output in outputs}
+        names = names_in_memory(model, shapes)
+    return {names.get(output.name, output.name): output for output in outputs}
 
 
 def _has_modules(names: Iterable[str], adapter: Adapter) -> bool:
-    """Tell whether tensors of those names are the ones that an adapter is for; experts are one
-    parameter for it.
+    """Whether tensors of those names are the adapter's targets.
+
+    For an adapter, experts are one parameter.
     """
     modules = {_module_of(name.removesuffix(".0.down_proj.weight")) for name in names}
     keys = [_without_wrappers(key) for key in adapter.stored.manifest.key_index]
     matrices = filter(None, map(_MATRIX.fullmatch, keys))
-    return all(found["module"] in modules for found in matrices)
+    return all(matrix["module"] in modules for matrix in matrices)
 
 
 def _without_wrappers(key: str) -> str:
@@ -213,19 +227,20 @@ def _without_wrappers(key: str) -> str:
 
 
 def _changes(adapter: Adapter, exported: Shapes) -> dict[str, Change]:
-    """Return the changes by the name of the tensor. A matrix without its partner is taken for a
-    tensor of that name, which the export does not have.
+    """Return the changes by the name of the tensor.
+
+    A matrix without its partner is taken for a tensor of its name, which the export does not have.
     """
     changes: dict[str, Change] = {}
     keys = adapter.stored.manifest.key_index
     for key in keys:
-        found = _MATRIX.fullmatch(key)
-        if found is None or _partner(found) not in keys:
-            # PEFT saves the weight itself of an embedding beside its matrices.
+        matrix = _MATRIX.fullmatch(key)
+        if matrix is None or _partner(matrix) not in keys:
+            # PEFT saves the weight of an embedding together with its matrices.
             name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
             changes[name] = replace(changes.get(name, Change()), replacement=key)
-        elif found["letter"] == "B":
-            for name, product in _products(adapter, found, exported):
+        elif matrix["letter"] == "B":
+            for name, product in _products(adapter, matrix, exported):
                 changes[name] = replace(changes.get(name, Change()), product=product)
     return changes
 
@@ -239,11 +254,12 @@ def _partner(matrix: re.Match[str]) -> str:
 def _products(
     adapter: Adapter, matrix: re.Match[str], exported: Shapes
 ) -> Iterable[tuple[str, Product]]:
-    """Return the products of a second matrix with its partner, by the name of the tensor."""
+    """Return the products of a second matrix, by tensor name."""
     module = matrix["module"].removeprefix(PREFIX)
     block = module.replace(".base_layer", "")
     parameters = adapter.names_of("target_parameters")
-    b, a = matrix.string, _partner(matrix)
+    b = matrix.string
+    a = _partner(matrix)
     if parameters and f"{block}.weight" not in exported:
         return _expert_products(adapter, block, b, a, exported)
     weight = f"{module}.weight"
@@ -256,8 +272,9 @@ def _products(
 def _expert_products(
     adapter: Adapter, block: str, b: str, a: str, exported: Shapes
 ) -> Iterator[tuple[str, Product]]:
-    """Yield the products of experts, of which PEFT has the matrices of all in one; their shapes
-    tell for what.
+    """Yield the products of experts, whose matrices PEFT joins.
+
+    The shapes of the matrices determine their parameter.
     """
     num_experts = _count_experts(block, exported)
     if num_experts == 0:
@@ -293,7 +310,7 @@ def _count_experts(block: str, exported: Shapes) -> int:
 
 
 def _rows_of_parameters(block: str, columns: int, exported: Shapes) -> dict[str, int]:
-    """Return the number of rows of each parameter of experts with this number of columns."""
+    """Return the rows of each expert parameter with this many columns."""
     rows = {}
     for parameter, names in OF_EXPERTS.items():
         shape = exported.get(f"{block}.0.{names[0]}.weight", ())
@@ -303,7 +320,7 @@ def _rows_of_parameters(block: str, columns: int, exported: Shapes) -> dict[str,
 
 
 def _check_version(adapter: Adapter, block: str, parameter: str) -> None:
-    """Refuse matrices that fit either way, of a PEFT that had them transposed."""
+    """Refuse ambiguous matrices of a PEFT version that had them transposed."""
     version = re.match(r"(\d+)\.(\d+)", str(adapter.config.get("peft_version")))
     if version is None or tuple(map(int, version.groups())) < _FIRST_VERSION:
         raise CheckpointingException(
@@ -314,8 +331,9 @@ def _check_version(adapter: Adapter, block: str, parameter: str) -> None:
 
 
 def _scaling(adapter: Adapter, module: str, rank: int) -> float:
-    """Return the factor of a product: as PEFT does, by the first patterns that the module
-    matches.
+    """Return the factor of a product.
+
+    As in PEFT, the first patterns that the module matches count.
     """
     config = adapter.config
     try:
@@ -349,17 +367,21 @@ def _check_saved(
     changes: Mapping[str, Change],
     exported: Shapes,
 ) -> None:
-    """Refuse an adapter without tensors, or without those of modules to save that the export
-    has.
-    """
+    """Refuse an adapter that lacks tensors for exported modules to save."""
     if not changes:
         raise _incomplete(adapter, "target_modules", adapter.config.get("target_modules"))
     listed = adapter.names_of("modules_to_save")
-    saved = [name for name, change in changes.items() if change.replacement is not None]
-    absent = [each for each in listed if not _is_in(each, saved)]
+    saved = []
+    for name, change in changes.items():
+        if change.replacement is not None:
+            saved.append(name)
+    absent = []
+    for module in listed:
+        if not _is_in(module, saved):
+            absent.append(module)
     # PEFT adds names for classifiers, of which a model has one.
     has_none = bool(listed) and len(absent) == len(listed)
-    if has_none or any(_is_in(each, exported) for each in absent):
+    if has_none or any(_is_in(module, exported) for module in absent):
         raise _incomplete(adapter, "modules_to_save", absent)
 
 
@@ -397,8 +419,9 @@ def _check_tied(
     model: Mapping[str, Any],
     tied: Collection[str],
 ) -> None:
-    """Refuse what takes the place of an embedding that is the output layer as well, which PEFT
-    leaves as it is.
+    """Refuse a replaced embedding that is also the output layer.
+
+    PEFT leaves the output layer as it is.
     """
     embeddings = _possible_embeddings(outputs, model)
     for name, change in changes.items():
@@ -415,36 +438,41 @@ def _check_tied(
 
 
 def _possible_embeddings(outputs: Mapping[str, OutputTensor], model: Mapping[str, Any]) -> set[str]:
-    """Return the names of what may be an embedding that is the output layer as well."""
-    text = inner if isinstance(inner := model.get("text_config"), dict) else model
+    """Return the names of possible embeddings that are also the output layer."""
+    text = model
+    if isinstance(inner := model.get("text_config"), dict):
+        text = inner
     if model.get("tie_word_embeddings", text.get("tie_word_embeddings")) is False:
         return set()
     counts = collections.Counter(output.shape for output in outputs.values())
     vocabulary = text.get("vocab_size")
-    matrices = {name: each.shape for name, each in outputs.items() if len(each.shape) == 2}
-    return {
-        name for name, shape in matrices.items() if shape[0] == vocabulary and counts[shape] == 1
-    }
+    embeddings = set()
+    for name, output in outputs.items():
+        shape = output.shape
+        if len(shape) == 2 and shape[0] == vocabulary and counts[shape] == 1:
+            embeddings.add(name)
+    return embeddings
 
 
 def _check_parameters(adapter: Adapter, changes: Mapping[str, Change]) -> None:
     """Refuse an adapter without matrices for a parameter that it lists."""
-    for wanted in adapter.names_of("target_parameters"):
-        first = OF_EXPERTS.get(wanted.rpartition(".")[2], (wanted,))[0]
-        if not any(_is_for(wanted, first, name, change) for name, change in changes.items()):
+    for parameter in adapter.names_of("target_parameters"):
+        first = OF_EXPERTS.get(parameter.rpartition(".")[2], (parameter,))[0]
+        if not any(_is_for(parameter, first, name, change) for name, change in changes.items()):
             raise CheckpointingException(
-                f"The adapter {adapter.location!r} has no tensors for {wanted!r}, of "
+                f"The adapter {adapter.location!r} has no tensors for {parameter!r}, of "
                 f"target_parameters in its {CONFIG_NAME}: it is not complete, or they are no "
                 "experts that can be merged here."
             )
 
 
-def _is_for(wanted: str, first: str, name: str, change: Change) -> bool:
-    """Tell whether a change of a tensor is that of a parameter, whose `first` part is known for
-    experts.
+def _is_for(parameter: str, first: str, name: str, change: Change) -> bool:
+    """Whether a tensor's change is for a parameter.
+
+    For experts, `first` is the first part of the parameter.
     """
     is_of_experts = change.product is not None and change.product.num_experts > 0
-    return (is_of_experts and f".{first}." in name) or ends_with(name, [wanted])
+    return (is_of_experts and f".{first}." in name) or ends_with(name, [parameter])
 
 
 def _check_shape(adapter: Adapter, output: OutputTensor, change: Change) -> None:
@@ -463,8 +491,10 @@ def _check_shape(adapter: Adapter, output: OutputTensor, change: Change) -> None
 
 def _shape_of(adapter: Adapter, output: OutputTensor, product: Product) -> tuple[int, ...]:
     if product.num_experts:
-        # Those of experts have been compared.
+        # The shapes of experts have been compared.
         return output.shape
     (*rows, rank), (inner, *columns) = map(adapter.stored.global_shape, (product.b, product.a))
     shape = (*rows, *columns) if rank == inner else (*rows, rank, inner, *columns)
-    return shape[::-1] if product.transposed else shape
+    if product.transposed:
+        return shape[::-1]
+    return shape

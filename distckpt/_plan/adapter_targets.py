@@ -1,5 +1,6 @@
-"""The modules that an adapter of PEFT is for, by PEFT's own rule, compared with those that it has
-matrices for.
+"""Target modules of a PEFT adapter, by PEFT's own rule.
+
+They are compared with the modules that the adapter has matrices for.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FIELDS: dict[str, type] = {
     "layers_pattern": str,
     "layers_to_transform": int,
 }
-"""Fields of the configuration that are lists, and of what."""
+"""List fields of the configuration, with the types of their items."""
 _ALL_LINEAR = "all-linear"
 _EXPERT = re.compile(r"(?P<block>(.+\.)?experts)\.(\d+\.)?(?P<leaf>.+)")
 _MTP = re.compile(r"(.+\.)?mtp[^.]*\..+")
@@ -36,17 +37,23 @@ def check_targets(
     modules: Collection[str],
     model: Mapping[str, Any] | None = None,
 ) -> None:
-    """Refuse an adapter whose matrices are not for the modules that its configuration names.
+    """Refuse an adapter whose matrices contradict its configuration's modules.
 
     Modules of the export may be absent from the model that was trained: experts that are one
     parameter in memory, and layers that transformers does not load. So a module is missed only
-    where the adapter has matrices for the same one of another layer, or none at all for what the
-    configuration lists. `model` is the model's configuration.
+    where the adapter has matrices for the same module of another layer, or none at all for a module
+    that the configuration lists. `model` is the model's configuration.
     """
     said = _said(config)
     try:
-        others = [module for module in adapted if not is_target(module, config)]
-        targets = [module for module in modules if is_target(module, config)]
+        others = []
+        for module in adapted:
+            if not is_target(module, config):
+                others.append(module)
+        targets = []
+        for module in modules:
+            if is_target(module, config):
+                targets.append(module)
     except re.error as error:
         raise CheckpointingException(
             f"The configuration of the adapter {location!r} has a pattern that is none ({error}): "
@@ -71,15 +78,19 @@ def check_targets(
 
 
 def _said(config: Mapping[str, Any]) -> str:
-    """Return the text of what a configuration says of modules."""
-    given = {field: config.get(field) for field in FIELDS}
-    texts = [f"{field}={value!r:.300}" for field, value in given.items() if value is not None]
+    """Describe a configuration's fields about modules, for messages."""
+    fields = {field: config.get(field) for field in FIELDS}
+    texts = []
+    for field, value in fields.items():
+        if value is not None:
+            texts.append(f"{field}={value!r:.300}")
     return ", ".join(texts)
 
 
 def is_target(module: str, config: Mapping[str, Any]) -> bool:
-    """Tell whether a configuration is for a module, as PEFT does; experts may be parameters that it
-    names.
+    """Whether a configuration targets a module, as PEFT decides.
+
+    Experts may be parameters that it names.
     """
     parameters = config.get("target_parameters") or ()
     if parameters and _is_parameter(module, parameters):
@@ -100,12 +111,13 @@ def _is_named(module: str, targets: str | Collection[str]) -> bool:
 
 
 def _is_parameter(module: str, parameters: Collection[str]) -> bool:
-    """Tell whether the weight of a module is a parameter that a configuration names, or is in
-    one.
-    """
+    """Whether a configuration names a module's weight, or its whole parameter."""
     if expert := _EXPERT.fullmatch(module):
         leaf = expert["leaf"]
-        wholes = [whole for whole, parts in OF_EXPERTS.items() if leaf in parts]
+        wholes = []
+        for whole, parts in OF_EXPERTS.items():
+            if leaf in parts:
+                wholes.append(whole)
         if ends_with(f"{expert['block']}.{next(iter(wholes), leaf)}", parameters):
             return True
     return ends_with(f"{module}.weight", parameters)
@@ -126,14 +138,14 @@ def _is_in_layers(module: str, config: Mapping[str, Any]) -> bool:
     if layers is None or layers == []:
         return True
     match = _layer_of(module, config.get("layers_pattern"))
-    numbers = layers if isinstance(layers, list) else [layers]
+    numbers = layers
+    if not isinstance(layers, list):
+        numbers = [layers]
     return match is not None and int(match["number"]) in numbers
 
 
 def _layer_of(module: str, patterns: str | list[str] | None) -> re.Match[str] | None:
-    """Return the match of a module with the names that lists of layers have; None outside of
-    them.
-    """
+    """Return a module's match with names of layer lists, or None."""
     if not patterns:
         return _LAYER.match(module)
     for name in [patterns] if isinstance(patterns, str) else patterns:
@@ -148,9 +160,12 @@ def _missing(
     adapted: Collection[str],
     not_loaded: Collection[str],
 ) -> list[str]:
-    """Return the targets that an adapter should have matrices for and has not."""
+    """Return the targets for which the adapter lacks matrices."""
     forms = {without_numbers(module) for module in adapted}
-    names = [name for name in _names(listed, targets) if not _ends_any(adapted, name)]
+    names = []
+    for name in _names(listed, targets):
+        if not _ends_any(adapted, name):
+            names.append(name)
     missing = []
     for module in targets:
         if module in adapted or module in not_loaded:
@@ -162,8 +177,9 @@ def _missing(
 
 
 def _names(listed: str | list[str] | None, targets: Collection[str]) -> Collection[str]:
-    """Return the names that a configuration lists; of a pattern, the last names of what it
-    matches.
+    """Return the names that a configuration lists.
+
+    For a pattern, these are the last names of its matches.
     """
     if not isinstance(listed, str):
         return listed or ()
@@ -177,39 +193,50 @@ def _ends_any(modules: Collection[str], name: str) -> bool:
 
 
 def _not_loaded(modules: Collection[str], model: Mapping[str, Any] | None) -> set[str]:
-    """Return the modules that models of transformers do not have: of token prediction, and keys and
-    values shared.
+    """Return the modules that models of transformers do not have.
+
+    These are modules of token prediction, and shared keys and values.
     """
-    found = _of_prediction(modules)
+    not_loaded = _prediction_modules(modules)
     first_shared = _first_shared_layer(model or {})
     if first_shared is not None:
-        sharing = [module for module in modules if module.endswith(_KEYS_AND_VALUES)]
-        found.update(module for module in sharing if _layer_number(module) >= first_shared)
-    return found
+        for module in modules:
+            if module.endswith(_KEYS_AND_VALUES) and _layer_number(module) >= first_shared:
+                not_loaded.add(module)
+    return not_loaded
 
 
-def _of_prediction(modules: Collection[str]) -> set[str]:
+def _prediction_modules(modules: Collection[str]) -> set[str]:
     """Return the modules of token prediction."""
-    heads = [module for module in modules if module.endswith(f".{_PREDICTING}")]
-    around = tuple(module.removesuffix(_PREDICTING) for module in heads)
-    return {each for each in modules if _MTP.fullmatch(each) or each.startswith(around)}
+    prefixes = []
+    for module in modules:
+        if module.endswith(f".{_PREDICTING}"):
+            prefixes.append(module.removesuffix(_PREDICTING))
+    predicting = set()
+    for module in modules:
+        if _MTP.fullmatch(module) or module.startswith(tuple(prefixes)):
+            predicting.add(module)
+    return predicting
 
 
 def _layer_number(module: str) -> int:
-    """Return the number of the layer that a module is in, -1 outside of layers."""
+    """Return the number of a module's layer, or -1."""
     layer = _LAYER.match(module)
     return int(layer["number"]) if layer else -1
 
 
 def _first_shared_layer(model: Mapping[str, Any]) -> int | None:
-    """Return the first layer that has the keys and values of an earlier one."""
-    text = inner if isinstance(inner := model.get("text_config"), dict) else model
-    num_layers, num_shared = text.get("num_hidden_layers"), text.get("num_kv_shared_layers")
+    """Return the first layer that shares keys and values with another."""
+    text = model
+    if isinstance(inner := model.get("text_config"), dict):
+        text = inner
+    num_layers = text.get("num_hidden_layers")
+    num_shared = text.get("num_kv_shared_layers")
     if type(num_layers) is int and type(num_shared) is int and num_shared:
         return max(0, num_layers - num_shared)
     return None
 
 
 def ends_with(module: str, names: Collection[str]) -> bool:
-    """Tell whether a module has one of those names, or ends with one."""
+    """Whether a module has one of those names, or ends with one."""
     return any(module == name or module.endswith(f".{name}") for name in names)

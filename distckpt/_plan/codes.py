@@ -1,4 +1,4 @@
-"""Refusing to convert codes as if they were values."""
+"""Refusal to convert codes as if they were values."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ from distckpt._quantization.names import (
 )
 
 CONFIG_NAMES = ("config.json", "hf_quant_config.json")
-"""Files that may say how the tensors beside them are quantized; NVIDIA ModelOpt writes the second
-one.
+"""Files that may describe the quantization of tensors in their directory; NVIDIA ModelOpt writes
+the second one.
 """
 
 AS_STORED = " (as stored)"
-"""What a view of a checkpoint adds to the keys of tensors that are stored only as parts of
-quantized ones.
-"""
+"""Suffix, in a view, of keys that are parts of quantized tensors."""
 
 
 def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> None:
@@ -61,34 +59,40 @@ def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> No
 
 
 def _why_codes(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> str | None:
-    """Return what says that a tensor holds codes; None if nothing does."""
-    manifest, name = stored.manifest, stored.dtype_name(key)
-    config, scales = manifest.quantization or {}, scales_of(key, manifest.key_index)
+    """Return the reason why a tensor holds codes, or None."""
+    manifest = stored.manifest
+    name = stored.dtype_name(key)
+    config = manifest.quantization or {}
+    scales = scales_of(key, manifest.key_index)
     is_small = name in SMALL_CODES
     if config.get("transformed") is True:
         return f"the transform_config of its {config['file']} changes weights besides"
     if scales:
         return f"{scales[0]!r} holds their scales"
-    beside = scale_beside(key, manifest.scale_places)
-    if beside and are_codes_beside_scales(key.removesuffix(AS_STORED), name):
-        return f"{beside.removesuffix(AS_STORED)!r} beside it is named like a scale"
+    scale = scale_beside(key, manifest.scale_places)
+    if scale and are_codes_beside_scales(key.removesuffix(AS_STORED), name):
+        return f"{scale.removesuffix(AS_STORED)!r} beside it is named like a scale"
     if "file" in config and is_small:
         return f"its {config['file']} says that it is quantized"
     if is_named_as_codes(key.removesuffix(AS_STORED)):
         return "no other tensors have such names"
-    other = _key_of_scales(stored) if is_small and requested.is_floating_point else None
-    return f"other tensors there are, as {other!r} shows" if other else None
+    other = None
+    if is_small and requested.is_floating_point:
+        other = _key_of_scales(stored)
+    if other:
+        return f"other tensors there are, as {other!r} shows"
+    return None
 
 
 def _key_of_scales(stored: StoredCheckpoint) -> str | None:
-    """Return the key of any scales that are stored; None if there are none."""
-    parts = (each.parts["scale"].key for each in stored.quantized.values())
+    """Return the key of any stored scales, or None."""
+    parts = (quantized.parts["scale"].key for quantized in stored.quantized.values())
     key = next(parts, stored.manifest.scales_key)
     return key and key.removesuffix(AS_STORED)
 
 
 def check_integers(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> None:
-    """Refuse to load integers into floating point values where they can only be codes.
+    """Refuse to load integers as floating-point values where they are codes.
 
     Raises:
         LoadMismatchError: `key` holds such integers.
@@ -110,8 +114,9 @@ def check_integers(stored: StoredCheckpoint, key: str, requested: torch.dtype) -
 
 
 def check_scales_cast(stored: StoredCheckpoint, casts: Mapping[str, torch.dtype]) -> None:
-    """Refuse to convert codes, or their scales alone, to other dtypes; `casts` has a dtype for each
-    stored key.
+    """Refuse to convert codes, or their scales alone, to other dtypes.
+
+    `casts` has a dtype for each stored key.
 
     Raises:
         LoadMismatchError: a key holds codes or scales.
@@ -122,20 +127,25 @@ def check_scales_cast(stored: StoredCheckpoint, casts: Mapping[str, torch.dtype]
         check_cast(stored, key, requested)
     pairs = zip(stored.manifest.keys, stored.manifest.dtypes, strict=True)
     codes = [(key, dtype) for key, dtype in pairs if may_be_codes(dtype)]
-    for key, _ in codes:
+    separate = []
+    for key, dtype in codes:
         for scales in scales_of(key, stored.manifest.key_index):
             if scales in casts:
                 raise _scales_alone(stored, scales, key, casts[scales])
-    beside = [key for key, dtype in codes if are_codes_beside_scales(key, dtype)]
-    if beside:
-        _check_scales_beside(stored, beside, casts)
+        if are_codes_beside_scales(key, dtype):
+            separate.append(key)
+    if separate:
+        _check_scales_beside(stored, separate, casts)
 
 
 def _check_scales_beside(
     stored: StoredCheckpoint, codes: Sequence[str], casts: Mapping[str, torch.dtype]
 ) -> None:
-    """Refuse to convert what is named like a scale beside codes."""
-    at = {place: key for key in codes for place in (key, key.rpartition(".")[0])}
+    """Refuse to convert tensors with names of scales for codes."""
+    at = {}
+    for key in codes:
+        for place in (key, key.rpartition(".")[0]):
+            at[place] = key
     for scales in casts:
         for place in places_of(scales):
             if place in at:
@@ -155,15 +165,17 @@ def _scales_alone(
 
 
 def undecoded(stored: StoredCheckpoint, key: str) -> str:
-    """Return a sentence about a tensor of which only codes are stored, in a form that is not
-    decoded; "" for others.
+    """Return a sentence about a tensor with codes that cannot be decoded.
+
+    It is empty for other tensors.
     """
-    known, module = stored.manifest.key_index, key[: key.rfind(".") + 1]
-    in_module = ("qweight", "W_q", "_weight_qdata", "compressed")
-    names = [
-        *(key + end for end in ("_packed", "_blocks", "._data")),
-        *(module + n for n in in_module),
-    ]
+    known = stored.manifest.key_index
+    module = key[: key.rfind(".") + 1]
+    names = []
+    for suffix in ("_packed", "_blocks", "._data"):
+        names.append(key + suffix)
+    for name in ("qweight", "W_q", "_weight_qdata", "compressed"):
+        names.append(module + name)
     codes = next((name for name in names if name in known), None)
     if codes is None:
         return ""
@@ -179,9 +191,13 @@ def undecoded(stored: StoredCheckpoint, key: str) -> str:
 
 
 def _facts_of(config: Mapping[str, Any]) -> list[str]:
-    """Return what a configuration says that is not decoded."""
+    """Return a configuration's properties that distckpt does not decode."""
     transformed = config.get("transformed")
-    facts = ["symmetric: false"] if config.get("asymmetric") else []
+    facts = []
+    if config.get("asymmetric"):
+        facts = ["symmetric: false"]
     if transformed:
         facts.append(transformed if isinstance(transformed, str) else "a transform")
-    return facts + [f"num_bits: {bits}" for bits in dict.fromkeys(config.get("num_bits", ()))]
+    for bits in dict.fromkeys(config.get("num_bits", ())):
+        facts.append(f"num_bits: {bits}")
+    return facts

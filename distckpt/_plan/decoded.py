@@ -1,8 +1,7 @@
-"""Planning reads of quantized tensors: a view of the checkpoint with them, and which parts a region
-is made of.
+"""Planning of reads of quantized tensors.
 
-In the view each quantized tensor is one chunk under the key of the model. What it is stored as has
-other names there.
+In a view of the checkpoint, each quantized tensor is one chunk under the key of the model. Its
+stored parts have other names there.
 """
 
 from __future__ import annotations
@@ -27,73 +26,87 @@ from distckpt._quantization.quantized import QuantizedTensor, part_regions
 from distckpt._rules.mapped import TensorSpec
 
 PIECE_ELEMENTS = 8 << 20
-"""Number of values whose codes are read at a time."""
+"""Values whose codes are read at a time."""
 
 
 def find(stored: StoredCheckpoint) -> dict[str, QuantizedTensor]:
-    """Find the quantized tensors of a checkpoint, by the key of the model."""
+    """Find the quantized tensors of a checkpoint, by the model's key."""
     manifest = stored.manifest
     if not any(map(may_be_codes, set(manifest.dtypes))):
         return {}
     columns = zip(manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True)
-    tensors = {key: TensorSpec(shape, dtype) for key, shape, dtype in columns if dtype != OBJECT}
+    tensors = {}
+    for key, shape, dtype in columns:
+        if dtype != OBJECT:
+            tensors[key] = TensorSpec(shape, dtype)
     return find_quantized(tensors, manifest.quantization)
 
 
 def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
-    """Return a view of a checkpoint with its quantized tensors as they are in the model; a view
-    stays as it is.
+    """Return a view of a checkpoint with its quantized tensors decoded.
+
+    A view stays as it is.
     """
-    found = {} if stored.quantized else find(stored)
-    if not found:
+    quantized_tensors = {}
+    if not stored.quantized:
+        quantized_tensors = find(stored)
+    if not quantized_tensors:
         return stored
-    manifest, tensors = stored.manifest, list(found.values())
-    names = {key: key + AS_STORED for each in tensors for key in each.keys}
+    manifest = stored.manifest
+    tensors = list(quantized_tensors.values())
+    names = {}
+    for tensor in tensors:
+        for key in tensor.keys:
+            names[key] = key + AS_STORED
     view = Manifest(
-        [*(names.get(key, key) for key in manifest.keys), *found],
-        [*manifest.dtypes, *(each.dtype for each in tensors)],
-        [*manifest.global_shapes, *(each.model_shape for each in tensors)],
+        [*(names.get(key, key) for key in manifest.keys), *quantized_tensors],
+        [*manifest.dtypes, *(tensor.dtype for tensor in tensors)],
+        [*manifest.global_shapes, *(tensor.model_shape for tensor in tensors)],
         _with_chunks(manifest, tensors),
-        _aliases_in_view(manifest.aliases, found, names),
+        _aliases_in_view(manifest.aliases, quantized_tensors, names),
         manifest.block_bytes,
         manifest.has_checksums,
         manifest.origin,
         manifest.quantization,
     )
-    renamed = [_with_names(each, names) for each in tensors]
+    renamed = [_with_names(tensor, names) for tensor in tensors]
     quantized = dict(enumerate(renamed, len(manifest.key_ids)))
     return replace(stored, manifest=view, quantized=quantized)
 
 
 def _aliases_in_view(
-    aliases: Mapping[str, str], found: Collection[str], names: Mapping[str, str]
+    aliases: Mapping[str, str], quantized_keys: Collection[str], names: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the aliases of a view, which has `names` for what is stored under other ones."""
-    in_view = {alias: key for alias, key in aliases.items() if key in found or key not in names}
+    """Return the aliases of a view, given its new `names` of parts."""
+    view_aliases = {}
+    for alias, key in aliases.items():
+        if key in quantized_keys or key not in names:
+            view_aliases[alias] = key
     for alias, key in aliases.items():
         if key in names:
-            in_view[alias + AS_STORED] = names[key]
-    return in_view
+            view_aliases[alias + AS_STORED] = names[key]
+    return view_aliases
 
 
 def _with_names(quantized: QuantizedTensor, names: Mapping[str, str]) -> QuantizedTensor:
-    """Return a quantized tensor whose parts have other keys."""
+    """Return a quantized tensor with other keys for its parts."""
     parts = {role: replace(part, key=names[part.key]) for role, part in quantized.parts.items()}
     companions = tuple(names[key] for key in quantized.companions)
     return replace(quantized, parts=parts, companions=companions)
 
 
 def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> ChunkTable | LazyChunks:
-    """Add a chunk for each tensor, whose key follows those of the manifest."""
-    ndim, first_key = manifest.offsets.shape[1], len(manifest.keys)
+    """Add a chunk for each tensor; their keys follow the manifest's."""
+    ndim = manifest.offsets.shape[1]
+    first_key = len(manifest.keys)
     shapes = np.ones((len(tensors), ndim), np.int64)
     for row, quantized in enumerate(tensors):
         shapes[row, : len(quantized.shape)] = quantized.model_shape
-    items = np.array([ITEM_BYTES[each.dtype] for each in tensors], np.int64)
+    items = np.array([ITEM_BYTES[quantized_tensor.dtype] for quantized_tensor in tensors], np.int64)
     added = ChunkTable.empty()._replace(
         key_ids=np.arange(first_key, first_key + len(tensors)),
         file_ids=np.zeros(len(tensors), np.int64),
-        # Nowhere, and each elsewhere.
+        # They are stored nowhere, each at another position.
         first_bytes=np.arange(-len(tensors), 0),
         num_bytes=np.prod(shapes, axis=1) * items,
         offsets=np.zeros((len(tensors), ndim), np.int64),
@@ -103,28 +116,32 @@ def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> Chun
 
 
 def name_in_view(view: StoredCheckpoint, key: str, dtype: torch.dtype) -> str:
-    """Return the name under which a view has what is requested: what is stored, where that has the
-    dtype.
+    """Return a view's name for a requested key and dtype.
+
+    It is the name of the stored tensor if that has the dtype.
     """
     as_stored = key + AS_STORED
     if as_stored not in view.manifest.key_index:
         return key
     is_model_key = key in view.manifest.key_index
-    return key if is_model_key and FROM_NAME[view.dtype_name(as_stored)] != dtype else as_stored
+    if is_model_key and FROM_NAME[view.dtype_name(as_stored)] != dtype:
+        return key
+    return as_stored
 
 
 def hidden_keys(view: StoredCheckpoint) -> set[str]:
-    """Return the keys of a view that are stored only for its quantized tensors."""
-    hidden = {key for quantized in view.quantized.values() for key in quantized.keys}
+    """Return the keys of a view that only its quantized tensors use."""
+    hidden: set[str] = set()
+    for quantized in view.quantized.values():
+        hidden.update(quantized.keys)
     return hidden | {alias for alias, key in view.manifest.aliases.items() if key in hidden}
 
 
 class Piece(NamedTuple):
-    """Values to compute: a region of a quantized tensor as it is stored, of which request, and what
-    it is made of.
+    """A region of a quantized tensor to compute, with its parts.
 
-    `parts` has for each part its role, the stored region, and the copies of which it consists;
-    their requests count from 0.
+    `region` is in the stored layout, and `copy` has the request. `parts` has the stored region of
+    each role, and `copies` their reads, whose requests count from 0.
     """
 
     quantized: QuantizedTensor
@@ -136,25 +153,25 @@ class Piece(NamedTuple):
 
 
 def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]:
-    """Divide copies out of quantized tensors into pieces, and find the parts that each piece is
-    made of.
+    """Divide copies out of quantized tensors into pieces.
+
+    Each piece has the parts to read.
     """
     pieces: list[Piece] = []
     requests: list[Request] = []
     owners: list[tuple[int, int]] = []
     for copy in copies:
         quantized = view.quantized[copy.chunk]
-        # Of narrow slices, items are read that hold more codes than those of the slice.
+        # Items of a narrow slice hold more codes than the slice.
         source = quantized.to_model(copy.source)
         for region in cut_region(
             source, max(1, PIECE_ELEMENTS // -(-quantized.pack // source.shape[-1]))
         ):
             regions = part_regions(quantized, region)
-            owners += [(len(pieces), index) for index in range(len(regions))]
-            requests += [
-                Request(quantized.parts[role].key, quantized.parts[role].shape, regions[role])
-                for role in regions
-            ]
+            for index, (role, part_region) in enumerate(regions.items()):
+                spec = quantized.parts[role]
+                owners.append((len(pieces), index))
+                requests.append(Request(spec.key, spec.shape, part_region))
             pieces.append(
                 Piece(quantized, region, copy, tuple(regions), tuple(regions.values()), [])
             )
@@ -165,8 +182,10 @@ def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]
 
 
 def target_of(piece: Piece, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the view of a target that a piece fills, with the axes as they are stored."""
-    copy, quantized = piece.copy, piece.quantized
+    """Return the view that a piece fills, in the stored layout."""
+    copy = piece.copy
+    quantized = piece.quantized
     goal = targets[copy.request][copy.target.slices()]
-    goal = goal.transpose(-2, -1) if quantized.transposed else goal
+    if quantized.transposed:
+        goal = goal.transpose(-2, -1)
     return goal[piece.region.relative_to(quantized.to_model(copy.source).offset).slices()]

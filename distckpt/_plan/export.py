@@ -1,5 +1,6 @@
-"""Planning an export: which tensors it holds, what they are made of, and which files they go to.
-Pure functions.
+"""Planning of exports: tensors, their sources, and the files they go to.
+
+All functions here are pure.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from distckpt._rules.rule import Rule
 from distckpt._rules.rules import apply_rules
 
 MAX_FILES = 99_999
-"""Names of files have five digits."""
+"""Largest number of files: their names have five digits."""
 
 _ROUTER_BIAS = "e_score_correction_bias"
 
@@ -48,11 +49,11 @@ class OutputTensor(NamedTuple):
     """A tensor of an export.
 
     Attributes:
-        name: in the export.
+        name: name in the export.
         dtype: safetensors name of the dtype in the export.
-        shape: in the export.
+        shape: shape in the export.
         num_bytes: size in the export.
-        mapped: what of the checkpoint its values are made of.
+        mapped: the parts of the checkpoint that make up its values.
     """
 
     name: str
@@ -81,7 +82,7 @@ class OutputFile:
 
     @cached_property
     def laid_out(self) -> tuple[list[OutputTensor], bytes]:
-        """The tensors in the order in which the file has them, and its header."""
+        """The tensors in the order of the file, and its header."""
         entries = [Entry(t.name, t.dtype, t.shape, t.num_bytes) for t in self.tensors]
         order = layout_order(entries)
         header, _ = build_header([entries[i] for i in order], {"format": "pt"})
@@ -105,15 +106,15 @@ def plan_tensors(
     keep_unmatched: bool = False,
     tied: Collection[str] = (),
 ) -> list[OutputTensor]:
-    """Apply rules to tensors in natural order, then give each its name and dtype in the export.
+    """Apply rules to tensors; give each tensor its export name and dtype.
 
     Args:
         tensors: stored tensors, in natural order.
         rules: changes of names and shapes.
-        rename: afterwards, old prefixes of names -> new ones; the first that fits counts.
-        dtype: for all floating point tensors of 16 bits and more, or by pattern of new names; other
-            tensors (integers, 8-bit floats) are converted only by a pattern without wildcards that
-            is their name.
+        rename: old prefixes of names after the rules -> new ones; the first that fits counts.
+        dtype: dtype of all floating-point tensors of 16 bits and more, or dtypes by pattern of new
+            names; other tensors (integers, 8-bit floats) are converted only by a pattern without
+            wildcards that is their name.
         keep_unmatched: whether tensors that no rule matches keep name and shape, instead of being
             an error.
         tied: further names, which are not written, that `rename` may fit.
@@ -155,7 +156,7 @@ def _dtypes_by_pattern(
     if isinstance(dtype, torch.dtype):
         return {"*": dtype}
     is_dict = isinstance(dtype, Mapping)
-    if not is_dict or not all(isinstance(each, torch.dtype) for each in dtype.values()):
+    if not is_dict or not all(isinstance(value, torch.dtype) for value in dtype.values()):
         raise TypeError(
             "dtype is a torch.dtype, such as torch.bfloat16, or a dict of them by pattern, got "
             f"{dtype!r}."
@@ -188,18 +189,23 @@ def _pattern_for(name: str, patterns: Iterable[str]) -> str | None:
 def _converted(
     name: str,
     stored: torch.dtype,
-    wanted: torch.dtype,
+    requested: torch.dtype,
     is_named: bool,
 ) -> torch.dtype:
-    """Return the dtype of a tensor in an export, which its name or another pattern converts to a
-    wanted one.
+    """Return the dtype of a tensor in an export.
+
+    The tensor's name, or a pattern, converts it to a dtype.
     """
     is_ordinary = stored.is_floating_point and stored.itemsize > 1
-    target = wanted if is_ordinary or is_named else stored
+    target = stored
+    if is_ordinary or is_named:
+        target = requested
     has_fractions = target.is_floating_point or target.is_complex
     is_cut = is_ordinary and not is_named and not has_fractions
     if is_cut or not is_convertible(stored, target):
-        why = " without its fractions, except under a pattern that is its name" if is_cut else ""
+        why = ""
+        if is_cut:
+            why = " without its fractions, except under a pattern that is its name"
         raise CheckpointingException(
             f"Tensor {name!r} is {stored} and cannot be converted to {target}{why}: give another "
             "dtype for it."
@@ -208,7 +214,7 @@ def _converted(
 
 
 def _check_names(outputs: Sequence[OutputTensor]) -> None:
-    """Refuse names that no safetensors file can hold, and such that are not unique."""
+    """Refuse duplicate names, and names that no safetensors file can hold."""
     names = [tensor.name for tensor in outputs]
     for tensor in outputs:
         name = tensor.name
@@ -227,7 +233,10 @@ def _check_names(outputs: Sequence[OutputTensor]) -> None:
 
 
 def check_have_axes(outputs: Iterable[OutputTensor]) -> None:
-    """Refuse packed tensors without axes: files count their elements along the last one."""
+    """Refuse packed tensors without axes.
+
+    Files count their elements along the last axis.
+    """
     packed = (tensor for tensor in outputs if tensor.dtype in PACKED_PER_ITEM and not tensor.shape)
     tensor = next(packed, None)
     if tensor is not None:
@@ -239,7 +248,7 @@ def check_have_axes(outputs: Iterable[OutputTensor]) -> None:
 
 
 def _is_text(name: str) -> bool:
-    """Tell whether a name can be encoded; half a surrogate pair cannot."""
+    """Whether a name can be encoded; half a surrogate pair cannot."""
     return name.isascii() or name.encode(errors="ignore").decode() == name
 
 
@@ -257,15 +266,14 @@ def _check_patterns_are_used(
 
 
 def is_for_all(dtype: torch.dtype | Mapping[str, torch.dtype] | None) -> bool:
-    """Tell whether a dtype is given for all tensors, so that those stored as codes are exported as
-    values.
-    """
+    """Whether a dtype is for all tensors, so that codes become values."""
     return isinstance(dtype, torch.dtype) or "*" in (dtype or ())
 
 
 def keep_precise(output: OutputTensor) -> OutputTensor:
-    """Leave a tensor in float32 that all programs keep so: the bias by which routers balance their
-    experts.
+    """Keep router biases, which balance experts, in float32.
+
+    All programs keep them so.
     """
     if output.mapped.dtype != "F32" or not output.name.endswith(_ROUTER_BIAS):
         return output
@@ -278,16 +286,15 @@ def keep_precise(output: OutputTensor) -> OutputTensor:
 def check_codes(
     stored: StoredCheckpoint, outputs: Sequence[OutputTensor], computed: Collection[str] = ()
 ) -> None:
-    """Refuse outputs in which codes of quantized tensors are used as if they were values, or lack
-    their scales.
+    """Refuse outputs that use codes as values, or lack their scales.
 
     Args:
         stored: the checkpoint.
         outputs: tensors of the export.
-        computed: names of those that are computed from the values of what is stored.
+        computed: names of outputs that are computed from stored values.
 
     Raises:
-        LoadMismatchError: an output is one of these.
+        LoadMismatchError: an output is refused.
     """
     casts: dict[str, torch.dtype] = {}
     for output in outputs:
@@ -296,27 +303,36 @@ def check_codes(
         elif output.dtype != output.mapped.dtype:
             casts |= {part.key: FROM_NAME[output.dtype] for part in output.mapped.parts}
     check_scales_cast(stored, casts)
-    of_codes = [output for output in outputs if may_be_codes(output.mapped.dtype)]
-    if of_codes:
-        _check_scales_are_there(stored, of_codes, {output.name for output in outputs})
+    code_outputs = []
+    for output in outputs:
+        if may_be_codes(output.mapped.dtype):
+            code_outputs.append(output)
+    if code_outputs:
+        _check_scales_are_there(stored, code_outputs, {output.name for output in outputs})
 
 
 def _check_scales_are_there(
-    stored: StoredCheckpoint, of_codes: Sequence[OutputTensor], names: Collection[str]
+    stored: StoredCheckpoint, code_outputs: Sequence[OutputTensor], names: Collection[str]
 ) -> None:
-    index, unexplained = stored.manifest.key_index, []
-    keys = [(output.name, part.key) for output in of_codes for part in output.mapped.parts]
+    index = stored.manifest.key_index
+    unexplained = []
+    keys = []
+    for output in code_outputs:
+        for part in output.mapped.parts:
+            keys.append((output.name, part.key))
     for name, key in keys:
         scales = scales_of(key, index)
         if len(scales) > len(scales_of(name, names)):
             raise _without_scales(stored, key, name, scales)
         if not scales and are_codes_beside_scales(key, stored.dtype_name(key)):
             unexplained.append((name, key))
-    places = places_of_scales(names) if unexplained else {}
+    places = {}
+    if unexplained:
+        places = places_of_scales(names)
     for name, key in unexplained:
-        beside = scale_beside(key, stored.manifest.scale_places)
-        if beside is not None and scale_beside(name, places) is None:
-            raise _without_scales(stored, key, name, [beside])
+        stored_scale = scale_beside(key, stored.manifest.scale_places)
+        if stored_scale is not None and scale_beside(name, places) is None:
+            raise _without_scales(stored, key, name, [stored_scale])
 
 
 def _without_scales(
@@ -336,31 +352,37 @@ def _without_scales(
 def plan_files(
     outputs: Sequence[OutputTensor], max_file_bytes: int, file_numbers: Mapping[str, int] | None
 ) -> list[OutputFile]:
-    """Divide tensors, in natural order, among files of at most `max_file_bytes`; larger ones have
-    files of their own.
+    """Divide tensors among files of at most `max_file_bytes`.
 
-    Or by `file_numbers`: name -> number of its file, from 1. Names that are not exported are
+    The tensors are in natural order; larger ones have files of their own. With `file_numbers` (name
+    -> number of its file, from 1) the tensors go to these files. Names that are not exported are
     ignored there (the index of a model with tied weights lists both).
     """
     if file_numbers is not None:
         numbered = number_files(outputs, file_numbers)
         is_single = len(numbered) == 1 and max(file_numbers[o.name] for o in outputs) == 1
-        return [OutputFile(SINGLE_NAME, numbered[0].tensors)] if is_single else numbered
-    by_name = {tensor.name: tensor for tensor in outputs}
-    sizes = {tensor.name: tensor.num_bytes for tensor in outputs}
+        if is_single:
+            return [OutputFile(SINGLE_NAME, numbered[0].tensors)]
+        return numbered
+    by_name = {}
+    sizes = {}
+    for tensor in outputs:
+        by_name[tensor.name] = tensor
+        sizes[tensor.name] = tensor.num_bytes
     groups = group_keys_by_bytes(sizes, max_file_bytes)
     names = output_filenames(BASE_PREFIX, len(groups))
-    return [
-        OutputFile(name, tuple(by_name[key] for key in keys))
-        for name, keys in zip(names, groups, strict=True)
-    ]
+    files = []
+    for name, keys in zip(names, groups, strict=True):
+        files.append(OutputFile(name, tuple(by_name[key] for key in keys)))
+    return files
 
 
 def number_files(
     outputs: Sequence[OutputTensor], file_numbers: Mapping[str, int], lowest: int = 1
 ) -> list[OutputFile]:
-    """Divide tensors among files of given numbers, not below the lowest one, with the names that
-    torch gives them: a single file has its number as well.
+    """Divide tensors among numbered files, named as torch names them.
+
+    A single file has its number as well.
     """
     by_name = {tensor.name: tensor for tensor in outputs}
     groups = _numbered_groups(by_name, file_numbers, lowest)
@@ -374,8 +396,11 @@ def number_files(
 def _numbered_groups(
     names: Collection[str], file_numbers: Mapping[str, int], lowest: int
 ) -> list[list[str]]:
-    """Return the names of the tensors of each file, from the lowest number that is allowed."""
-    unmapped = [name for name in names if name not in file_numbers]
+    """Return the names of the tensors of each file, from `lowest` on."""
+    unmapped = []
+    for name in names:
+        if name not in file_numbers:
+            unmapped.append(name)
     if unmapped:
         raise CheckpointingException(
             f"The mapping of tensors to files does not name {summarize_keys(unmapped)}"
@@ -395,7 +420,10 @@ def _numbered_groups(
 
 
 def assign_files(files: Sequence[OutputFile], num_ranks: int) -> list[list[int]]:
-    """Give each file to a rank, the largest first to the rank with the least to write."""
+    """Give each file to a rank, balancing the bytes to write.
+
+    The largest file comes first, to the rank with the fewest bytes.
+    """
     loads = [0] * num_ranks
     assigned: list[list[int]] = [[] for _ in range(num_ranks)]
     for index in sorted(range(len(files)), key=lambda i: -files[i].num_bytes):

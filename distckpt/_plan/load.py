@@ -1,5 +1,6 @@
-"""Planning a load: whether requests fit what is stored, and which parts of chunks fill them. Pure
-functions.
+"""Planning of loads: checks of requests, and the chunks that fill them.
+
+All functions here are pure.
 """
 
 from __future__ import annotations
@@ -33,13 +34,11 @@ if TYPE_CHECKING:
     from distckpt._mapping.sharded_tensor import ShardedTensor
 
 MAX_PAIRS = 1 << 18
-"""Pairs of a request and a chunk that are compared at a time: about 50 MB."""
+"""Pairs of request and chunk that are compared at a time: about 50 MB."""
 
 
 class Copy(NamedTuple):
-    """What is read: `source` is a region of a chunk, `target` the same one within a requested
-    region.
-    """
+    """A read: a region of a chunk, and its place in a request."""
 
     chunk: int
     source: Region
@@ -50,9 +49,9 @@ class Copy(NamedTuple):
 class Request(NamedTuple):
     """A region of a key to load.
 
-    With `allow_shape_mismatch`, the global shape may differ from the stored one, and what is not
-    stored stays unread. With `step`, the elements lie that far apart along the axes; `plan_load`
-    takes requests without it, see `covered`.
+    With `allow_shape_mismatch`, the global shape may differ from the stored one, and values that
+    are not stored stay unread. With `step`, the elements lie that far apart along the axes;
+    `plan_load` takes requests without it, see `covered`.
     """
 
     key: str
@@ -139,26 +138,29 @@ def _stored_otherwise(stored: StoredCheckpoint, absent: Sequence[str]) -> str:
 
 
 def forgotten(stored: StoredCheckpoint, absent: Collection[str]) -> str:
-    """Say which file holds absent keys, of a directory whose index does not name them."""
+    """Name the file with absent keys that its directory's index omits."""
     by_file = (stored.manifest.origin or {}).get("forgotten", {})
     for name, keys in by_file.items():
-        found = [key for key in keys if key in absent]
-        if found:
+        matching = []
+        for key in keys:
+            if key in absent:
+                matching.append(key)
+        if matching:
             return (
-                f"The index does not name {summarize_keys(found)}, in {name!r}: add to its "
+                f"The index does not name {summarize_keys(matching)}, in {name!r}: add to its "
                 "weight_map what belongs to the model."
             )
     return ""
 
 
 def _lack_optimizer(absent: Sequence[str], known: Iterable[str]) -> bool:
-    """Tell whether absent keys are the state of an optimizer, of which nothing is stored."""
+    """Whether absent keys belong to an optimizer of which nothing is stored."""
     are_of_optimizer = all(key.endswith(".settings") or ".state." in key for key in absent)
     return are_of_optimizer and not any(key.endswith(".settings") for key in known)
 
 
 def _optimizer_advice(absent: Sequence[str], known: Iterable[str]) -> str:
-    """Say where states like an optimizer's are stored, if they are."""
+    """Explain where states like an optimizer's are stored, if they are."""
     places = sorted({key.partition(".state.")[0] for key in known if ".state." in key})
     if not places:
         return (
@@ -179,10 +181,10 @@ def _optimizer_advice(absent: Sequence[str], known: Iterable[str]) -> str:
 
 
 def _smaller_model(absent: Sequence[str], known: Iterable[str]) -> str:
-    """Return a text for keys of which the checkpoint has others that differ in numbers only."""
+    """Describe absent keys that differ from stored ones in numbers only."""
     patterns = {without_numbers(key) for key in known}
-    wanted = {without_numbers(key) for key in absent}
-    if not wanted <= patterns or any(len(pattern) == 1 for pattern in wanted):
+    absent_patterns = {without_numbers(key) for key in absent}
+    if not absent_patterns <= patterns or any(len(pattern) == 1 for pattern in absent_patterns):
         return ""
     return " (the checkpoint has such keys with other numbers: was a smaller model saved?)"
 
@@ -193,13 +195,17 @@ def check_dtypes(
     requested: Sequence[torch.dtype],
     allow_cast: bool,
 ) -> None:
-    """Refuse tensors that are stored as objects, or whose values would change in the requested
-    dtypes, one for each key.
+    """Refuse objects, and tensors whose values a requested dtype would change.
+
+    `requested` has one dtype for each key.
     """
     manifest = stored.manifest
     stored_dtypes = [FROM_NAME.get(manifest.dtypes[manifest.key_index[key]]) for key in keys]
     triples = zip(keys, stored_dtypes, requested, strict=True)
-    differing = [(key, dtype) for key, found, dtype in triples if found != dtype]
+    differing = []
+    for key, stored_dtype, dtype in triples:
+        if stored_dtype != dtype:
+            differing.append((key, dtype))
     for key, dtype in dict.fromkeys(differing):
         _check_dtype(stored, key, dtype, allow_cast)
 
@@ -207,9 +213,7 @@ def check_dtypes(
 def _check_dtype(
     stored: StoredCheckpoint, key: str, requested: torch.dtype, allow_cast: bool
 ) -> None:
-    """Refuse a tensor that is stored as an object, or whose values would change in the requested
-    dtype.
-    """
+    """Refuse an object, or a tensor whose values would change."""
     if stored.is_object(key):
         raise LoadMismatchError(
             f"Key {key!r} is an object in {stored.location!r} and was requested as a tensor.",
@@ -260,7 +264,9 @@ def object_chunk(stored: StoredCheckpoint, shard: ShardedObject) -> int:
 
 
 def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Copy]:
-    """Find the parts of chunks that make up the requested regions, whose keys are all stored.
+    """Find the parts of chunks that make up the requested regions.
+
+    The keys of the requests are all stored.
 
     Returns:
         Copies grouped by request. Their targets cover each request exactly.
@@ -298,10 +304,10 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
 
 
 class _Intersections(NamedTuple):
-    """The intersections of requests with chunks, sorted by both, as rows of arrays.
+    """The intersections of requests with chunks, as rows of arrays.
 
-    `chunks` and `requests` have shape (n,); `in_chunks` and `in_requests`, the offsets inside of
-    each, and `shapes` have shape (n, ndim).
+    They are sorted by request and chunk. `chunks` and `requests` have shape (n,). `in_chunks` and
+    `in_requests` are the offsets inside of each; these and `shapes` have shape (n, ndim).
     """
 
     chunks: IntArray
@@ -314,7 +320,7 @@ class _Intersections(NamedTuple):
 def _intersect_chunks(
     manifest: Manifest, key_ids: IntArray, offsets: IntArray, shapes: IntArray
 ) -> _Intersections:
-    """Intersect requested regions with the chunks of their keys, many pairs at once."""
+    """Intersect requested regions with chunks, many pairs at a time."""
     first_chunks, stops = manifest.rows_near(key_ids, offsets, shapes)
     counts = stops - first_chunks
     ends = np.cumsum(counts)
@@ -325,24 +331,23 @@ def _intersect_chunks(
         stop = max(start + 1, int(np.searchsorted(ends, done + MAX_PAIRS, "right")))
         rows = np.repeat(np.arange(start, stop), counts[start:stop])
         chunks = first_chunks[rows] + np.arange(done, int(ends[stop - 1])) - (ends - counts)[rows]
-        in_tensor, requested = manifest.offsets[chunks], offsets[rows]
+        stored_offsets = manifest.offsets[chunks]
+        requested = offsets[rows]
         hits, low, extent = intersect_many(
-            in_tensor, manifest.shapes[chunks], requested, shapes[rows]
+            stored_offsets, manifest.shapes[chunks], requested, shapes[rows]
         )
         batches.append(
             _Intersections(
-                chunks[hits], rows[hits], low - in_tensor[hits], low - requested[hits], extent
+                chunks[hits], rows[hits], low - stored_offsets[hits], low - requested[hits], extent
             )
         )
         start = stop
     if not batches:
         none = np.zeros(0, np.int64)
         return _Intersections(none, none, offsets, offsets, shapes)
-    return (
-        _Intersections(*map(np.concatenate, zip(*batches, strict=True)))
-        if len(batches) > 1
-        else batches[0]
-    )
+    if len(batches) > 1:
+        return _Intersections(*map(np.concatenate, zip(*batches, strict=True)))
+    return batches[0]
 
 
 def _to_copies(common: _Intersections, ndims: Sequence[int]) -> list[Copy]:
@@ -360,8 +365,10 @@ def _to_copies(common: _Intersections, ndims: Sequence[int]) -> list[Copy]:
 
 
 def _find_fault(common: _Intersections, extents: IntArray) -> TilingFault | None:
-    """Find a request that the intersections do not cover exactly once; the `tensor` of the fault is
-    the index of the request. `extents` are the shapes of what they should cover.
+    """Find a request that the intersections do not cover exactly once.
+
+    The `tensor` of the fault is the index of the request. `extents` are the shapes that they should
+    cover.
     """
     num_found = np.zeros(len(extents), np.int64)
     np.add.at(num_found, common.requests, np.prod(common.shapes, axis=1))
@@ -370,26 +377,31 @@ def _find_fault(common: _Intersections, extents: IntArray) -> TilingFault | None
     is_suspect = is_divided | (num_found != np.prod(extents, axis=1))
     if not is_suspect.any():
         return None
-    suspects, rows = np.flatnonzero(is_suspect), np.flatnonzero(is_suspect[common.requests])
+    suspects = np.flatnonzero(is_suspect)
+    rows = np.flatnonzero(is_suspect[common.requests])
     faults = find_tiling_faults(
         np.searchsorted(suspects, common.requests[rows]),
         common.in_requests[rows],
         common.shapes[rows],
         extents[suspects],
     )
-    return faults[0]._replace(tensor=int(suspects[faults[0].tensor])) if faults else None
+    if faults:
+        return faults[0]._replace(tensor=int(suspects[faults[0].tensor]))
+    return None
 
 
 def _stored_extents(
     stored: StoredCheckpoint, requests: Sequence[Request], shapes: IntArray
 ) -> IntArray:
-    """Return the shapes of the parts of requests that lie inside of the stored tensors; `shapes`
-    are those of the requests.
+    """Return the shapes of requests, cut to the stored tensors.
+
+    `shapes` are the requested shapes.
     """
     extents = shapes
     for row, request in enumerate(requests):
         if request.allow_shape_mismatch:
-            extents = shapes.copy() if extents is shapes else extents
+            if extents is shapes:
+                extents = shapes.copy()
             spans = zip(*request.region, stored.global_shape(request.key), strict=True)
             inside = [max(min(o + n, size) - o, 0) for o, n, size in spans]
             extents[row, : len(inside)] = inside

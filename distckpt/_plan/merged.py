@@ -1,4 +1,4 @@
-"""A view of several checkpoints, in which each tensor is the weighted sum of those of its key."""
+"""A view of several checkpoints, whose tensors are weighted sums."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def merged(
     left_out: Sequence[Set[str]],
     write_tied: bool,
 ) -> MergedView:
-    """Return the view of the tensors that match `keys`, which must be in all checkpoints, with the
-    same shapes. `left_out` are further keys to leave out, of each checkpoint.
+    """Return the view of the tensors that match `keys`.
 
-    Names are tied that are tied in all.
+    They must be in all checkpoints, with the same shapes. `left_out` are further keys to leave out,
+    of each checkpoint. Names are tied if they are tied in all checkpoints.
 
     Raises:
         LoadMismatchError: a tensor is missing in one of the checkpoints, or has another shape
@@ -50,19 +50,28 @@ def merged(
     """
     terms = [decoded(checkpoint) for checkpoint in checkpoints]
     ids = [_select(term, keys, unused) for term, unused in zip(terms, left_out, strict=True)]
-    common = [name for name in ids[0] if all(name in others for others in ids)]
+    common = []
+    for name in ids[0]:
+        if all(name in others for others in ids):
+            common.append(name)
     _check_all_are_common(terms, ids, common, write_tied)
     aliases = _tied_in_all(common, ids)
-    names = [name for name in common if name not in aliases]
-    dtypes = [_dtype_of_sum(name, terms) for name in names]
-    shapes = [terms[0].global_shape(name) for name in names]
+    names = []
+    for name in common:
+        if name not in aliases:
+            names.append(name)
+    dtypes = []
+    shapes = []
+    for name in names:
+        dtypes.append(_dtype_of_sum(name, terms))
+        shapes.append(terms[0].global_shape(name))
     manifest = Manifest(names, dtypes, shapes, ChunkTable.empty(), aliases, has_checksums=False)
     marker = note_of_module(names_of_module(terms[0].marker))
     return MergedView(StoredCheckpoint(terms[0].location, manifest, marker=marker), terms)
 
 
 def _tied_in_all(names: Sequence[str], ids: Sequence[Mapping[str, int]]) -> dict[str, str]:
-    """Return the names that are tied to an earlier one in all checkpoints, with that one."""
+    """Return the names that all checkpoints tie to an earlier name."""
     firsts: dict[tuple[int, ...], str] = {}
     aliases = {}
     for name in names:
@@ -77,11 +86,18 @@ def _select(
 ) -> dict[str, int]:
     """Return the index of each name that matches, tied ones included."""
     tensors = select_tensors(stored.manifest, keys, True, hidden_keys(stored), left_out)
-    summed = [key for key, info in tensors.items() if is_summed(FROM_NAME[info.dtype])]
+    summed = []
+    for key, info in tensors.items():
+        if is_summed(FROM_NAME[info.dtype]):
+            summed.append(key)
     check_scales_cast(stored, dict.fromkeys(summed, torch.float64))
     manifest = stored.manifest
     names = (*manifest.keys, *manifest.aliases)
-    return {name: manifest.key_index[name] for name in names if name in tensors}
+    ids = {}
+    for name in names:
+        if name in tensors:
+            ids[name] = manifest.key_index[name]
+    return ids
 
 
 def _check_all_are_common(
@@ -95,8 +111,8 @@ def _check_all_are_common(
         if not write_tied:
             # A name that is only tied to another one may be absent elsewhere, as in Hugging Face
             # directories.
-            held = {own[name] for name in common}
-            absent = {name for name in absent if own[name] not in held}
+            common_ids = {own[name] for name in common}
+            absent = {name for name in absent if own[name] not in common_ids}
         if absent:
             raise _not_found_everywhere(term, [name for name in own if name in absent], terms, ids)
 
@@ -107,7 +123,10 @@ def _not_found_everywhere(
     terms: Sequence[StoredCheckpoint],
     ids: Sequence[Mapping[str, int]],
 ) -> LoadMismatchError:
-    lacking = [other for other, names in zip(terms, ids, strict=True) if absent[0] not in names]
+    lacking = []
+    for other, names in zip(terms, ids, strict=True):
+        if absent[0] not in names:
+            lacking.append(other)
     return LoadMismatchError(
         f"Merging needs the same tensors in all checkpoints: {summarize_keys(absent)} of "
         f"{term.location!r} cannot be found in {lacking[0].location!r}. Leave them out with "
@@ -118,15 +137,19 @@ def _not_found_everywhere(
 
 
 def _dtype_of_sum(name: str, terms: Sequence[StoredCheckpoint]) -> str:
-    """Return the dtype of a merged tensor: one that holds the values of all, 8-bit floats beside
-    others aside.
+    """Return the dtype of a merged tensor, which holds all values.
+
+    8-bit floats next to other dtypes do not count.
     """
-    shapes = {term.location: term.global_shape(name) for term in terms}
+    shapes = {}
+    dtypes = {}
+    for term in terms:
+        shapes[term.location] = term.global_shape(name)
+        dtypes[term.location] = FROM_NAME[term.dtype_name(name)]
     if len(set(shapes.values())) > 1:
         raise LoadMismatchError(
             f"Key {name!r} has different shapes: {shapes}. Leave it out with `keys`."
         )
-    dtypes = {term.location: FROM_NAME[term.dtype_name(name)] for term in terms}
     different = set(dtypes.values())
     if len(different) == 1:
         return TO_NAME[different.pop()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,8 @@ from distckpt._rules.pieces import SplitQKV
 from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Assemble, apply_rules
 
-_IN, _OUT = ".linear_in.weight", ".linear_out.weight"
+_IN = ".linear_in.weight"
+_OUT = ".linear_out.weight"
 _BRIDGE = re.compile(
     r"(?P<module>.+)\.adapter(?:\.adapter_(?P<part>q|k|v|gate|up))?\.linear_out\.weight"
 )
@@ -40,9 +42,7 @@ _READ_HIDDEN = (
 _WRITE_HIDDEN = ("linear_proj", "linear_fc2", "out_proj")
 _EXPERT = re.compile(r"(?P<block>.+\.experts)\.(?P<expert>\d+)\.(?P<leaf>.+)")
 OF_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""What transformers has for all experts of a layer, in the order in which PEFT wraps it, and what
-it is made of.
-"""
+"""Joined parameters of experts in transformers, with their parts, in PEFT's order."""
 PREFIX = "base_model.model."
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Pair:
-    """Both matrices of LoRA for a module of the Hugging Face model; the product is `b @ a`."""
+    """LoRA's matrices for a Hugging Face module; their product is `b @ a`."""
 
     a: MappedTensor
     b: MappedTensor
@@ -61,9 +61,9 @@ class _Module:
     """A module of Megatron with LoRA.
 
     Attributes:
-        name: of the module.
-        keys: what the keys of its matrices begin with, by part of the module ("q", "gate"); None
-            stands for the whole module.
+        name: name of the module.
+        keys: prefixes of its matrices' keys, by part of the module ("q", "gate"); None stands for
+            the whole module.
     """
 
     name: str
@@ -86,11 +86,12 @@ class _Module:
 def names_in_memory(
     model: Mapping[str, Any], on_disk: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str]:
-    """Return the names that a model of transformers has in memory for tensors of a directory, by
-    those on disk.
+    """Return transformers' names in memory for a directory's tensors.
+
+    The keys are the names on disk.
 
     Pieces of experts are named as if each expert were a module, with parts named as in
-    `OF_EXPERTS`. `on_disk` has the shapes of what the directory holds.
+    `OF_EXPERTS`. `on_disk` has the shapes of the directory's tensors.
     """
     try:
         assembled = families.rules(model, "transformers")[-1]
@@ -105,12 +106,15 @@ def names_in_memory(
             names[name] = in_memory
     infos = {name: TensorSpec(assembled.tensors[name].shape, "F32") for name in names}
     renamed = apply_rules(forms_on_disk(Config(model), on_disk), infos)
-    whole = {new: mapped.parts[0].key for new, mapped in renamed.items() if len(mapped.parts) == 1}
+    whole = {}
+    for new, mapped in renamed.items():
+        if len(mapped.parts) == 1:
+            whole[new] = mapped.parts[0].key
     return {new: names[key] for new, key in whole.items()}
 
 
 def _name_in_memory(mapped: MappedTensor, sources: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return the name of what a tensor is made of, or of the piece of experts that it is."""
+    """Return a tensor's name in memory, or its expert piece's name."""
     if len(mapped.parts) != 1:
         return None
     part = mapped.parts[0]
@@ -133,8 +137,9 @@ def with_peft_names(
     tensors: Mapping[str, TensorSpec],
     config: Mapping[str, Any] | None = None,
 ) -> Sequence[Rule]:
-    """Return the rules for LoRA of Megatron Bridge, where that is exported, given those for the
-    weights it is for.
+    """Return the rules for exporting LoRA of Megatron Bridge.
+
+    `rules` are for the weights that LoRA changes; they stay if there is no LoRA.
 
     Raises:
         LoadMismatchError: matrices do not fit each other, or the configuration.
@@ -151,8 +156,10 @@ def with_peft_names(
     for name, pair in _with_wrapped_experts(_in_memory(pairs, config)).items():
         made[f"{PREFIX}{name}.lora_A.weight"] = pair.a
         made[f"{PREFIX}{name}.lora_B.weight"] = pair.b
-    stems = [stem for module in modules for stem in module.keys.values()]
-    used = [stem + end for stem in stems for end in (_OUT, _IN)]
+    used = []
+    for module in modules:
+        for stem in module.keys.values():
+            used += [stem + _OUT, stem + _IN]
     return [Assemble(made, {key: tensors[key].shape for key in used})]
 
 
@@ -167,13 +174,12 @@ def _modules_with_lora(tensors: Mapping[str, TensorSpec]) -> list[_Module]:
 
 
 def _in_memory(pairs: dict[str, Pair], config: Mapping[str, Any] | None) -> dict[str, Pair]:
-    """Give modules of models with a vision tower the names that they have in memory."""
+    """Give modules of vision models their names in memory."""
     if not config or "vision_config" not in config:
         return pairs
-    own = {
-        name.removesuffix(".weight"): other.removesuffix(".weight")
-        for name, other in names_in_memory(config, {}).items()
-    }
+    own = {}
+    for name, other in names_in_memory(config, {}).items():
+        own[name.removesuffix(".weight")] = other.removesuffix(".weight")
     return {own.get(name, name): pair for name, pair in pairs.items()}
 
 
@@ -183,7 +189,8 @@ def _check_widths(
     """Refuse matrices that do not fit each other, or the configuration."""
     hidden = _hidden_size(module, config)
     for key in module.keys.values():
-        a, b = tensors[key + _IN].shape, tensors[key + _OUT].shape
+        a = tensors[key + _IN].shape
+        b = tensors[key + _OUT].shape
         if a[-2:-1] != b[-1:]:
             raise LoadMismatchError(
                 f"The ranks of {key + _OUT!r} and linear_in.weight beside it differ: {b} and {a}."
@@ -202,9 +209,7 @@ def _check_widths(
 
 
 def _hidden_size(module: _Module, config: Mapping[str, Any]) -> int | None:
-    """Return the size of the hidden states of a module, None where the configuration does not say
-    it.
-    """
+    """Return the hidden size of a module, or None if unknown."""
     is_latent = ".experts." in module.name and config.get("moe_latent_size")
     if is_latent or module.name.startswith("vision_"):
         return None
@@ -215,8 +220,9 @@ def _hidden_size(module: _Module, config: Mapping[str, Any]) -> int | None:
 def _pairs(
     module: _Module, rules: Sequence[Rule], tensors: Mapping[str, TensorSpec]
 ) -> dict[str, Pair]:
-    """Return the pairs by names of Hugging Face for a module of Megatron, with one adapter or one
-    for each part.
+    """Return a Megatron module's pairs by Hugging Face name.
+
+    The module has one adapter, or one for each part.
     """
     optional = [replace(rule, optional=True, count=None) for rule in rules]
     weight = _weight_of(module, rules, tensors)
@@ -227,7 +233,9 @@ def _pairs(
     ).items():
         _check_is_plain(module, name, mapped, weight)
         name = name.removesuffix(".weight")
-        part = None if module.is_whole else name.rpartition(".")[2].removesuffix("_proj")
+        part = None
+        if not module.is_whole:
+            part = name.rpartition(".")[2].removesuffix("_proj")
         if part in module.keys:
             pairs[name] = _pair(module.keys[part], name, mapped, tensors, module.is_whole)
             used.add(part)
@@ -244,7 +252,8 @@ def _weight_of(
 ) -> TensorSpec:
     """Describe the weight that LoRA is for."""
     first = module.keys.get(None) or next(iter(module.keys.values()))
-    a, b = tensors[first + _IN], tensors[first + _OUT]
+    a = tensors[first + _IN]
+    b = tensors[first + _OUT]
     rows = b.shape[-2]
     if not module.is_whole:
         rows = _rows_of_qkv(module, rules) if "linear_qkv" in module.name else 2 * rows
@@ -266,7 +275,7 @@ def _check_is_plain(
     mapped: MappedTensor,
     weight: TensorSpec,
 ) -> None:
-    """Refuse weights that are not those of a linear layer with the columns of the module's."""
+    """Refuse weights other than linear ones with the module's columns."""
     is_transposed = any(part.order[-1] != len(part.order) - 1 for part in mapped.parts)
     is_linear = name.endswith(".weight") and mapped.shape[1:] == weight.shape[-1:]
     if is_transposed or not is_linear:
@@ -283,13 +292,14 @@ def _pair(
     tensors: Mapping[str, TensorSpec],
     is_whole: bool,
 ) -> Pair:
-    """Return the matrices for a weight of the Hugging Face model, which is `mapped` to that of the
-    module.
+    """Return the matrices for a weight of the Hugging Face model.
+
+    `mapped` maps the weight to the module's weight.
     """
     place = mapped.parts[0].source.offset[:-2]
     a, b = (_inside(key + end, tensors[key + end], place) for end in (_IN, _OUT))
     if is_whole:
-        # The rows of the second matrix become those of the weight.
+        # The rows of the second matrix become the rows of the weight.
         rows = crop_axis(mapped, 1, 0, a.shape[0])
         b = replace(rows, parts=tuple(part._replace(key=key + _OUT) for part in rows.parts))
     elif b.shape[0] != mapped.shape[0]:
@@ -300,7 +310,7 @@ def _pair(
 
 
 def _inside(key: str, info: TensorSpec, place: Sequence[int]) -> MappedTensor:
-    """Return the matrix of a layer and expert, of stacked ones."""
+    """Return the matrix of one layer and expert from a stack."""
     matrix = identity(key, info)
     for index in place:
         matrix = drop_axis(crop_axis(matrix, 0, index, index + 1), 0)
@@ -308,13 +318,16 @@ def _inside(key: str, info: TensorSpec, place: Sequence[int]) -> MappedTensor:
 
 
 def _with_wrapped_experts(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    """Join the pairs of all experts of a layer, as PEFT has them for a parameter of three axes."""
+    """Join the pairs of a layer's experts, as PEFT has them.
+
+    PEFT's parameter for all experts has three axes.
+    """
     joined: dict[str, Pair] = {}
     blocks: dict[str, dict[str, dict[int, Pair]]] = {}
     for name, pair in pairs.items():
-        if found := _EXPERT.fullmatch(name):
-            block = blocks.setdefault(found["block"], {})
-            block.setdefault(found["leaf"], {})[int(found["expert"])] = pair
+        if expert := _EXPERT.fullmatch(name):
+            block = blocks.setdefault(expert["block"], {})
+            block.setdefault(expert["leaf"], {})[int(expert["expert"])] = pair
         else:
             joined[name] = pair
     for name, parts in blocks.items():
@@ -324,9 +337,12 @@ def _with_wrapped_experts(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
 
 
 def _wrapped(block: str, parts: Mapping[str, object]) -> list[tuple[str, ...]]:
-    """Return the names of the parts of each parameter of a block of experts."""
-    wrapped = [names for names in OF_EXPERTS.values() if parts.keys() >= set(names)]
-    if {name for names in wrapped for name in names} != parts.keys():
+    """Return the part names of each parameter of a block of experts."""
+    wrapped = []
+    for names in OF_EXPERTS.values():
+        if parts.keys() >= set(names):
+            wrapped.append(names)
+    if set(itertools.chain.from_iterable(wrapped)) != parts.keys():
         raise CheckpointingException(
             f"LoRA for {block!r} changes {', '.join(sorted(parts))}. PEFT's layout is known for "
             "gate_proj and up_proj together, and for down_proj."
@@ -335,8 +351,12 @@ def _wrapped(block: str, parts: Mapping[str, object]) -> list[tuple[str, ...]]:
 
 
 def _joined(parts: Sequence[Mapping[int, Pair]]) -> Pair:
-    """Join the pairs of all experts, of which each part of a parameter has those by number."""
-    first, *_ = of_parts = [[part[number] for number in sorted(part)] for part in parts]
-    of_experts = list(zip(*of_parts, strict=True))
-    b = [join([pair.b for pair in of_expert], 0) for of_expert in of_experts]
-    return Pair(join([pair.a for pair in first], 0), interleave(join(b, 1), 1, len(b)))
+    """Join all experts' pairs; `parts` have them by expert number."""
+    pairs_of_parts = []
+    for part in parts:
+        pairs_of_parts.append([part[number] for number in sorted(part)])
+    a = [pair.a for pair in pairs_of_parts[0]]
+    b = []
+    for pairs_of_expert in zip(*pairs_of_parts, strict=True):
+        b.append(join([pair.b for pair in pairs_of_expert], 0))
+    return Pair(join(a, 0), interleave(join(b, 1), 1, len(b)))

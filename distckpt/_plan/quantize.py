@@ -1,4 +1,4 @@
-"""Planning what is quantized when it is written: tensors of an export become codes and scales."""
+"""Planning of quantization: tensors of an export become codes and scales."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from distckpt._quantization.formats import (
 from distckpt._quantization.quantized import QuantizedTensor
 
 _USUAL = ""
-"""The pattern for what models usually quantize."""
+"""Pattern for the tensors that models usually quantize."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class EncodedPart:
     """A part of the quantized form of a tensor.
 
     Attributes:
-        tensor: what is quantized.
+        tensor: the tensor that is quantized.
         quantized: its form.
         role: codes, scales and so on, see `QuantizedTensor`.
     """
@@ -46,11 +46,11 @@ class EncodedPart:
 
 @dataclass(frozen=True)
 class QuantizedOutputs:
-    """The tensors of an export, with parts in the place of what is quantized.
+    """The tensors of an export, with quantized tensors replaced by parts.
 
     Attributes:
         outputs: all tensors.
-        parts: those of them that are parts, by name.
+        parts: parts among the outputs, by name.
         config: the `quantization_config` of the model.
     """
 
@@ -60,7 +60,9 @@ class QuantizedOutputs:
 
 
 def formats_by_pattern(quantize: str | Mapping[str, str]) -> dict[str, str]:
-    """Return the names of formats by pattern; one format is for what models usually quantize.
+    """Return the names of formats by pattern.
+
+    A single format is for the tensors that models usually quantize.
 
     Raises:
         TypeError: these are not names.
@@ -91,8 +93,8 @@ def quantize_outputs(
     Args:
         outputs: tensors of the export.
         formats: pattern of names -> name of a format; the first that matches counts. With the
-            pattern "", the format is for those tensors that models usually quantize.
-        model: names of the tensors to quantize, where a model says them.
+            pattern "", the format is for the tensors that models usually quantize.
+        model: names of the tensors to quantize, if the model lists them.
 
     Raises:
         CheckpointingException: a format is for no tensor, no configuration can describe the
@@ -100,14 +102,14 @@ def quantize_outputs(
     """
     result: list[OutputTensor] = []
     parts: dict[str, EncodedPart] = {}
-    kept: list[str] = []
+    unquantized: list[str] = []
     used: list[str] = []
     for output in outputs:
         name = _format_for(output, formats, model)
         if name is None:
             result.append(output)
             if len(output.shape) == 2 and output.name.endswith(".weight"):
-                kept.append(output.name)
+                unquantized.append(output.name)
             continue
         used.append(name)
         quantized = quantized_as(FORMATS[name], output.name, output.shape, output.dtype)
@@ -115,7 +117,7 @@ def quantize_outputs(
             num_bytes = math.prod(part.shape) * ITEM_BYTES[part.dtype]
             result.append(OutputTensor(part.key, part.dtype, part.shape, num_bytes, output.mapped))
             parts[part.key] = EncodedPart(output, quantized, role)
-    config = _config({name: FORMATS[name] for name in used}, formats, kept)
+    config = _config({name: FORMATS[name] for name in used}, formats, unquantized)
     _check_names(result)
     return QuantizedOutputs(result, parts, config)
 
@@ -124,22 +126,27 @@ def _format_for(
     output: OutputTensor, formats: Mapping[str, str], model: Set[str] | None
 ) -> str | None:
     """Return the name of the format of a tensor; None when it is not quantized."""
-    name, dtype = output.name, FROM_NAME[output.mapped.dtype]
+    name = output.name
+    dtype = FROM_NAME[output.mapped.dtype]
     fitting = (pattern for pattern in formats if pattern != _USUAL and matches(name, pattern))
     pattern = next(fitting, _USUAL)
     if pattern == _USUAL and (_USUAL not in formats or not _is_usual(name, model)):
         return None
     is_float = dtype.is_floating_point and dtype.itemsize > 1
-    chosen = formats[pattern]
-    return chosen if is_float and takes(FORMATS[chosen], name, output.shape) else None
+    format_name = formats[pattern]
+    if is_float and takes(FORMATS[format_name], name, output.shape):
+        return format_name
+    return None
 
 
 def _is_usual(name: str, model: Set[str] | None) -> bool:
-    return name in model if model else not matches(name, NOT_QUANTIZED)
+    if model:
+        return name in model
+    return not matches(name, NOT_QUANTIZED)
 
 
 def _config(
-    used: Mapping[str, Format], formats: Mapping[str, str], kept: Sequence[str]
+    used: Mapping[str, Format], formats: Mapping[str, str], unquantized: Sequence[str]
 ) -> Mapping[str, Any]:
     unused = sorted(set(formats.values()) - used.keys())
     if unused:
@@ -149,7 +156,7 @@ def _config(
             "with whole groups of columns), mxfp4 for '*.experts.*_proj' with three, as "
             "transformers has them in memory for gpt-oss."
         )
-    config = quantization_config(list(used.values()), kept)
+    config = quantization_config(list(used.values()), unquantized)
     if config is None:
         raise CheckpointingException(
             f"No config.json can describe {sorted(used)} in one model: choose one of them."
@@ -159,7 +166,10 @@ def _config(
 
 def _check_names(outputs: Collection[OutputTensor]) -> None:
     counts = Counter(tensor.name for tensor in outputs)
-    twice = [name for name, count in counts.items() if count > 1]
+    twice = []
+    for name, count in counts.items():
+        if count > 1:
+            twice.append(name)
     if twice:
         raise CheckpointingException(
             f"{twice[0]!r} is in the checkpoint, and quantizing makes another: rename it."

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are meant: patterns of keys, and changes of their prefixes."""
+"""Selection of tensors: patterns of keys, and changes of their prefixes."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ _SPECIAL = frozenset("*?[")
 
 
 def matches(key: str, patterns: str | Sequence[str]) -> bool:
-    """Tell whether a key matches a pattern: with `*`, `?` or `[` as in file names, else by its
-    prefix.
+    """Whether a key matches a pattern.
 
-    Patterns behind a `!` name what is left out; if there are no others, all else matches.
+    Patterns with `*`, `?` or `[` match as in file names, others by prefix. Patterns behind a `!`
+    exclude keys; if there are no other patterns, all other keys match.
     """
-    wanted, unwanted = divided(patterns)
-    if any(_fits(key, pattern) for pattern in unwanted):
+    included, excluded = divided(patterns)
+    if any(_fits(key, pattern) for pattern in excluded):
         return False
-    if not wanted:
-        return bool(unwanted)
-    return any(_fits(key, pattern) for pattern in wanted)
+    if not included:
+        return bool(excluded)
+    return any(_fits(key, pattern) for pattern in included)
 
 
 def divided(patterns: str | Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the patterns of what is wanted, and those of what is to be left out."""
-    listed = [patterns] if isinstance(patterns, str) else patterns
-    wanted, unwanted = [], []
+    """Return the patterns to include, and the patterns to exclude."""
+    listed = patterns
+    if isinstance(patterns, str):
+        listed = [patterns]
+    included = []
+    excluded = []
     for pattern in listed:
         if pattern.startswith("!"):
-            unwanted.append(pattern[1:])
+            excluded.append(pattern[1:])
         else:
-            wanted.append(pattern)
-    return wanted, unwanted
+            included.append(pattern)
+    return included, excluded
 
 
 def _fits(key: str, pattern: str) -> bool:
@@ -66,8 +69,8 @@ def check_rename(rename: object) -> None:
         TypeError: it is neither a dict of texts nor None.
     """
     is_dict = isinstance(rename, Mapping | None)
-    pairs = rename.items() if isinstance(rename, Mapping) else ()
-    if not is_dict or not all(isinstance(name, str) for pair in pairs for name in pair):
+    names = (*rename, *rename.values()) if isinstance(rename, Mapping) else ()
+    if not is_dict or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"rename is a dict of old beginnings of names -> new ones, got {rename!r:.200}."
         )
@@ -79,19 +82,23 @@ def check_all_match(
     rename: Iterable[str] = (),
     where: str = "",
 ) -> None:
-    """Refuse patterns and old prefixes that match none of the names; warn about patterns of what is
-    to be left out.
+    """Refuse patterns and old prefixes that match none of the names.
+
+    For patterns that exclude keys, this only warns.
 
     Raises:
         LoadMismatchError: one matches nothing.
     """
-    wanted, unwanted = divided(keys or ())
-    absent = _without_match(unwanted, names)
+    included, excluded = divided(keys or ())
+    absent = _without_match(excluded, names)
     if absent:
         named = ", ".join(map(repr, absent))
         logger.warning("no tensor%s matches %s, which is to be left out", where, named)
-    unused = [old for old in rename if not any(name.startswith(old) for name in names)]
-    unused += _without_match(wanted, names)
+    unused = []
+    for old in rename:
+        if not any(name.startswith(old) for name in names):
+            unused.append(old)
+    unused += _without_match(included, names)
     if unused:
         there = summarize_keys(names) or "none"
         raise LoadMismatchError(
@@ -100,11 +107,15 @@ def check_all_match(
 
 
 def _without_match(patterns: Iterable[str], names: Collection[str]) -> list[str]:
-    return [each for each in patterns if not any(_fits(name, each) for name in names)]
+    unmatched = []
+    for pattern in patterns:
+        if not any(_fits(name, pattern) for name in names):
+            unmatched.append(pattern)
+    return unmatched
 
 
 def renamed(name: str, rename: Mapping[str, str]) -> str:
-    """Replace the prefix of a name: the first of the old prefixes that it begins with counts."""
+    """Replace the prefix of a name; the first of the old prefixes that it begins with counts."""
     for old, new in rename.items():
         if name.startswith(old):
             return new + name[len(old) :]
@@ -121,35 +132,43 @@ def select_tensors(
     """Return the stored tensors that match, in natural order.
 
     Args:
-        manifest: what is stored.
+        manifest: manifest of the checkpoint.
         keys: see `matches`; None for all.
         write_tied: whether to return all tied tensors that match; else only the first of them.
         hidden: keys that are no tensors of the model, such as scales.
-        left_out: further keys to leave out, those of optimizers.
+        left_out: further keys to leave out, such as an optimizer's.
 
     Raises:
         LoadMismatchError: nothing matches, or nothing matches one of the patterns.
     """
     check_patterns(keys)
     names = _names_of_tensors(manifest)
-    visible = [name for name in names if name not in hidden and name not in left_out]
-    chosen = visible if keys is None else [name for name in visible if matches(name, keys)]
-    if not chosen:
-        raise _nothing_chosen(keys, visible, _besides(names, left_out))
+    visible = []
+    for name in names:
+        if name not in hidden and name not in left_out:
+            visible.append(name)
+    selected = visible
+    if keys is not None:
+        selected = []
+        for name in visible:
+            if matches(name, keys):
+                selected.append(name)
+    if not selected:
+        raise _nothing_selected(keys, visible, _optimizer_note(names, left_out))
     check_all_match(names, keys)
     if not write_tied:
-        chosen = _first_of_tied(chosen, manifest.key_index)
+        selected = _first_of_tied(selected, manifest.key_index)
     infos = {}
-    for name in sorted(chosen, key=natural_order):
+    for name in sorted(selected, key=natural_order):
         key_id = manifest.key_index[name]
         infos[name] = TensorSpec(manifest.global_shapes[key_id], manifest.dtypes[key_id])
     return infos
 
 
-def _nothing_chosen(
-    keys: str | Sequence[str] | None, visible: Sequence[str], besides: str
+def _nothing_selected(
+    keys: str | Sequence[str] | None, visible: Sequence[str], optimizer_note: str
 ) -> LoadMismatchError:
-    if keys is None and not besides:
+    if keys is None and not optimizer_note:
         return LoadMismatchError(
             "The checkpoint holds no tensors: plain tensors in a state dict, such as those of "
             "model.state_dict(), are saved in common state. Save the module itself, "
@@ -157,15 +176,18 @@ def _nothing_chosen(
         )
     there = summarize_keys(visible) or "none"
     pattern = "the model" if keys is None else repr(keys)
-    return LoadMismatchError(f"No tensor matches {pattern}; there are {there}{besides}.")
+    return LoadMismatchError(f"No tensor matches {pattern}; there are {there}{optimizer_note}.")
 
 
-def _besides(names: Iterable[str], left_out: Set[str]) -> str:
-    """Name the tensors of optimizers, which an export leaves out unless they are selected."""
-    besides = [name for name in names if name in left_out]
-    if not besides:
+def _optimizer_note(names: Iterable[str], left_out: Set[str]) -> str:
+    """Name the optimizers' tensors, which an export leaves out by default."""
+    optimizer_names = []
+    for name in names:
+        if name in left_out:
+            optimizer_names.append(name)
+    if not optimizer_names:
         return ""
-    return f' besides an optimizer\'s, which keys="*" selects: {summarize_keys(besides)}'
+    return f' besides an optimizer\'s, which keys="*" selects: {summarize_keys(optimizer_names)}'
 
 
 def _first_of_tied(names: Iterable[str], key_index: Mapping[str, int]) -> list[str]:
@@ -176,7 +198,8 @@ def _first_of_tied(names: Iterable[str], key_index: Mapping[str, int]) -> list[s
 
 
 def _names_of_tensors(manifest: Manifest) -> list[str]:
-    """Return all names of tensors, those of tied ones at the end."""
-    key_index, dtypes = manifest.key_index, manifest.dtypes
+    """Return all names of tensors, tied ones at the end."""
+    key_index = manifest.key_index
+    dtypes = manifest.dtypes
     all_names = (*manifest.keys, *manifest.aliases)
     return [name for name in all_names if dtypes[key_index[name]] != OBJECT]

@@ -1,4 +1,4 @@
-"""Translating requests through rules: from the model's tensors to those of the checkpoint."""
+"""Translation of requests through rules, from model to checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -22,47 +22,49 @@ from distckpt._rules.rule import Rule
 from distckpt._rules.rules import Tie, apply_rules, matched_rules
 
 
-def _of_other_ranks(
+def _tensors_of_other_ranks(
     stored: Mapping[str, MappedTensor], infos: Mapping[str, TensorSpec]
 ) -> dict[str, TensorSpec]:
-    """Describe the tensors that rules name beside those of this rank: other members of a stack."""
-    parts = [
-        (tensor, part)
-        for tensor in stored.values()
-        for part in tensor.parts
-        if part.key not in infos
-    ]
+    """Describe tensors of other ranks that rules name, such as stack members."""
     shapes: dict[str, list[int]] = {}
-    dtypes = {part.key: tensor.dtype for tensor, part in parts}
-    for _, part in parts:
-        ends = [offset + size for offset, size in zip(*part.source, strict=True)]
-        shapes[part.key] = list(map(max, shapes.get(part.key, ends), ends))
+    dtypes = {}
+    for tensor in stored.values():
+        for part in tensor.parts:
+            if part.key in infos:
+                continue
+            ends = [offset + size for offset, size in zip(*part.source, strict=True)]
+            shapes[part.key] = list(map(max, shapes.get(part.key, ends), ends))
+            dtypes[part.key] = tensor.dtype
     return {key: TensorSpec(tuple(shape), dtypes[key]) for key, shape in shapes.items()}
 
 
 def _ties(rules: Sequence[Rule]) -> dict[str, str]:
-    return {rule.key: rule.to for rule in rules if isinstance(rule, Tie)}
+    ties = {}
+    for rule in rules:
+        if isinstance(rule, Tie):
+            ties[rule.key] = rule.to
+    return ties
 
 
 def decide_ties(
     rules: Sequence[Rule],
-    of_model: Sequence[Rule],
+    model_rules: Sequence[Rule],
     shapes: Mapping[str, tuple[int, ...]],
     shared: Mapping[str, str],
     stored: Collection[str],
 ) -> list[Rule]:
-    """Let a checkpoint decide which names of a model stand for one tensor, not the configuration.
+    """Let the checkpoint, not the configuration, decide which names are tied.
 
-    Names that are stored apart are read apart; of others, one that is stored stands for all.
+    Names that are stored apart are read apart; among the rest, a stored name stands for all.
 
     Args:
-        rules: of the user, which come first and stay as they are.
-        of_model: those of the family.
-        shapes: of the requested tensors by key.
-        shared: requested keys with the same memory as another one, and that one.
+        rules: rules of the user, which come first and stay as they are.
+        model_rules: rules of the family.
+        shapes: shapes of the requested tensors by key.
+        shared: requested keys -> other keys with the same memory.
         stored: names of the tensors in the checkpoint.
     """
-    before, ties, after = _around_ties(rules, of_model)
+    before, ties, after = _around_ties(rules, model_rules)
     known = {**_ties(rules), **ties}
     shared = {key: to for key, to in shared.items() if key not in known and to not in known}
     return [
@@ -75,36 +77,44 @@ def decide_ties(
 
 def without_ties(
     rules: Sequence[Rule],
-    of_model: Sequence[Rule],
+    model_rules: Sequence[Rule],
     shapes: Mapping[str, tuple[int, ...]],
     stored: Collection[str],
 ) -> list[Rule]:
-    """Leave those ties out of the rules of a model whose tensors are both given, and both stored.
+    """Leave out ties whose tensors are both given and both stored.
 
     See `decide_ties`; `shapes` are of all tensors that are given.
     """
-    before, ties, after = _around_ties(rules, of_model)
+    before, ties, after = _around_ties(rules, model_rules)
     shapes = _shapes_after(before, shapes) if ties else {}
-    both = {key: to for key, to in ties.items() if {key, to} <= shapes.keys()}
+    both = {}
+    for key, to in ties.items():
+        if {key, to} <= shapes.keys():
+            both[key] = to
     apart = _stored_ones(both, after, shapes, stored)
-    return [
-        rule for rule in of_model if not (isinstance(rule, Tie) and {rule.key, rule.to} <= apart)
-    ]
+    kept_rules = []
+    for rule in model_rules:
+        if not (isinstance(rule, Tie) and {rule.key, rule.to} <= apart):
+            kept_rules.append(rule)
+    return kept_rules
 
 
 def _around_ties(
-    rules: Sequence[Rule], of_model: Sequence[Rule]
+    rules: Sequence[Rule], model_rules: Sequence[Rule]
 ) -> tuple[list[Rule], dict[str, str], list[Rule]]:
-    """Return the rules before the first tie of a model, its ties, and its other rules."""
-    first = next((n for n, rule in enumerate(of_model) if isinstance(rule, Tie)), 0)
-    after = [rule for rule in of_model[first:] if not isinstance(rule, Tie)]
-    return [*rules, *of_model[:first]], _ties(of_model), after
+    """Return the rules before a model's ties, its ties, and later rules."""
+    first = next((n for n, rule in enumerate(model_rules) if isinstance(rule, Tie)), 0)
+    after = []
+    for rule in model_rules[first:]:
+        if not isinstance(rule, Tie):
+            after.append(rule)
+    return [*rules, *model_rules[:first]], _ties(model_rules), after
 
 
 def _shapes_after(
     rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what rules make, by name."""
+    """Return the shapes of the tensors that rules make, by name."""
     made = _apply_some(rules, {key: TensorSpec(shape, "F32") for key, shape in shapes.items()})
     return {name: tensor.shape for name, tensor in made.items()}
 
@@ -115,14 +125,18 @@ def _decided(
     shapes: Mapping[str, tuple[int, ...]],
     stored: Collection[str],
 ) -> list[Rule]:
-    """Return ties of the names that are not stored to one that is."""
+    """Return ties of names that are not stored to a stored name."""
     there = _stored_ones(ties, rules, shapes, stored)
     stand_ins = {to: to for to in ties.values()}
     for key, to in ties.items():
         if key in there and stand_ins[to] not in there:
             stand_ins[to] = key
     pairs = [(key, stand_ins[to]) for key, to in ties.items()] + list(stand_ins.items())
-    return [Tie(key, to, optional=True) for key, to in pairs if key not in there and key != to]
+    decided: list[Rule] = []
+    for key, to in pairs:
+        if key not in there and key != to:
+            decided.append(Tie(key, to, optional=True))
+    return decided
 
 
 def _stored_ones(
@@ -131,7 +145,7 @@ def _stored_ones(
     shapes: Mapping[str, tuple[int, ...]],
     stored: Collection[str],
 ) -> set[str]:
-    """Return which names of tied tensors are stored."""
+    """Return the names of tied tensors that are stored."""
     specs = {}
     for key, to in ties.items():
         shape = shapes.get(key, shapes.get(to))
@@ -152,15 +166,16 @@ def _apply_some(
 
 
 def stored_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Return the keys of a checkpoint that are read for tensors of the model; not all rules need
-    match.
+    """Return the checkpoint's keys for tensors of the model.
+
+    Not all rules need match.
     """
     infos = _infos(rules, shapes)
     return set(_apply_some(rules, infos))
 
 
 def match_flags(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-    """One byte for each rule: whether it matches a tensor of the model on this rank."""
+    """Return a byte per rule: does it match a tensor on this rank?"""
     flags = matched_rules(rules, _infos(rules, shapes))
     are_ties = [isinstance(rule, Tie) and rule.key in shapes for rule in rules]
     return bytes(map(max, flags, are_ties))
@@ -175,10 +190,10 @@ class Translated(NamedTuple):
     """Requests in terms of the checkpoint.
 
     Attributes:
-        numbers: for each view, the number of the request that it is a part of.
-        requests: for each view.
-        views: of the tensors of the model, shaped as the stored regions.
-        adds: what the values of the model have in addition to the stored ones, for each view.
+        numbers: for each view, the number of its original request.
+        requests: the request of each view.
+        views: views of the tensors of the model, shaped as the stored regions.
+        adds: for each view, the number that is added to the stored values.
         padding: views of elements for which the checkpoint has nothing: zeros.
     """
 
@@ -196,35 +211,36 @@ def translate(
     *,
     drops: bool = False,
 ) -> Translated:
-    """Turn requests for tensors of the model into requests for the tensors that rules make of them.
+    """Translate requests for the model's tensors into requests for stored tensors.
 
     A rank that holds only a part of the model need not match all rules. `tensors` has for each
-    request a view of its region's shape. What rules leave out is kept under its name, where a
-    message about unknown keys names it, unless `drops` is set.
+    request a view of its region's shape. Requests without a stored tensor stay under their names,
+    for a message about unknown keys, unless `drops` is set.
     """
     ties = _ties(rules)
     requests = [request._replace(key=ties.get(request.key, request.key)) for request in requests]
     pairs = zip(requests, tensors, strict=True)
     infos = {r.key: TensorSpec(r.global_shape, TO_NAME[t.dtype]) for r, t in pairs}
     stored = _apply_some(rules, infos)
-    mapped = invert(stored, infos | _of_other_ranks(stored, infos))
-    found = Translated([], [], [], [], [])
+    mapped = invert(stored, infos | _tensors_of_other_ranks(stored, infos))
+    translated_requests = Translated([], [], [], [], [])
     for number, (request, tensor) in enumerate(zip(requests, tensors, strict=True)):
         if request.key not in mapped and drops:
             continue
         if request.key not in mapped:
-            found.numbers.append(number)
-            found.requests.append(request)
-            found.views.append(tensor)
-            found.adds.append(0.0)
+            translated_requests.numbers.append(number)
+            translated_requests.requests.append(request)
+            translated_requests.views.append(tensor)
+            translated_requests.adds.append(0.0)
             continue
         for padding in resolve_padding(mapped[request.key], request.region):
-            found.padding.append(tensor[padding.slices()])
+            translated_requests.padding.append(tensor[padding.slices()])
         for place, part in resolve(mapped[request.key], request.region):
-            shape, may_differ = stored[part.key].shape, request.allow_shape_mismatch
+            shape = stored[part.key].shape
+            may_differ = request.allow_shape_mismatch
             translated = Request(part.key, shape, part.source, may_differ, part.source_step)
-            found.numbers.append(number)
-            found.requests.append(translated)
-            found.views.append(target_view(tensor, place, part))
-            found.adds.append(part.add)
-    return found
+            translated_requests.numbers.append(number)
+            translated_requests.requests.append(translated)
+            translated_requests.views.append(target_view(tensor, place, part))
+            translated_requests.adds.append(part.add)
+    return translated_requests

@@ -1,8 +1,8 @@
 """The interface of storage formats: a strategy moves shards between memory and one directory.
 
-`save` and `load` keep what is the same for every format: flattening the state dict, common state,
-the transaction around a save, strictness and the exchange of outcomes. A strategy that they are
-given is used, never replaced.
+`save` and `load` do the work that is the same for every format: flattening the state dict, common
+state, the transaction around a save, strictness and the exchange of outcomes. A strategy that they
+are given is used, never replaced.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _Strategy = TypeVar("_Strategy", bound="StrategyBase")
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How a strategy uses the built-in engine.
+    """Settings of the built-in engine for a strategy.
 
     Attributes:
         exchange_group: process group within which replicas share work; None for all ranks.
         direct_io: see `SafetensorsSaveStrategy`.
-        plans: the plans that its saves keep; None for those of all saves of the process.
+        plans: cache for the plans of its saves; None for the cache of the process.
     """
 
     exchange_group: Any = None
@@ -74,7 +74,7 @@ class StrategyBase(ABC):
 
     Attributes:
         backend: name of the format, recorded in the marker.
-        version: its version.
+        version: version of the format.
     """
 
     backend: str
@@ -83,16 +83,17 @@ class StrategyBase(ABC):
     def configure(
         self: _Strategy, options: SaveOptions | LoadOptions, process_group: Any
     ) -> _Strategy:
-        """Return this strategy with the options of one call of `save` or `load`, and the ranks that
-        make it; the default ignores them.
+        """Return this strategy with the options and ranks of one call.
+
+        The call is one of `save` or `load`. The default ignores them.
         """
         del options, process_group
         return self
 
     def engine_settings(self) -> EngineSettings | None:
-        """Return how the built-in engine is to be used, if that is all that this strategy does.
+        """Return the built-in engine's settings, if this strategy uses it alone.
 
-        `save` and `load` then call the engine themselves, with what they have opened already.
+        `save` and `load` then call the engine themselves, with the files they have opened already.
         """
         return None
 
@@ -101,7 +102,7 @@ class SaveShardedStrategy(StrategyBase):
     """Writes the sharded part of a state dict."""
 
     def prepare(self, sharded_state_dict: ShardedStateDict) -> PreparedSave:
-        """Decide who writes what, as far as that can be done without writing.
+        """Plan the save, as far as possible without writing.
 
         Collective operation: all ranks must call it. The default decides nothing and leaves
         everything to `save`, as does any class that overrides `save` alone.
@@ -112,7 +113,7 @@ class SaveShardedStrategy(StrategyBase):
     def save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str
     ) -> Mapping[str, Any] | None:
-        """Write all shards into a directory that nobody else uses; it is committed afterwards.
+        """Write all shards into a directory of this save's own; it is committed afterwards.
 
         Collective operation: all ranks must call it.
 
@@ -161,7 +162,7 @@ class LoadShardedStrategy(StrategyBase):
         """Read the shards in a flat dict of `ShardedTensor` and `ShardedObject`.
 
         Collective operation: all ranks must call it. Returns the same dict with tensors and objects
-        in the place of shards; tensors are filled in place.
+        instead of shards; tensors are filled in place.
         """
 
     @abstractmethod
@@ -172,8 +173,9 @@ class LoadShardedStrategy(StrategyBase):
     def load_sharded_metadata(
         self, checkpoint_dir: str
     ) -> dict[str, ShardedTensor | ShardedObject]:
-        """Describe every stored tensor, by key, and every object, by unique key. Not a collective
-        operation.
+        """Describe every stored tensor, by key, and object, by unique key.
+
+        Not a collective operation.
         """
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
@@ -224,7 +226,7 @@ def get_default_strategy(
     """Return the strategy registered for a backend and version.
 
     Raises:
-        CheckpointingException: there is none; the message lists those there are.
+        CheckpointingException: there is none; the message lists the registered strategies.
     """
     strategy = _registry[action].get((backend, version)) or _built_in(action, backend, version)
     if strategy is None:
@@ -245,11 +247,13 @@ _BUILT_IN_NAMES = {
     ),
     StrategyAction.LOAD_SHARDED: (BUILT_IN, *FORMATS),
 }
-"""Programs name the format of what they load, and some pass that name to a save, too."""
+"""Names of built-in strategies: programs name the format of a checkpoint to load, and some pass
+that name to a save, too.
+"""
 
 
 def is_built_in(action: StrategyAction, backend: str, version: int) -> bool:
-    """Tell whether a name stands for the built-in strategy."""
+    """Whether a name stands for the built-in strategy."""
     return version == 1 and backend in _BUILT_IN_NAMES.get(action, ())
 
 
@@ -259,41 +263,52 @@ def _built_in(action: StrategyAction, backend: str, version: int) -> StrategyBas
     return BUILT_IN_STRATEGIES[action]
 
 
-def choose_save_strategy(given: Any) -> tuple[SaveShardedStrategy | None, EngineSettings]:
-    """Return the strategy that a caller gave, as one or by `(backend, version)`; None for the
-    built-in engine, which is to be used with the settings.
+def choose_save_strategy(choice: Any) -> tuple[SaveShardedStrategy | None, EngineSettings]:
+    """Return a caller's strategy, or None for the built-in engine.
+
+    The caller gives a strategy, or its `(backend, version)`. The settings are for the built-in
+    engine.
 
     Raises:
         CheckpointingException: it is no strategy that saves, or none has this name.
     """
-    strategy = _named(StrategyAction.SAVE_SHARDED, given)
+    strategy = _named(StrategyAction.SAVE_SHARDED, choice)
     if strategy is None:
         return None, EngineSettings()
     if not isinstance(strategy, SaveShardedStrategy):
-        raise _not_a("SaveShardedStrategy", given)
+        raise _not_a("SaveShardedStrategy", choice)
     engine = strategy.engine_settings()
-    return (strategy, EngineSettings()) if engine is None else (None, engine)
+    if engine is None:
+        return (strategy, EngineSettings())
+    return (None, engine)
 
 
-def choose_load_strategy(given: Any) -> tuple[LoadShardedStrategy | None, EngineSettings]:
-    """Do as `choose_save_strategy` does, for a strategy that loads."""
-    strategy = _named(StrategyAction.LOAD_SHARDED, given)
+def choose_load_strategy(choice: Any) -> tuple[LoadShardedStrategy | None, EngineSettings]:
+    """Return a caller's strategy for loading, like `choose_save_strategy`."""
+    strategy = _named(StrategyAction.LOAD_SHARDED, choice)
     if strategy is None:
         return None, EngineSettings()
     if not isinstance(strategy, LoadShardedStrategy):
-        raise _not_a("LoadShardedStrategy", given)
+        raise _not_a("LoadShardedStrategy", choice)
     engine = strategy.engine_settings()
-    return (strategy, EngineSettings()) if engine is None else (None, engine)
+    if engine is None:
+        return (strategy, EngineSettings())
+    return (None, engine)
 
 
-def _named(action: StrategyAction, given: Any) -> Any:
-    """Return the strategy of a name, and anything else as it is; None for the built-in one."""
-    if given == (BUILT_IN, 1):
+def _named(action: StrategyAction, choice: Any) -> Any:
+    """Return a named strategy, or None for the built-in one.
+
+    Anything else is returned as it is.
+    """
+    if choice == (BUILT_IN, 1):
         return None
-    return get_default_strategy(action, *given) if isinstance(given, tuple) else given
+    if isinstance(choice, tuple):
+        return get_default_strategy(action, *choice)
+    return choice
 
 
-def _not_a(kind: str, given: Any) -> CheckpointingException:
+def _not_a(kind: str, choice: Any) -> CheckpointingException:
     return CheckpointingException(
-        f"strategy must be a {kind}, (backend, version) or None, got {type(given).__name__}."
+        f"strategy must be a {kind}, (backend, version) or None, got {type(choice).__name__}."
     )

@@ -1,5 +1,6 @@
-"""The built-in format as a strategy: safetensors shards, encoded objects and a columnar manifest
-(see docs/format.md).
+"""The built-in format as a strategy (see docs/format.md).
+
+The format has safetensors shards, encoded objects and a columnar manifest.
 
 `save` and `load` use it by default, without a strategy. These classes are for programs that pass
 strategies around, or set how files are written.
@@ -43,13 +44,13 @@ set_public_home(globals())
 
 @dataclass
 class SafetensorsSaveStrategy(SaveShardedStrategy):
-    """Write one copy of every byte as safetensors, spread evenly over the ranks that hold it.
+    """Write every byte once as safetensors, spread over the ranks.
 
-    Plans are kept: while no rank's shards change in anything but their data, later saves are not
-    planned again.
+    Each byte is written by one of the ranks that hold it, evenly. Plans are kept: while no rank's
+    shards change in anything but their data, later saves are not planned again.
 
     Attributes:
-        options: of the call, see `configure`.
+        options: options of the call, see `configure`.
         process_group: the ranks that save together, see `configure`.
         exchange_group: process group within which replicas share the writing; None for all ranks.
         direct_io: whether files are written around the page cache; None where it pays and the file
@@ -78,11 +79,10 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
     def save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]
     ) -> Mapping[str, Any]:
-        """Write all shards and the manifest; on the coordinator, return the marker fields that name
-        the manifest.
+        """Write all shards and the manifest; return the marker's fields.
 
-        Collective operation: all ranks of the process group must call it. Raises what `prepare`
-        raises.
+        The coordinator returns the fields that name the manifest. Collective operation: all ranks
+        of the process group must call it. Raises the errors of `prepare`.
         """
         ranks = Ranks(self.process_group)
         prepared = self.prepare(sharded_state_dict)
@@ -109,11 +109,12 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
 
 @dataclass
 class SafetensorsLoadStrategy(LoadShardedStrategy):
-    """Read exactly the requested regions of a checkpoint, of distckpt or of any format that has a
-    reader.
+    """Read exactly the requested regions of a checkpoint.
+
+    The checkpoint is one of distckpt, or of any format that has a reader.
 
     Attributes:
-        options: of the call, see `configure`.
+        options: options of the call, see `configure`.
         process_group: the ranks that load together, see `configure`.
         exchange_group: process group whose ranks may share reads; None for all ranks.
     """
