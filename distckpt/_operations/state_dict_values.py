@@ -47,10 +47,10 @@ def joined_value(value: Any, parts: Mapping[str, Any], owner: str) -> Any:
     keys = {str(key): key for key in items}
     for name, inner in parts.items():
         key = keys.get(name, _key_of(name))
-        is_nested = isinstance(inner, dict)
-        items[key] = inner
-        if is_nested:
+        if isinstance(inner, dict):
             items[key] = joined_value(items.get(key), inner, owner)
+        else:
+            items[key] = inner
     if not isinstance(value, dict) and items.keys() == {*range(len(items))}:
         return [items[place] for place in range(len(items))]
     if int in map(type, items.keys() - keys.values()):
