@@ -203,14 +203,14 @@ def test_a_bucket_that_does_not_exist_is_refused_in_one_line(server, capsys):
     assert "s3://nowhere-at-all/place" in call_error(capsys, "bench", "s3://nowhere-at-all/place")
 
 
-# --- The scripts in tests/benchmarks --------------------------------------------------------------
+# --- The scripts in benchmarks --------------------------------------------------------------------
 
 
 @pytest.fixture
 def run_script(fork, monkeypatch, capsys):
     def run(name, *arguments):
         """Run a script in this process; return what it printed."""
-        script = ROOT / "tests" / "benchmarks" / name
+        script = ROOT / "benchmarks" / name
         monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
         monkeypatch.syspath_prepend(script.parent)
         runpy.run_path(str(script), run_name="__main__")
@@ -299,7 +299,7 @@ def test_all_scripts_run(tmp_path, run_script):
     assert ended.value.code == 0
 
 
-BENCHMARKS = ROOT / "tests" / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 OTHERS = {"fingerprints", "moving", "parts", "second_load", "store_limits", "store_requests"}
 FOR_DEVELOPERS = {"structure", "structure_calls", "ab", "ab_run", *OTHERS}
 SCRIPTS = {path.stem for path in BENCHMARKS.glob("*.py") if "\nif __name__" in path.read_text()} - {
@@ -321,7 +321,7 @@ def test_every_script_is_run_by_the_one_that_runs_all_and_is_described(monkeypat
         benchmark.name for benchmark in importlib.import_module("run_all").BENCHMARKS
     } == SCRIPTS
     readme = (BENCHMARKS / "README.md").read_text()
-    assert set(re.findall(r"^\| `python tests/benchmarks/(\w+)\.py", readme, re.M)) == SCRIPTS
+    assert set(re.findall(r"^\| `python benchmarks/(\w+)\.py", readme, re.M)) == SCRIPTS
     assert all(f"{name}.py" in readme for name in FOR_DEVELOPERS)
     page = (ROOT / "docs" / "performance.md").read_text()
     assert set(re.findall(r"<!-- figures/(\w+)\.json -->", page)) == SCRIPTS - UNPUBLISHED
@@ -348,9 +348,7 @@ def test_the_page_and_the_pictures_are_those_of_the_figures(tmp_path, run_script
     assert ended.value.code == 0
     for name in ["performance.md", *(picture.name for picture in docs.glob("*.svg"))]:
         text = (tmp_path / name).read_text()
-        assert text == (docs / name).read_text(), (
-            f"run tests/benchmarks/run_all.py --render for {name}"
-        )
+        assert text == (docs / name).read_text(), f"run benchmarks/run_all.py --render for {name}"
     for path in (docs / "figures").glob("*.json"):
         if path.stem in UNPUBLISHED:
             continue

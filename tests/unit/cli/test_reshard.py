@@ -14,9 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import distckpt
+from benchmarks.measure import peak_memory_bytes
 from distckpt import ShardedObject, ShardedTensor, rules
 from distckpt.cli import main
-from tests.benchmarks.measure import peak_memory_bytes
 from tests.support.cli_command import call, call_error, call_json, interrupt_at_first_progress
 from tests.support.states import bits
 
