@@ -16,7 +16,7 @@ import torch
 import distckpt
 from distckpt import CheckpointExistsError, CorruptCheckpointError
 from distckpt.megatron.core import CheckpointingException
-from tests.support.disk import header_of, tree_of
+from tests.support.disk import flip, header_of, tree_of
 from tests.support.exports import SOURCES, model, save_folder
 from tests.support.hf_folders import (
     INDEX,
@@ -92,9 +92,7 @@ def test_a_failure_leaves_it_untouched(exported, tmp_path):
     out, source = exported
     before = tree_of(out)
     (shard_file,) = (source / "tensors").iterdir()
-    content = bytearray(shard_file.read_bytes())
-    content[-5] ^= 4
-    shard_file.write_bytes(content)
+    flip(shard_file, -5, 4)
     key = max(
         entries := header_of(shard_file)[1], key=lambda k: entries[k].get("data_offsets", [0])[0]
     )
@@ -315,9 +313,7 @@ def test_urls(tmp_path, memory_url, save):
 def test_a_failure_leaves_nothing_under_a_url(tmp_path, memory_url):
     source = save_checkpoint(tmp_path / "in", model(3), axis=0)
     (path,) = (source / "tensors").iterdir()
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 4
-    path.write_bytes(content)
+    flip(path, -5, 4)
     with pytest.raises(CorruptCheckpointError, match="Checksum"):
         distckpt.consolidate(source, f"{memory_url}/failed", max_file_bytes=100)
     assert not fsspec.filesystem("memory").exists(f"{memory_url}/failed".removeprefix("memory:/"))
