@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import distckpt
 from distckpt import CheckpointExistsError, CorruptCheckpointError, RankFailedError, ShardedTensor
 from distckpt.hf import consolidate_safetensors_files, consolidate_safetensors_files_on_every_rank
-from tests.support.disk import header_of, tree_of
+from tests.support.disk import flip, header_of, tree_of
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
 from tests.support.hf_folders import read_export, same_bytes, shard_name, write_folder, write_plain
 from tests.support.hooked_store import hooked_reads
@@ -232,9 +232,7 @@ def two_files(tmp_path):
 
 
 def flip_last_bit(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip(path, -1)
 
 
 def test_a_shard_that_only_one_rank_needs_is_damaged(run, tmp_path, two_files):

@@ -15,6 +15,7 @@ from distckpt import (
     RankFailedError,
     ShardedTensor,
 )
+from tests.support.disk import flip
 from tests.support.harness import ask_parent, error_of, launched, run, signal_parent, sum_over_ranks
 
 PATIENCE = 60.0
@@ -150,9 +151,7 @@ def test_all_ranks_pass_over_a_step_that_is_damaged_for_one(tmp_path):
     run(save_three, 2, str(tmp_path))
     for step in (2, 3):
         (file,) = (tmp_path / f"step_0000000{step}" / "tensors").glob("shard-00002-*")
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
+        flip(file, -1)
     for value, skipped, (named, mismatch, wider) in run(load_what_loads, 2, str(tmp_path)):
         assert (value, skipped) == (1, [2, 3])
         assert isinstance(named, distckpt.CheckpointingException)

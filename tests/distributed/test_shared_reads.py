@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import distckpt
+from benchmarks.measure import peak_memory_bytes
 from distckpt import RankFailedError, ShardedTensor
 from distckpt.megatron.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy
-from tests.benchmarks.measure import peak_memory_bytes
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
 from tests.support.hooked_store import hooked_reads
 from tests.support.layouts import (

@@ -9,6 +9,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
+from tests.support.disk import flip
 from tests.support.layouts import Layout, even_part, global_bytes, irregular_shard, tensor_from
 
 SHAPE = (48, 700)
@@ -243,9 +244,7 @@ def _of_damaged(rank, path):
 
 def test_damage_is_listed(path, run):
     (file,) = Path(path).glob("tensors/*")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(file, -1)
 
     for report in run(_of_damaged, 2, path):
         assert not report.is_whole

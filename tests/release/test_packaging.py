@@ -26,6 +26,7 @@ SOURCES = [
     "CHANGELOG.md",
     "LICENSE",
     "README.md",
+    "benchmarks",
     "distckpt",
     "docs",
     "examples",
@@ -185,7 +186,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(built):
 def test_a_source_distribution_holds_all_sources_and_nothing_else(built):
     (archive,) = built.glob("*.tar.gz")
     top = f"distckpt-{distckpt.__version__}"
-    files = sources("distckpt", "docs", "examples", "tests")
+    files = sources("benchmarks", "distckpt", "docs", "examples", "tests")
     files |= {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "PKG-INFO"}
     assert files_in(archive) == {f"{top}/{file}" for file in files}
     assert archive.stat().st_size < 3_000_000

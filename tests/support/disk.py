@@ -44,3 +44,10 @@ def tree_of(folder: Path) -> dict[str, bytes]:
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"(directory)"
         for path in sorted(folder.rglob("*"))
     }
+
+
+def flip(file: Path, position: int, bits: int = 1) -> None:
+    """Flip some bits of a byte of a file."""
+    content = bytearray(file.read_bytes())
+    content[position] ^= bits
+    file.write_bytes(content)

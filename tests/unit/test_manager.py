@@ -29,7 +29,7 @@ from distckpt import (
 )
 from distckpt.megatron.core import read_marker, write_marker
 from tests.support.cli_command import call
-from tests.support.disk import tree_of
+from tests.support.disk import flip, tree_of
 from tests.support.disks import immutable, mounted_read_only
 from tests.support.hooked_store import hooked_reads
 from tests.support.other_program import as_another_program
@@ -284,9 +284,7 @@ def no_manifest(path):
 
 
 def changed_manifest(path):
-    content = bytearray((path / "manifest.safetensors").read_bytes())
-    content[-1] ^= 1
-    (path / "manifest.safetensors").write_bytes(content)
+    flip((path / "manifest.safetensors"), -1)
 
 
 def no_tensors(path):

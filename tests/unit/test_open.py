@@ -30,6 +30,7 @@ from distckpt import (
     TensorInfo,
 )
 from distckpt.strategies.base import SaveShardedStrategy
+from tests.support.disk import flip
 from tests.support.hf_folders import same_bytes
 from tests.support.quantized_models import fp8_block, mxfp4
 from tests.support.read_counts import counted_reads
@@ -277,9 +278,7 @@ def test_a_checkpoint_of_a_strategy_of_ones_own_is_refused_by_name(tmp_path):
 def test_a_changed_byte_is_found(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "c")
     for file in (tmp_path / "c" / "tensors").iterdir():
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
+        flip(file, -1)
     with pytest.raises(CorruptCheckpointError, match="Checksum mismatch"):
         distckpt.open(tmp_path / "c").read_tensors()
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import distckpt
+from benchmarks.measure import peak_memory_bytes
 from distckpt import RankFailedError, ShardedTensor
-from tests.benchmarks.measure import peak_memory_bytes
 from tests.support.harness import error_of, sum_over_ranks
 from tests.support.s3_server import Fault, FaultyProxy, new_bucket, reached_at
 from tests.support.sampling import one_in

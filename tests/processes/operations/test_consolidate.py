@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import distckpt
+from benchmarks.measure import peak_memory_bytes
 from distckpt import ShardedTensor
-from tests.benchmarks.measure import peak_memory_bytes
 from tests.support.disk import tree_of
 from tests.support.harness import ask_parent, launched, run
 from tests.support.hf_folders import read_export, same_bytes, write_folder

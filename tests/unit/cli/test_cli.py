@@ -28,6 +28,7 @@ from distckpt._cli.table import table_lines
 from distckpt._quantization.formats import FORMATS
 from distckpt.cli import main
 from tests.support.cli_command import ROOT, call, call_error, call_json, call_usage_error
+from tests.support.disk import flip
 
 BIG = torch.arange(3 << 18, dtype=torch.float32).view(768, 1024)  # three checksum blocks
 GRID = np.arange(60, dtype=np.float32).reshape(6, 10)
@@ -104,12 +105,6 @@ def chunk_places(checkpoint):
             for key, entry in header.items()
         ]
     return places
-
-
-def flip(file, position):
-    content = bytearray(file.read_bytes())
-    content[position] ^= 1
-    file.write_bytes(content)
 
 
 # --- All verbs ------------------------------------------------------------------------------------

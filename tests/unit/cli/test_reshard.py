@@ -14,10 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import distckpt
+from benchmarks.measure import peak_memory_bytes
 from distckpt import ShardedObject, ShardedTensor, rules
 from distckpt.cli import main
-from tests.benchmarks.measure import peak_memory_bytes
 from tests.support.cli_command import call, call_error, call_json, interrupt_at_first_progress
+from tests.support.disk import flip
 from tests.support.states import bits
 
 
@@ -138,9 +139,7 @@ def test_damage_is_found_and_nothing_appears(checkpoint, tmp_path, capsys):
         for f in (checkpoint / "tensors").iterdir()
         if tensors()["model.down"].view(torch.uint8).numpy().tobytes() in f.read_bytes()
     ]
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(file, -1)
     assert "Checksum mismatch" in call_error(
         capsys, "reshard", checkpoint, tmp_path / "r", "--ranks", 2
     )

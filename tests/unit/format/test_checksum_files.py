@@ -16,6 +16,7 @@ from distckpt import CheckpointingException, CorruptCheckpointError, ShardedObje
 from distckpt._format import manifest, manifest_parts
 from distckpt.cli import main
 from distckpt.megatron.serialization import remove_sharded_tensors
+from tests.support.disk import flip
 from tests.support.forged_files import forge_files
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -55,12 +56,6 @@ def assert_is_whole(path, keys=tuple(TENSORS)):
 def checksum_file(path):
     (file,) = (path / "objects").glob("*.checksums")
     return file
-
-
-def flip(file, position):
-    content = bytearray(file.read_bytes())
-    content[position] ^= 1
-    file.write_bytes(content)
 
 
 def test_checksums_lie_in_the_order_of_the_bytes(path):

@@ -7,6 +7,7 @@ import torch
 
 import distckpt
 from distckpt import CorruptCheckpointError, ShardedTensor
+from tests.support.disk import flip
 from tests.support.states import numbered
 
 ROWS = (40, 65_536)
@@ -79,9 +80,7 @@ def test_damage_between_the_runs_is_found(tmp_path):
     values = numbered(*ROWS, dtype=torch.float32)
     distckpt.save({"w": ShardedTensor.from_rank_offsets("w", values)}, tmp_path / "c")
     (file,) = (tmp_path / "c" / "tensors").glob("*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(file, -1)
     left, right = (
         ShardedTensor.from_rank_offsets("w", torch.zeros(40, 32_768), (1, half, 2))
         for half in range(2)

@@ -30,6 +30,7 @@ from distckpt._operations import windows
 from distckpt.cli import main
 from distckpt.megatron.core import write_marker
 from tests.support.calls import recorded
+from tests.support.disk import flip
 from tests.support.hooked_store import hooked_reads
 
 NUM_RANKS, NUM_TENSORS, ROW_BYTES = 16, 256, 8
@@ -229,12 +230,6 @@ def reads_of(path):
 
 
 # --- Damage ---------------------------------------------------------------------------------------
-
-
-def flip(file, position):
-    content = bytearray(file.read_bytes())
-    content[position] ^= 1
-    file.write_bytes(content)
 
 
 def damage(path):

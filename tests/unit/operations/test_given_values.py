@@ -20,6 +20,7 @@ from distckpt import (
     UnsupportedObjectError,
 )
 from distckpt import megatron as dist_checkpointing
+from tests.support.disk import flip
 from tests.support.states import whole
 
 Pair = namedtuple("Pair", "first second")
@@ -388,9 +389,7 @@ def test_the_manager_fills_values_of_the_step_that_loads(tmp_path):
         for step in (1, 2):
             manager.save(step, {"w": shard(step), "step": step, "list": [step]})
         damaged = next(tmp_path.glob("*2/objects/*"))
-        content = bytearray(damaged.read_bytes())
-        content[-1] ^= 1
-        damaged.write_bytes(content)
+        flip(damaged, -1)
         given = {"w": shard(), "step": 0, "list": []}
         manager.load(given)
         assert manager.skipped.keys() == {2}

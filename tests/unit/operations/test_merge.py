@@ -28,6 +28,7 @@ from distckpt import (
 from distckpt.megatron.core import CheckpointingException
 from distckpt.rules import Split, Transpose
 from tests.support.cli_command import call, call_json
+from tests.support.disk import flip
 from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.hooked_store import hooked_reads
 from tests.support.quantized_models import fp8_block
@@ -617,9 +618,7 @@ def test_load_reads_the_average(tmp_path):
 def test_damage_in_any_of_them(tmp_path):
     paths = [save_checkpoint(tmp_path / name, {"w": torch.randn(400, 600)}) for name in "ab"]
     (file,) = (paths[1] / "tensors").iterdir()
-    content = bytearray(file.read_bytes())
-    content[-1000] ^= 1
-    file.write_bytes(content)
+    flip(file, -1000)
     with pytest.raises(CorruptCheckpointError, match=r"b/tensors.*'w'"):
         distckpt.merge(paths, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

@@ -20,6 +20,7 @@ from distckpt import (
     ShardedTensor,
 )
 from tests.support.cli_command import call, call_error, call_json
+from tests.support.disk import flip
 
 
 def shards(*keys, value=0.0):
@@ -306,9 +307,7 @@ def test_internal_names_are_not_shown(root, tmp_path, capsys):
     )
     distckpt.save({"step": 1}, tmp_path / "c")
     (file,) = (tmp_path / "c/objects").iterdir()
-    content = bytearray(file.read_bytes())
-    content[-20] ^= 1
-    file.write_bytes(content)
+    flip(file, -20)
     with pytest.raises(distckpt.CorruptCheckpointError, match="of common state was damaged"):
         distckpt.load({}, tmp_path / "c")
     assert "; common state\n" in call(capsys, "verify", tmp_path / "c", code=1)

@@ -9,6 +9,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import distckpt
+from benchmarks.measure import peak_memory_bytes
 from distckpt import (
     CheckpointingException,
     CheckpointNotFoundError,
@@ -17,7 +18,6 @@ from distckpt import (
     ShardedTensor,
     UnsupportedObjectError,
 )
-from tests.benchmarks.measure import peak_memory_bytes
 from tests.support.one_sided_keys import (
     MISSING,
     UNEXPECTED,
