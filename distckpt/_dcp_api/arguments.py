@@ -8,7 +8,7 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._dcp_api.names import TORCH_PACKAGE
-from distckpt._ranks.exchanges import lone_group
+from distckpt._ranks.groups import lone_group
 
 _CLASSES = {
     "storage_reader": ("FileSystemReader", "FsspecReader", "HuggingFaceStorageReader"),

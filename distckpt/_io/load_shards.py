@@ -32,7 +32,7 @@ from distckpt._plan.load import (
     request_of,
 )
 from distckpt._plan.translate import translate
-from distckpt._ranks import exchanges
+from distckpt._ranks import groups
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rule import Rule
 from distckpt._state.shards import region_view, shard_regions
@@ -96,7 +96,7 @@ def load_tensors(
         stored = decoded(stored)
         planned = _plan_requests(stored, shards, settings)
         separated = aliases.separate(stored, planned.requests, planned.copies, planned.targets)
-        group = exchanges.group_number(settings.exchange_group)
+        group = groups.group_number(settings.exchange_group)
         num_bytes = sum(target.nbytes for target in separated.targets)
         vote.number = num_bytes
     counter = ProgressCounter(options.progress, num_bytes)

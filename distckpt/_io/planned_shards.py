@@ -53,7 +53,7 @@ from distckpt._plan.layout import (
     structure_of,
 )
 from distckpt._plan.save import find_aliases, plan_owners
-from distckpt._ranks import exchanges
+from distckpt._ranks import groups
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import encoded as encode_object
 from distckpt._state.shards import (
@@ -162,7 +162,7 @@ def ready_to_plan(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
     options = settings.options
     comparison = _comparison_of(ranks, options)
     ready = _all_ready(shards, comparison, options.unsupported == "warn")
-    group = exchanges.group_number(settings.exchange_group)
+    group = groups.group_number(settings.exchange_group)
     structure = structure_of(ready, ranks, options.validate_access_integrity, group)
     # Comparing the whole content of replicas takes an exchange each time.
     is_compared_whole = comparison is _Comparison.ALL
@@ -228,7 +228,7 @@ def _described(
     shards: Sequence[Shard], settings: ShardSettings, comparison: _Comparison
 ) -> ShardTable:
     """Return the table of shards, with hashes if replicas are compared."""
-    group = exchanges.group_number(settings.exchange_group)
+    group = groups.group_number(settings.exchange_group)
     table = shard_table(shards)._replace(exchange_group=group)
     if comparison is not _Comparison.NOTHING:
         add_digests(table, shards, of_samples=comparison is _Comparison.SAMPLES)

@@ -20,7 +20,7 @@ from distckpt._mapping.wrappers import (
     StateDict,
 )
 from distckpt._models.dtensor import has_parts, is_dtensor, shard_of_dtensor, shard_of_parts
-from distckpt._ranks.exchanges import own_rank
+from distckpt._ranks.groups import own_rank
 
 Offsets: TypeAlias = Iterable[tuple[int, int, int]]
 """Prepended axes: for each, from 0 on, `(axis, position, number of parts)`."""

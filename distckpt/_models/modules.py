@@ -25,7 +25,7 @@ from distckpt._models.layers import (
     make_sharded_tensors_for_checkpoint,
     prepended_axes,
 )
-from distckpt._ranks.exchanges import own_rank
+from distckpt._ranks.groups import own_rank
 from distckpt._state.stored_form import StoredEntry
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_original_module")

@@ -26,7 +26,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import first_line
 from distckpt._base.version import __version__
 from distckpt._ranks.attendance import answer_of, lost_contact
-from distckpt._ranks.exchanges import forget_group
+from distckpt._ranks.groups import forget_group
 
 logger = logging.getLogger(__name__)
 

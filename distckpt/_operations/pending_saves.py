@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distckpt._operations.planned_save import SaveRequest
-from distckpt._ranks import exchanges
+from distckpt._ranks import groups
 from distckpt._ranks.collectives import Ranks
 
 FINE, FAILED, OUT_OF_STEP = range(3)
@@ -52,7 +52,7 @@ def saves_of(process_group: Any) -> GroupSaves:
 
 def _owner_of(process_group: Any) -> Any:
     # The class stands for this process without a group.
-    return exchanges.group_of(process_group) or GroupSaves
+    return groups.group_of(process_group) or GroupSaves
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from distckpt._move.roll_call import (
 )
 from distckpt._operations.moving import MoveRequest, run_move
 from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.exchanges import group_over, open_store
+from distckpt._ranks.groups import group_over, open_store
 from distckpt._rules.rule import Rule
 
 MAX_ATTEMPTS = 3

@@ -1,24 +1,17 @@
 """Exchanges of byte strings, numbers and tensors over gloo.
 
-Only this module imports torch.distributed. No payload is pickled, and the error of a broken
-exchange names the rank that was lost.
+No payload is pickled, and the error of a broken exchange names the rank that was lost.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
 import hashlib
 import itertools
 import logging
 import math
-import os
-import socket
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,9 +22,21 @@ import numpy.typing as npt
 from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.lazy import LazyModule, torch
-from distckpt._base.messages import first_line
 from distckpt._geometry.region import IntArray
-from distckpt._ranks.attendance import ABANDONED, AttendanceLog, answer_of, lost_contact
+from distckpt._ranks import groups
+from distckpt._ranks.attendance import ABANDONED, lost_contact
+from distckpt._ranks.groups import (
+    attendance_log_of,
+    contact,
+    cpu_group,
+    is_initialized,
+    mark_known,
+    name_of,
+    new_gloo_group,
+    tree_of,
+    turns,
+    warn_if_others_are_meant,
+)
 from distckpt._ranks.lent_tensors import lent
 
 if TYPE_CHECKING:
@@ -52,30 +57,6 @@ _FRAME_BYTES = 512
 one.
 """
 _BYTES_IN_FRAME = _FRAME_BYTES - 8
-
-_cpu_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Process group of the caller -> gloo group of the same ranks. It is for groups that cannot move
-CPU tensors.
-"""
-
-_turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
-"""Process group of the caller -> lock of the thread that uses it. Exchanges of two threads could
-not be told apart.
-"""
-
-FAN_OUT = 16
-"""Size of groups above which messages go along a tree. No rank has more than 15 other ranks below
-it for each level, so that a rank of 65,536 has at most 61 connections.
-"""
-
-_trees: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-"""Gloo group -> this rank's groups of its tree, leaves first."""
-
-_lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Default group -> the group of this process alone."""
-
-_attendance_logs: weakref.WeakKeyDictionary[Any, AttendanceLog] = weakref.WeakKeyDictionary()
-"""Gloo group -> its count, which later calls with the group continue."""
 
 
 class Transfer(NamedTuple):
@@ -104,13 +85,13 @@ class Exchanges:
 
     def __init__(self, process_group: Any = None) -> None:
         self.stop = threading.Event()
-        if not _is_initialized():
+        if not is_initialized():
             if process_group is not None:
                 raise CheckpointingException(
                     "A process_group was given but torch.distributed is not initialized here: "
                     "call torch.distributed.init_process_group() first, or leave process_group out."
                 )
-            _warn_if_others_are_meant()
+            warn_if_others_are_meant()
             return
         group = process_group
         if group is None:
@@ -126,8 +107,8 @@ class Exchanges:
         if self.size > 1:
             # From here on the other ranks wait for this one.
             interrupts.defer_signals()
-            interrupts.hold(_turns.setdefault(group, threading.Lock()))
-            self._group = _cpu_group(group)
+            interrupts.hold(turns.setdefault(group, threading.Lock()))
+            self._group = cpu_group(group)
 
     def use_group(self, group: Any) -> None:
         """Go on in a group of `group_over`, used by one thread."""
@@ -143,8 +124,8 @@ class Exchanges:
         There they wait up to `timeout` seconds for each other.
         """
         members = dist.get_process_group_ranks(self._group)
-        with _contact(self._group, "make a process group"):
-            self._group = _new_gloo_group(members, timedelta(seconds=timeout))
+        with contact(self._group, "make a process group"):
+            self._group = new_gloo_group(members, timedelta(seconds=timeout))
 
     @property
     def group(self) -> Any:
@@ -166,7 +147,7 @@ class Exchanges:
 
         An error with the same cause counts, too.
         """
-        return self._group is not None and getattr(error, "known_in", None) == _name_of(self._group)
+        return self._group is not None and getattr(error, "known_in", None) == name_of(self._group)
 
     def are_in_step_after(self, error: BaseException) -> bool:
         """Return whether ranks may go on together after an error.
@@ -184,7 +165,7 @@ class Exchanges:
         """
         if self.size == 1:
             return [payload]
-        with _contact(self._group, name):
+        with contact(self._group, name):
             return self._gather(payload, name)
 
     def gather_once(self, payloads: Sequence[bytes]) -> list[list[bytes]]:
@@ -198,7 +179,7 @@ class Exchanges:
             return [[payload] for payload in payloads]
         digests = b"".join(map(_digest_of, payloads))
         senders = np.empty((0, len(payloads)), np.int64)
-        with _contact(self._group, "gather"):
+        with contact(self._group, "gather"):
             gathered = self._gather(digests, "gather")
             if gathered:
                 table = np.frombuffer(b"".join(gathered), np.int64)
@@ -219,7 +200,7 @@ class Exchanges:
         """
         if self.size == 1:
             return payloads[0]
-        with _contact(self._group, name):
+        with contact(self._group, name):
             return self._scatter(payloads, name)
 
     def broadcast(self, payload: bytes, name: str = "broadcast") -> bytes:
@@ -229,7 +210,7 @@ class Exchanges:
         """
         if self.size == 1:
             return payload
-        with _contact(self._group, name):
+        with contact(self._group, name):
             return self._broadcast_bytes(payload, name)
 
     def all_gather(self, payload: bytes, name: str = "all_gather") -> list[bytes]:
@@ -240,7 +221,7 @@ class Exchanges:
         """
         if self.size == 1:
             return [payload]
-        with _contact(self._group, name):
+        with contact(self._group, name):
             joined = pack_parts(self._gather(payload, name))
             return unpack_parts(self._broadcast_bytes(joined, name))
 
@@ -257,7 +238,7 @@ class Exchanges:
         """Return the sum of all ranks' numbers at each place, everywhere."""
         total = torch.from_numpy(numbers.copy())
         if self.size > 1:
-            with _contact(self._group, name):
+            with contact(self._group, name):
                 work = dist.all_reduce(total, group=self._group, async_op=True)
                 self._complete(work, name, [total], self._group)
         result: IntArray = total.numpy()
@@ -274,7 +255,7 @@ class Exchanges:
 
         The sender uses the same tag; see `finish`.
         """
-        with _contact(self._group, "exchange of tensors", of_all=False):
+        with contact(self._group, "exchange of tensors", of_all=False):
             if is_sent:
                 work = dist.isend(memory, group=self._group, tag=tag, group_dst=peer)
             else:
@@ -286,7 +267,7 @@ class Exchanges:
 
         Until then its memory must not change.
         """
-        with _contact(self._group, "exchange of tensors", of_all=False):
+        with contact(self._group, "exchange of tensors", of_all=False):
             transfer.work.wait()
 
     def broadcast_into(self, memory: npt.NDArray[np.uint8], src: int) -> None:
@@ -295,14 +276,14 @@ class Exchanges:
         It has the same size everywhere.
         """
         if self.size > 1 and len(memory):
-            with _contact(self._group, "broadcast of a tensor"):
+            with contact(self._group, "broadcast of a tensor"):
                 self._broadcast(torch.from_numpy(memory), src, "broadcast of a tensor")
 
     def _gather(self, payload: bytes, name: str) -> list[bytes]:
-        if self.size <= FAN_OUT:
+        if self.size <= groups.FAN_OUT:
             return self._gather_in(self._group, payload, name)
         parts = [payload]
-        for group in _tree_of(self._group):
+        for group in tree_of(self._group):
             gathered = self._gather_in(group, pack_parts(parts), name)
             if not gathered:
                 return []
@@ -312,21 +293,21 @@ class Exchanges:
         return parts
 
     def _scatter(self, payloads: Sequence[bytes], name: str) -> bytes:
-        if self.size <= FAN_OUT:
+        if self.size <= groups.FAN_OUT:
             return self._scatter_in(self._group, payloads, name)
         parts = payloads
-        tree = _tree_of(self._group)
+        tree = tree_of(self._group)
         for height, group in reversed([*enumerate(tree)]):
-            count = FAN_OUT**height
+            count = groups.FAN_OUT**height
             below = [parts[first : first + count] for first in range(0, len(parts), count)]
             parts = unpack_parts(self._scatter_in(group, [*map(pack_parts, below)], name))
         return parts[0]
 
     def _broadcast_bytes(self, payload: bytes, name: str) -> bytes:
-        groups: Iterable[Any] = [self._group]
-        if self.size > FAN_OUT:
-            groups = reversed(_tree_of(self._group))
-        for group in groups:
+        levels: Iterable[Any] = [self._group]
+        if self.size > groups.FAN_OUT:
+            levels = reversed(tree_of(self._group))
+        for group in levels:
             payload = self._broadcast_in(group, payload, name)
         return payload
 
@@ -391,24 +372,9 @@ class Exchanges:
                     logger.warning(
                         "rank %d: %s",
                         self.rank,
-                        _attendance_log_of(self._group).describe_wait(name),
+                        attendance_log_of(self._group).describe_wait(name),
                     )
             work.wait()  # raises the error of a collective that has failed
-
-
-@contextlib.contextmanager
-def _contact(group: Any, name: str, *, of_all: bool = True) -> Iterator[None]:
-    """Turn a broken exchange into an error that names the rank.
-
-    The rank died or timed out. Every rank counts the exchanges that all take part in (`of_all`).
-    """
-    log = _attendance_log_of(group)
-    if of_all:
-        log.record(interrupts.running_operation())
-    try:
-        yield
-    except RuntimeError as error:
-        raise mark_known(log.lost_contact(name, error), group) from error
 
 
 def _content_of(group: Any, frame: torch.Tensor, source: int) -> bytes:
@@ -475,347 +441,6 @@ def _first_of_same(rows: IntArray) -> IntArray:
     """Return for each row the index of its first equal row."""
     _, firsts, same = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     return firsts[same.ravel()]
-
-
-def mark_known(error: BaseException, group: Any) -> BaseException:
-    """Note that a group's ranks have raised an error together.
-
-    The same holds for an error that they can no longer raise together.
-    """
-    error.known_in = _name_of(group)  # type: ignore[attr-defined]
-    return error
-
-
-def _name_of(group: Any) -> str:
-    return getattr(group, "group_name", None) or f"group at {id(group)}"
-
-
-OPEN_SECONDS = 5.0
-"""Seconds that torch may need beyond its timeout to open a store. It tries again at first."""
-_BACKLOG = 1024
-"""Connections that may wait until a store accepts them."""
-
-
-def open_store(host: str, port: int, is_host: bool, timeout: float) -> Any:
-    """Open the store at an address, where processes of any jobs meet.
-
-    The host listens on this address alone; torch would listen on all addresses of the machine.
-
-    Raises:
-        CheckpointingException: no process hosts it within `timeout` seconds, or the port is taken.
-    """
-    if torch.__version__.startswith("2.6."):
-        raise CheckpointingException(
-            f"The store at {host}:{port} needs a newer torch than {torch.__version__}, which makes "
-            "no groups of processes of several jobs: upgrade torch on all sides."
-        )
-    limit = timedelta(seconds=timeout)
-
-    def open_there() -> Any:
-        listener = _listener(host, port) if is_host else None
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            host,
-            port,
-            None,
-            is_host,
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=listener,
-        )
-
-    try:
-        return answer_of(open_there, timeout + OPEN_SECONDS)
-    except (RuntimeError, OSError) as error:
-        problem = f"did not answer within {timeout:g} s"
-        if is_host:
-            problem = "cannot be hosted here"
-        text = f"The store at {host}:{port} {problem}: {first_line(error)}"
-        raise CheckpointingException(text) from error
-
-
-def _listener(host: str, port: int) -> int:
-    """Return the descriptor of a socket listening on this machine.
-
-    Raises:
-        OSError: none of the addresses of the host is one of this machine, or the port is taken.
-    """
-    candidates = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for family, kind, protocol, _, address in candidates:
-        with contextlib.closing(socket.socket(family, kind, protocol)) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind(address)
-                listener.listen(_BACKLOG)
-            except OSError as error:
-                failure = error
-                continue
-            _warn_of_loopback(host, str(address[0]))
-            return listener.detach()
-    addresses = ", ".join(sorted({str(address[0]) for *_, address in candidates}))
-    if failure.errno != errno.EADDRNOTAVAIL:
-        raise failure
-    raise OSError(
-        f"{addresses} is no address of this machine; give rank 0 one of its own, or 0.0.0.0 to "
-        "listen on all of them"
-    )
-
-
-def _warn_of_loopback(host: str, address: str) -> None:
-    """Warn of a name that leads to this machine only here.
-
-    Some systems set up their own name so.
-    """
-    is_loopback = address == "::1" or address.startswith("127.")
-    if is_loopback and host not in (address, "localhost"):
-        logger.warning(
-            "%s is %s on this machine, where other machines do not reach it: give the address of a "
-            "network interface unless all is on this machine.",
-            host,
-            address,
-        )
-
-
-def group_over(
-    store: Any, number: int, rank: int, size: int, timeout: float, address: tuple[str, int]
-) -> Any:
-    """Make a gloo group of processes of any jobs, without default group.
-
-    Its connections use the interface that leads to `address`, unless GLOO_SOCKET_IFNAME names one.
-    Collective operation: all `size` processes must call it, within `timeout` seconds.
-    """
-    prefixed = dist.PrefixStore  # type: ignore[attr-defined]
-    shared = prefixed(_prefix_of(number), store)
-    attendance = AttendanceLog(prefixed("attendance", shared), rank, size)
-    limit = timedelta(seconds=timeout)
-
-    def connect() -> Any:
-        settings = limit
-        if not os.environ.get("GLOO_SOCKET_IFNAME"):
-            own = _own_address(*address)
-            if own is not None:
-                settings = _gloo_options(own, limit)
-        return dist.ProcessGroupGloo(shared, rank, size, settings)
-
-    try:
-        group = answer_of(connect, 2 * timeout)
-    except RuntimeError as error:
-        raise attendance.lost_contact("make a process group", error) from error
-    _attendance_logs[group] = attendance
-    return group
-
-
-def forget_group(store: Any, number: int, size: int) -> None:
-    """Delete the entries of a group's members in a store.
-
-    They wrote them when they made the group.
-    """
-    prefix = _prefix_of(number)
-    for rank in range(size):
-        # The address that gloo listens on, and the count of exchanges.
-        store.delete_key(f"{prefix}/0/{rank}")
-        store.delete_key(f"{prefix}/attendance/{rank}")
-
-
-def _gloo_options(own_address: str, limit: timedelta) -> Any:
-    gloo = dist.ProcessGroupGloo
-    options = gloo._Options()  # type: ignore[attr-defined]
-    options._devices = [gloo.create_device(hostname=own_address)]
-    # The number that gloo uses without options, for one device.
-    options._threads = 2
-    options._timeout = limit
-    return options
-
-
-def _prefix_of(number: int) -> str:
-    return f"group {number}"
-
-
-def _own_address(host: str, port: int) -> str | None:
-    """Return this machine's address for packets to a host.
-
-    None where the host is all addresses of this machine, or cannot be reached.
-    """
-    with contextlib.suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, port, type=socket.SOCK_DGRAM
-        ):
-            if address[0] in ("0.0.0.0", "::"):
-                return None
-            # Nothing is sent.
-            with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-    return None
-
-
-@contextlib.contextmanager
-def gloo_group(rank: int, num_ranks: int, rendezvous: str) -> Iterator[None]:
-    """Make the default process group of processes of this machine.
-
-    They meet in the file `rendezvous`.
-    """
-    # The name of this machine may resolve to any address.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def group_of(process_group: Any) -> Any:
-    """Return the process group, or the default one for None.
-
-    None if torch.distributed is not initialized.
-    """
-    if process_group is None and _is_initialized():
-        return dist.group.WORLD
-    return process_group
-
-
-@functools.cache
-def _warn_if_others_are_meant() -> None:
-    """Warn, once, of processes that a launcher has started together.
-
-    They do not know it.
-    """
-    rank = os.environ.get("RANK", "")
-    size = os.environ.get("WORLD_SIZE", "")
-    if rank.isdecimal() and size.isdecimal() and int(size) > 1:
-        logger.warning(
-            "This process is rank %s of %s to its launcher, but torch.distributed is not "
-            "initialized: it saves and loads as if it were alone. Call "
-            "torch.distributed.init_process_group() first.",
-            rank,
-            size,
-        )
-
-
-def _is_initialized() -> bool:
-    # A program that has made a process group has imported it.
-    return "torch.distributed" in sys.modules and dist.is_available() and dist.is_initialized()
-
-
-def num_exchanges(process_group: Any) -> int:
-    """Return the number of a group's exchanges that this rank has reached.
-
-    The group is a caller's.
-    """
-    group = group_of(process_group)
-    if not (group and isinstance(group, dist.ProcessGroup)):
-        return 0
-    log = _attendance_logs.get(_cpu_groups.get(group, group))
-    if log is None:
-        return 0
-    return log.num_exchanges
-
-
-def own_rank() -> int:
-    """Return this process's rank in the default group; 0 without one."""
-    if not _is_initialized():
-        return 0
-    return dist.get_rank()
-
-
-def group_number(process_group: Any) -> int:
-    """Return a number that tells disjoint groups apart; 0 for None.
-
-    It is the lowest global rank of a group.
-    """
-    if process_group is None:
-        return 0
-    return min(dist.get_process_group_ranks(process_group))
-
-
-def lone_group() -> Any:
-    """Return a process group of this process alone.
-
-    None if torch.distributed is not initialized. Not a collective operation.
-    """
-    world = group_of(None)
-    if world is not None and world not in _lone_groups:
-        _lone_groups[world] = dist.new_group(
-            [dist.get_rank()], backend="gloo", use_local_synchronization=True
-        )
-    return world and _lone_groups[world]
-
-
-def _cpu_group(group: Any) -> Any:
-    # Such as "cpu:gloo,cuda:nccl"; backends of other devices do not matter.
-    if "cpu:gloo" in str(dist.get_backend_config(group)).split(","):
-        return group
-    if group not in _cpu_groups:
-        ranks = dist.get_process_group_ranks(group)
-        with _contact(group, "make a process group"):
-            _attendance_log_of(group).wait_for_all()
-            _cpu_groups[group] = _new_gloo_group(ranks)
-    return _cpu_groups[group]
-
-
-def _new_gloo_group(members: Sequence[int], timeout: timedelta | None = None) -> Any:
-    """Make a gloo group whose ranks connect at their first exchange.
-
-    Every rank connects to all other ranks if torch cannot do that. Collective operation: all
-    members must call it.
-    """
-    name = "TORCH_GLOO_LAZY_INIT"
-    sets_it = len(members) >= FAN_OUT and name not in os.environ
-    # A version of torch that cannot leave ranks in their order has no groups in another one.
-    order: dict[str, Any] = {}
-    if list(members) != sorted(members):
-        order["sort_ranks"] = False
-    if sets_it:
-        os.environ[name] = "1"
-    try:
-        return dist.new_group(
-            list(members), timeout, backend="gloo", use_local_synchronization=True, **order
-        )
-    finally:
-        if sets_it:
-            os.environ.pop(name, None)
-
-
-def _tree_of(group: Any) -> list[Any]:
-    """Return the tree's groups with this rank, from its leaves on.
-
-    The first rank of each group is in the next one. Collective operation when a group is first
-    given: all its ranks must call it.
-    """
-    if group not in _trees:
-        ranks = dist.get_process_group_ranks(group)
-        own = dist.get_rank()
-        limit = group._get_backend(torch.device("cpu")).options._timeout
-        _trees[group] = []
-        while len(ranks) > 1:
-            is_in = own in ranks
-            # All ranks make as many groups, though some are of one rank: torch counts them, and
-            # names groups of the same ranks by the count.
-            members = [own]
-            if is_in:
-                first = ranks.index(own) // FAN_OUT * FAN_OUT
-                members = ranks[first : first + FAN_OUT]
-            level = _new_gloo_group(members, limit)
-            if is_in:
-                _trees[group].append(level)
-            ranks = ranks[::FAN_OUT]
-    return _trees[group]
-
-
-def _attendance_log_of(group: Any) -> AttendanceLog:
-    if group not in _attendance_logs:
-        shared = dist.PrefixStore("distckpt", _store_of(group))  # type: ignore[attr-defined]
-        _attendance_logs[group] = AttendanceLog(shared, group.rank(), group.size())
-    return _attendance_logs[group]
-
-
-def _store_of(group: Any) -> Any:
-    """Return the store through which a group's ranks have met."""
-    # Groups of torch 2.6 do not tell their store.
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return dist.distributed_c10d._get_process_group_store(group)
 
 
 def _as_tensor(payload: bytes) -> torch.Tensor:

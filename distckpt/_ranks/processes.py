@@ -16,7 +16,7 @@ from torch.multiprocessing import get_context
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._ranks.exchanges import gloo_group
+from distckpt._ranks.groups import gloo_group
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:

@@ -12,7 +12,7 @@ import distckpt
 from distckpt import ShardedTensor
 from distckpt._format import manifest
 from distckpt._io import shared_plan
-from distckpt._ranks import exchanges
+from distckpt._ranks import groups
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import Exchanges, pack_parts, unpack_parts
 from tests.support.collectives import counted_collectives
@@ -29,7 +29,7 @@ def payload(rank, size):
 def exchange(rank, fan_out):
     """Exchange payloads of all sizes in every way; return what is wrong."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(exchanges, "FAN_OUT", fan_out)
+        monkeypatch.setattr(groups, "FAN_OUT", fan_out)
         ranks = Exchanges()
         wrong = []
         for shift in range(len(SIZES)):
@@ -71,7 +71,7 @@ def rows_of(rank, num_ranks, value):
 
 def save_along_a_tree(rank, num_ranks, folder):
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(exchanges, "FAN_OUT", 2)
+        monkeypatch.setattr(groups, "FAN_OUT", 2)
         for value in (1, 2):
             distckpt.save(rows_of(rank, num_ranks, value), f"{folder}/{value}")
         distckpt.async_save(rows_of(rank, num_ranks, 3), f"{folder}/3").result(60)
@@ -177,7 +177,7 @@ def answer_each(rank, fan_out, failing):
         return ranks.answer_each(told, "answer", lambda: answers(told))
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(exchanges, "FAN_OUT", fan_out)
+        monkeypatch.setattr(groups, "FAN_OUT", fan_out)
         found = tell() if failing is None else str(error_of(tell))
         return found, sum_over_ranks(1)
 
@@ -240,7 +240,7 @@ def connections_of_saves_and_loads(rank, num_ranks, fan_out, path):
         return {"a": ShardedTensor.from_rank_offsets("a", part, (0, rank, num_ranks))}
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(exchanges, "FAN_OUT", fan_out)
+        monkeypatch.setattr(groups, "FAN_OUT", fan_out)
         sum_over_ranks(1)
         before = num_sockets()
         distckpt.save(state(rank), f"{path}/first")

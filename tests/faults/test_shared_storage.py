@@ -17,7 +17,7 @@ import pytest
 import distckpt
 from distckpt import CheckpointingException, CheckpointManager, RankFailedError, torch_dist
 from distckpt._commit import output
-from distckpt._ranks.exchanges import lone_group
+from distckpt._ranks.groups import lone_group
 from distckpt.strategies.safetensors import ShardSave
 from tests.support.harness import error_of, run, sum_over_ranks
 from tests.support.states import state_of, value_of

@@ -11,14 +11,14 @@ from distckpt._ranks import exchanges
 @contextlib.contextmanager
 def watching_exchanges(arrive) -> Iterator[None]:
     """Call `arrive(name)` whenever this rank is about to begin an exchange."""
-    plain = exchanges._contact
+    plain = exchanges.contact
 
     def watched(group, name, **options):
         arrive(name)
         return plain(group, name, **options)
 
-    exchanges._contact = watched
+    exchanges.contact = watched
     try:
         yield
     finally:
-        exchanges._contact = plain
+        exchanges.contact = plain
