@@ -96,7 +96,7 @@ def run_operation(name: str, function: Callable[[], _Result]) -> _Result:
 
 
 _CALLS: set[CodeType] = {run_operation.__code__}
-"""The code of operations, and of their substitutes in other threads."""
+"""Code objects of operations, and of `run_operation`."""
 
 
 def _refuse_callbacks(name: str, running: str, caller: FrameType | None) -> None:

@@ -244,7 +244,7 @@ def bounce_buffer(
 
 
 class DeviceLayer:
-    """The operations of a device that moving bytes takes.
+    """Device operations for moving bytes.
 
     It serves all kinds that torch has streams for: cuda, xpu, ...
     """

@@ -210,7 +210,7 @@ def _named_tuple(container: Any, children: Sequence[Any]) -> Any:
 
 
 def _is_copy(old: Any, new: Any) -> bool:
-    """Return whether a tree is the same, or a copy of containers."""
+    """Return whether two trees have the same leaves in equal containers."""
     if old is new:
         return True
     if not is_plain_container(old) or type(old) is not type(new) or len(old) != len(new):

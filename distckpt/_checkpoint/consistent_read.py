@@ -152,7 +152,7 @@ def reading(ranks: Ranks, checkpoints: Sequence[StoredCheckpoint]) -> Iterator[N
 
 @contextlib.contextmanager
 def reading_unchanged(ranks: Ranks, checkpoints: Sequence[StoredCheckpoint]) -> Iterator[None]:
-    """Do the same, and check files without checksums also after success.
+    """Like `reading`, and check files without checksums also after success.
 
     It is for operations that end with a result. Committed results are checked before that, see
     `check_is_unchanged`.
@@ -226,7 +226,7 @@ def removed(location: str) -> CheckpointNotFoundError:
 
 
 def _agree(ranks: Ranks, error: BaseException | None, look: Callable[[], int]) -> int:
-    """Return the coordinator's finding.
+    """Return the change that the coordinator sees.
 
     `_UNCHANGED` if the error of some rank does not come from files.
     """

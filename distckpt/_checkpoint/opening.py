@@ -48,7 +48,7 @@ def _built_in(name: str) -> Reader:
 
 
 def _readers() -> Iterator[Reader]:
-    """Yield all readers in the order of their looks at a location.
+    """Yield all readers, in the order in which they are asked.
 
     Readers of users come first, the latest before all others.
     """
@@ -65,7 +65,7 @@ def register_reader(reader: Reader) -> None:
 
     Raises:
         TypeError: `reader` is no instance of `Reader`.
-        ValueError: its name is empty, or that of a built-in format.
+        ValueError: its name is empty, or names a built-in format.
     """
     if not isinstance(reader, Reader):
         raise TypeError(f"register_reader takes an instance of a Reader, got {reader!r:.100}.")
@@ -230,7 +230,7 @@ def check_is_same(rank: int, location: str, manifest_checksum: str | None) -> No
 
 
 def _difference(location: str, manifest_checksum: str | None) -> str | None:
-    """Return the difference to the expected checkpoint, see `check_is_same`."""
+    """Return the difference from the expected checkpoint, see `check_is_same`."""
     if manifest_checksum is None:
         return None if locations.exists(location) else "does not exist"
     marker = read_marker(location)

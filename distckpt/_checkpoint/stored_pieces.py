@@ -22,7 +22,7 @@ from distckpt._storage import locations
 _INTEGERS = (int, np.integer)
 _MAX_ELEMENTS = 1 << 62
 _OBJECT_NDIM = -1
-"""Stands for an object instead of a number of axes."""
+"""Number of axes that stands for an object."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def _look_up_files(location: str, pieces: Sequence[StoredPiece]) -> list[ShardFi
 
 
 def look_up_file(location: str, name: str, key: str) -> ShardFile:
-    """Return the size of a file with a key.
+    """Return the file that holds a key, with its size.
 
     It must lie in the checkpoint.
     """

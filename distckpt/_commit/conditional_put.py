@@ -254,7 +254,7 @@ class Transaction:
     def _uploads(self, strays: bool) -> list[Upload]:
         """Return the unfinished uploads of this save.
 
-        With `strays`, also those of saves that cannot win any more.
+        With `strays`, also the uploads of saves that cannot win any more.
         """
         uploads = self._remote.list_uploads()
         has_all = strays and self._is_conditional and self._has_folders

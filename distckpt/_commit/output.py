@@ -48,7 +48,7 @@ _MAX_THREADS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings:
-    """Settings of the writing of an output.
+    """Settings for writing an output.
 
     Attributes:
         num_bytes: number of bytes that this rank is going to write.

@@ -1,4 +1,4 @@
-"""The marker file of a complete checkpoint; `distckpt.megatron.core` is public.
+"""The marker file of a complete checkpoint. `distckpt.megatron.core` is the public path.
 
 The marker (`metadata.json`) is written last. Without one there is no checkpoint; with one, readers
 may rely on everything that it names. It has the fields of Megatron's `CheckpointingConfig` as well
@@ -137,7 +137,8 @@ def save_config(
     complete checkpoint.
 
     Args:
-        extra: further JSON fields of the marker; fields of `config` replace those of the same name.
+        extra: further JSON fields of the marker; fields of `config` win over fields of the same
+            name.
         durable: whether it must have reached the disk on return.
     """
     write_marker(checkpoint_dir, {**(extra or {}), **config_fields(config)}, durable)

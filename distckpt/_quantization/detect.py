@@ -167,7 +167,7 @@ def _find(
 def _has_more(stem: str, parts: Collection[str], dependencies: Iterable[str]) -> bool:
     """Return whether values depend on more than the parts of a tensor.
 
-    In a module with several weights, names begin with those of their weights.
+    In a module with several weights, names begin with the names of their weights.
     """
     module, dot, own = stem.rpartition(".")
     is_alone = own in ("", "weight")

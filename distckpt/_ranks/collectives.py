@@ -204,7 +204,7 @@ class Ranks(Exchanges):
     def answering(self, told: Told, name: str) -> Iterator[None]:
         """Run the body on the coordinator, which sets the answer for all.
 
-        This is the second half of a phase. Its errors are raised like those of a `decision`;
+        This is the second half of a phase. Its errors are raised as in a `decision`;
         elsewhere it must do nothing.
         """
         error: BaseException | None = None
@@ -465,7 +465,7 @@ class PhaseTimer:
         """Return the fields of a report from the `figures` of all ranks.
 
         They follow the location. The slowest rank is the one that took longest in the phase
-        `moving`. Phases that are running now are those of this rank.
+        `moving`. Running phases are taken from this rank.
         """
         table = np.stack([np.frombuffer(row) for row in figures])
         longest = dict(zip(self.phases, table[:, 2:].max(axis=0).tolist(), strict=True))

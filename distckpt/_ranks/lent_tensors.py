@@ -53,5 +53,5 @@ def _wait() -> None:
         time.sleep(0.001)
 
 
-# Exit functions run in the reverse order: this one after those of programs, which may save.
+# Exit functions run in the reverse order: this one after the functions of programs, which may save.
 atexit.register(_wait)

@@ -30,7 +30,7 @@ _PLAIN_ERRORS: dict[str, type[Exception]] = {
         AssertionError,
     )
 }
-"""Errors of Python that are made again from their message."""
+"""Built-in errors that are rebuilt from their message."""
 
 
 def describe_call(

@@ -278,10 +278,10 @@ def keep_whole(table: GlobalTable, differences: ReplicaDifferences) -> None:
 
 
 def replica_factors(table: GlobalTable) -> IntArray:
-    """Return a factor for each row, which add up to 0.
+    """Return a factor for each row; replicas' factors add up to 0.
 
-    The factors of the replicas of a region do: they are 1 for all but one of them. A factor is 0
-    for regions that only one rank has, or that may differ.
+    A region's replicas have the factor 1, all but one of them. A factor is 0 for regions that only
+    one rank has, or that may differ.
     """
     is_tensor = np.array([dtype != OBJECT for dtype in table.dtypes], np.bool_)
     compared = rows_with_copies(table)

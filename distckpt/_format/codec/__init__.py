@@ -5,7 +5,7 @@ The objects are all that a state dict holds in addition to global tensors.
 The blob's `__metadata__` holds `codec_version` and `tree`, a JSON text. Its U8 entries hold the raw
 bytes of tensors, numpy arrays and large byte strings, in the order in which the tree refers to
 them. `orders`, if it is there, has by the numbers of such entries the order in which the axes of
-transposed tensors lay in memory; their bytes are row-major like those of others. In the tree, None,
+transposed tensors lay in memory; their bytes are row-major like all others. In the tree, None,
 bool, int, finite floats, str, list and dict with str keys are themselves; anything else is
 `{"$<kind>": <payload>}`. Integers that need more than 64 bits are tagged; JSON readers other than
 Python's may round those beyond 2**53.

@@ -164,14 +164,14 @@ def _imported(name: Any) -> Any:
     """
     parts = name.split(".") if type(name) is str else []
     for count in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:count]))
-        if found is None or found.__name__ in _PROGRAMS:
+        value: Any = sys.modules.get(".".join(parts[:count]))
+        if value is None or value.__name__ in _PROGRAMS:
             continue
         for part in parts[count:]:
             # Not getattr, which may run code of the module.
-            found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
-        is_class = isinstance(found, type) and type_name(found) == name
-        return found if is_class and _needs_no_registration(found) else None
+            value = vars(value).get(part) if isinstance(value, types.ModuleType | type) else None
+        is_class = isinstance(value, type) and type_name(value) == name
+        return value if is_class and _needs_no_registration(value) else None
     return None
 
 
