@@ -6,8 +6,8 @@
 Each writes its figures to docs/figures/NAME.json, from which the tables of the README here and the
 pictures of the pages are made. Run it on a machine that does nothing else: figures that noise makes
 worthless are marked (see `report.py`). A benchmark that fails leaves its older figures as they are,
-and the exit status is 1; one that lacks a package is left out. --quick runs all with small sizes, to
-see that they work, and keeps no figures unless --docs says where. --render runs nothing.
+and the exit status is 1; one that lacks a package is left out. --quick runs all with small sizes,
+to see that they work, and keeps no figures unless --docs says where. --render runs nothing.
 """
 
 from __future__ import annotations
