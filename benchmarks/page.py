@@ -1,6 +1,4 @@
-"""The pictures of the pages, and the blocks of docs/performance.md, drawn and laid out from
-docs/figures.
-"""
+"""The pictures of the pages and the tables of README.md, drawn and laid out from docs/figures."""
 
 from __future__ import annotations
 
@@ -16,16 +14,13 @@ from report import markdown
 BLOCK = re.compile(r"(?<=<!-- figures/)(\w+)(\.json -->\n).*?(?=<!-- end -->\n)", re.S)
 
 
-def render(docs: Path) -> None:
-    """Write docs/*.svg, and what stands in docs/performance.md between the comments that name a
-    file of figures.
-    """
+def render(docs: Path, readme: Path) -> None:
+    """Write docs/*.svg, and the README's text between the comments that name a file of figures."""
     figures = {
         path.stem: json.loads(path.read_text()) for path in (docs / "figures").glob("*.json")
     }
     blocks = {name: markdown(value) for name, value in figures.items()}
-    page = docs / "performance.md"
-    page.write_text(with_blocks(page.read_text(), blocks))
+    readme.write_text(with_blocks(readme.read_text(), blocks))
     if "save_load" in figures:
         (docs / "storage.svg").write_text(draw(from_json(figures["save_load"]["outcome"])))
     for name, picture in DIAGRAMS.items():

@@ -1,13 +1,13 @@
-"""Run all benchmarks in turn, and bring docs/performance.md in line with what they found.
+"""Run all benchmarks in turn, and bring figures, tables and pictures up to date.
 
     python benchmarks/run_all.py [--quick] [--only NAME ...] [--dir DIR] [--docs DOCS]
         [--render]
 
-Each writes its figures to docs/figures/NAME.json, from which the tables and pictures of the pages
-are made. Run it on a machine that does nothing else: figures that noise makes worthless are marked
-(see `report.py`). A benchmark that fails leaves its older figures as they are, and the exit status
-is 1; one that lacks a package is left out. --quick runs all with small sizes, to see that they
-work, and keeps no figures unless --docs says where. --render runs nothing.
+Each writes its figures to docs/figures/NAME.json, from which the tables of the README here and the
+pictures of the pages are made. Run it on a machine that does nothing else: figures that noise makes
+worthless are marked (see `report.py`). A benchmark that fails leaves its older figures as they are,
+and the exit status is 1; one that lacks a package is left out. --quick runs all with small sizes,
+to see that they work, and keeps no figures unless --docs says where. --render runs nothing.
 """
 
 from __future__ import annotations
@@ -89,7 +89,10 @@ def main() -> int:
         "--dir", default=tempfile.gettempdir(), help="where checkpoints go; they are deleted again"
     )
     parser.add_argument(
-        "--docs", type=Path, help="the folder of the pages (default: docs, none with --quick)"
+        "--docs",
+        type=Path,
+        help="a folder for figures, pictures and a README.md with the tables, instead of docs and "
+        "the README here (default with --quick: a temporary one)",
     )
     parser.add_argument(
         "--render",
@@ -106,8 +109,9 @@ def main() -> int:
         )
     with tempfile.TemporaryDirectory() as folder:
         docs = arguments.docs or (Path(folder) if arguments.quick else ROOT / "docs")
+        readme = HERE / "README.md" if docs == ROOT / "docs" else docs / "README.md"
         if docs == Path(folder):
-            shutil.copyfile(ROOT / "docs" / "performance.md", docs / "performance.md")
+            shutil.copyfile(HERE / "README.md", readme)
         (docs / "figures").mkdir(exist_ok=True)
         chosen = (
             [] if arguments.render else [one for one in BENCHMARKS if one.name in arguments.only]
@@ -117,7 +121,7 @@ def main() -> int:
             for one in chosen
             if not run(one, arguments, docs / "figures" / f"{one.name}.json")
         ]
-        render(docs)
+        render(docs, readme)
     if failed:
         print(f"Failed: {', '.join(failed)}.")
     return 1 if failed else 0

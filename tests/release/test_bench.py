@@ -293,7 +293,7 @@ def test_the_script_for_gpus_runs_without_one(storage, tmp_path, run_script):
 
 @pytest.mark.slow
 def test_all_scripts_run(tmp_path, run_script):
-    (tmp_path / "performance.md").write_text("")
+    (tmp_path / "README.md").write_text("")
     with pytest.raises(SystemExit) as ended:
         run_script("run_all.py", "--quick", "--docs", tmp_path, "--dir", tmp_path)
     assert ended.value.code == 0
@@ -312,7 +312,7 @@ UNPUBLISHED = {
     *("gpu", "import_time", "interpreter_lock", "merging", "modules", "optimizers", "planning"),
     *("quantized", "repeated_save"),
 }
-"""Without a table on the page."""
+"""Without a table in the README."""
 
 
 def test_every_script_is_run_by_the_one_that_runs_all_and_is_described(monkeypatch):
@@ -323,8 +323,7 @@ def test_every_script_is_run_by_the_one_that_runs_all_and_is_described(monkeypat
     readme = (BENCHMARKS / "README.md").read_text()
     assert set(re.findall(r"^\| `python benchmarks/(\w+)\.py", readme, re.M)) == SCRIPTS
     assert all(f"{name}.py" in readme for name in FOR_DEVELOPERS)
-    page = (ROOT / "docs" / "performance.md").read_text()
-    assert set(re.findall(r"<!-- figures/(\w+)\.json -->", page)) == SCRIPTS - UNPUBLISHED
+    assert set(re.findall(r"<!-- figures/(\w+)\.json -->", readme)) == SCRIPTS - UNPUBLISHED
 
 
 def is_worthless(noise, others):
@@ -341,14 +340,15 @@ def shown(cell, others):
 def test_the_page_and_the_pictures_are_those_of_the_figures(tmp_path, run_script):
     docs = ROOT / "docs"
     shutil.copytree(docs / "figures", tmp_path / "figures")
-    page = (docs / "performance.md").read_text()
-    (tmp_path / "performance.md").write_text(re.sub(r"^\|.*\n", "", page, flags=re.M))
+    page = (BENCHMARKS / "README.md").read_text()
+    blank = re.sub(r"(?<=\.json -->\n).*?(?=<!-- end -->)", "", page, flags=re.S)
+    (tmp_path / "README.md").write_text(blank)
     with pytest.raises(SystemExit) as ended:
         run_script("run_all.py", "--render", "--docs", tmp_path)
     assert ended.value.code == 0
-    for name in ["performance.md", *(picture.name for picture in docs.glob("*.svg"))]:
-        text = (tmp_path / name).read_text()
-        assert text == (docs / name).read_text(), f"run benchmarks/run_all.py --render for {name}"
+    for path in [BENCHMARKS / "README.md", *docs.glob("*.svg")]:
+        text = (tmp_path / path.name).read_text()
+        assert text == path.read_text(), f"run benchmarks/run_all.py --render for {path.name}"
     for path in (docs / "figures").glob("*.json"):
         if path.stem in UNPUBLISHED:
             continue
@@ -451,7 +451,7 @@ def test_figures_that_noise_makes_worthless_are_marked(monkeypatch, runs, others
 @pytest.mark.slow
 def test_a_benchmark_that_fails_leaves_older_figures_and_others_go_on(tmp_path, run_script):
     (tmp_path / "figures").mkdir()
-    (tmp_path / "performance.md").write_text("<!-- figures/modules.json -->\n<!-- end -->\n")
+    (tmp_path / "README.md").write_text("<!-- figures/modules.json -->\n<!-- end -->\n")
     old = shutil.copyfile(
         ROOT / "docs" / "figures" / "values.json", tmp_path / "figures" / "values.json"
     ).read_text()
@@ -469,7 +469,7 @@ def test_a_benchmark_that_fails_leaves_older_figures_and_others_go_on(tmp_path, 
         run_script("run_all.py", *options)
     assert ended.value.code == 1
     assert (tmp_path / "figures" / "values.json").read_text() == old
-    assert re.search(r"^\| plain +\| ", (tmp_path / "performance.md").read_text(), re.M)
+    assert re.search(r"^\| plain +\| ", (tmp_path / "README.md").read_text(), re.M)
 
 
 # --- The scripts for work on the package ----------------------------------------------------------

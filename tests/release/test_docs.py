@@ -23,7 +23,7 @@ import torch.distributed.checkpoint
 import distckpt
 from distckpt import cli
 from tests.data.make_deepspeed import make_model
-from tests.support import megatron_gpt
+from tests.support import command_line, megatron_gpt
 from tests.support.docs_pages import (
     BLOCKS,
     PAGES,
@@ -145,6 +145,13 @@ def test_the_files_of_a_checkpoint_are_those_of_the_format(tmp_path: Path) -> No
     assert {re.sub(r"\d+", "#", line.split()[0]) for line in shown} - of_large_ones == {
         re.sub(r"\d+", "#", file) for file in files
     }
+
+
+def test_the_options_of_the_command_line_are_those_of_its_parser() -> None:
+    page = command_line.PAGE.read_text()
+    named = {match[1] for match in command_line.BLOCK.finditer(page)}
+    assert named == set(command_line.make_tables())
+    assert page == command_line.with_tables(page), "run python -m tests.support.command_line"
 
 
 # --- Links ----------------------------------------------------------------------------------------

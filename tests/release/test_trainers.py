@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.support.example_programs import ROOT, run_preloaded
 
-PAGE = (ROOT / "docs" / "recipes.md").read_text()
+PAGE = (ROOT / "docs" / "examples.md").read_text()
 LIBRARIES = {
     "accelerate_loop": "accelerate",
     "ddp_zero_redundancy": "torch",
