@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -25,14 +25,13 @@ import torch
 from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import (
-    CONTAINERS,
     HOLE,
     Position,
     at,
     dotted,
-    leaves,
-    map_leaves,
+    listed,
     replaced,
+    with_leaves,
 )
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
@@ -72,6 +71,9 @@ from distckpt._state.stored_form import StoredEntry
 _VALUES = frozenset(
     {bool, int, float, str, bytes, type(None), torch.Tensor, torch.Size, ShardedTensor}
 )
+_LEAVES = (OptimizerState, BoundState)
+"""Classes of dicts that are described as a whole."""
+_SHARDED = (ShardedBase, LocalNonpersistentObject, OptimizerState)
 
 
 class Kind(IntEnum):
@@ -162,6 +164,29 @@ def with_storable_settings(described: Described) -> Described:
 # --- Describing -----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of `describe_objects` beside the state dict."""
+
+    ranks: Ranks
+    loads: bool
+    materialize: Any
+    made: list[Any]
+    breaks_cycles: bool
+
+
+class _Tree(NamedTuple):
+    """A tree without objects, and their places.
+
+    Optimizers, and objects that each rank has of its own, are still in it: their descriptions
+    depend on all modules of the state dict.
+    """
+
+    tree: Any
+    places: list[Place]
+    optimizers: list[tuple[Position, OptimizerState]]
+
+
 def describe_objects(
     ranks: Ranks,
     state_dict: Any,
@@ -174,125 +199,151 @@ def describe_objects(
     """Describe the objects in a state dict, which is not changed.
 
     For a load, settings of optimizers and values are left out: they come from the checkpoint.
-    Modules on the meta device get memory on the device `materialize`, if it is given; what has
-    no values then is added to `made`. With `breaks_cycles`, containers that hold themselves are
-    left out.
+    Modules on the meta device get memory on the device `materialize`, if it is given; tensors that
+    have no values then are added to `made`. With `breaks_cycles`, containers that hold themselves
+    are left out.
     """
-    walk = _Walk(ranks, loads, materialize, [] if made is None else made, breaks_cycles)
+    made = [] if made is None else made
+    options = _Options(ranks, loads, materialize, made, breaks_cycles)
     try:
-        tree = walk.described(state_dict, ())
+        tree, places, optimizers = _describe_tree(state_dict, (), options)
     except RecursionError as error:
         raise UnsupportedObjectError(
             "The state dict contains itself, or is nested too deeply."
         ) from error
-    tree = walk.with_cells(tree)
-    tree, settings = walk.with_optimizers(tree)
+    shards = _list_shards(tree, places)
+    cells = _describe_per_rank(places, options)
+    states, settings = _describe_optimizers(places, shards, options)
+    for path, description in (*cells, *states):
+        tree = replaced(tree, path, description)
+    optimizers += states
     if loads:
-        return Described(tree, walk.places, walk.optimizers)
-    names = _names_of_model(tree, walk.places)
-    return Described(tree, walk.places, walk.optimizers, names, settings)
+        return Described(tree, places, optimizers)
+    return Described(tree, places, optimizers, _names_of_model(shards, places), settings)
 
 
-@dataclass
-class _Walk:
-    """The settings of a description, and the objects found so far."""
-
-    ranks: Ranks
-    loads: bool
-    materialize: Any
-    made: list[Any]
-    breaks_cycles: bool
-    places: list[Place] = field(default_factory=list)
-    optimizers: list[tuple[Position, OptimizerState]] = field(default_factory=list)
-
-    def described(self, node: Any, path: Position) -> Any:
-        """Return a part of the state dict without objects, except optimizers and what each rank has
-        of its own.
-        """
-        num_places, num_optimizers = len(self.places), len(self.optimizers)
-        try:
-            return map_leaves(self._described_leaf, node, _is_walked, path)
-        except RecursionError:
-            if not self.breaks_cycles:
-                raise
-        del self.places[num_places:], self.optimizers[num_optimizers:]
-        return map_leaves(self._described_leaf, codec.without_cycles(node), _is_walked, path)
-
-    def _described_leaf(self, path: Position, leaf: Any) -> Any:
+def _describe_tree(
+    tree: Any, path: Position, options: _Options, *, is_state: bool = False
+) -> _Tree:
+    """Describe the objects in a state dict, or in the state of an object at a path."""
+    tree, items = _list_leaves(tree, path, options.breaks_cycles)
+    values = [leaf for _, leaf in items]
+    places: dict[int, Place] = {}
+    optimizers: list[tuple[Position, OptimizerState]] = []
+    for number, (position, leaf) in enumerate(items):
         if type(leaf) in _VALUES and not has_parts(leaf):
-            return leaf
+            continue
         if isinstance(leaf, OptimizerState):
-            self.optimizers.append((path, leaf))
-            return leaf
-        if isinstance(leaf, BoundState):
+            optimizers.append((position, leaf))
+        elif isinstance(leaf, BoundState):
             leaf.check_memory()
-            return dict(leaf)
-        kind = _kind_of(leaf)
-        if kind is None:
-            _refuse_plain_loader(path, leaf)
-            if self.loads:
-                _refuse_hidden_objects(path, leaf)
-            return leaf
-        place = Place(path, kind, leaf)
-        self.places.append(place)
-        return self._description_of(place)
+            values[number] = dict(leaf)
+        elif (kind := _kind_of(leaf)) is not None:
+            places[number] = Place(position, kind, leaf)
+        else:
+            _check_value(position, leaf, options.loads)
+    all_places = list(places.values())
+    for number, place in _of_kind(places, Kind.MODULE):
+        values[number] = _describe_module(place, options)
+    for number, place in _of_kind(places, Kind.DTENSOR):
+        values[number] = _describe_dtensor(place, options.ranks.rank)
+    # After the modules, whose tensors may be in the states.
+    for number, place in _of_kind(places, Kind.STATEFUL):
+        state = state_of(place.value, place.name)
+        inner = _describe_tree(state, place.path, options, is_state=True)
+        values[number] = inner.tree
+        all_places += inner.places
+        optimizers += inner.optimizers
+    if is_state and options.loads:
+        values = [_only_shards(value) for value in values]
+    return _Tree(with_leaves(tree, iter(values), _LEAVES), all_places, optimizers)
 
-    def _description_of(self, place: Place) -> Any:
-        if place.kind is Kind.MODULE:
-            return self._described_module(place)
-        if place.kind is Kind.DTENSOR:
-            if has_parts(place.value):
-                copy = OpenReplicaId((0, self.ranks.rank))
-                return shard_of_parts(place.name, place.value, (), 0, copy)
-            if not is_in_mesh(place.value):
-                return LocalNonpersistentObject(place.value)
-            return shard_of_dtensor(place.name, place.value, (), 0, None)
-        if place.kind is Kind.STATEFUL:
-            described = self.described(state_of(place.value, place.name), place.path)
-            return _only_shards(described) if self.loads else described
-        return place.value
 
-    def _described_module(self, place: Place) -> Any:
-        module, prefix = bare_module(place.value), place.prefix and f"{place.prefix}."
-        if self.materialize is not None:
-            # Imported when it is needed: most modules have memory.
-            materializing = importlib.import_module("distckpt._models.materialize")
-            self.made += materializing.materialize_module(module, self.materialize)
+def _list_leaves(
+    tree: Any, path: Position, breaks_cycles: bool
+) -> tuple[Any, list[tuple[Position, Any]]]:
+    """Return a tree without cycles, and its leaves with their paths."""
+    try:
+        return tree, listed(tree, _LEAVES, path)
+    except RecursionError:
+        if not breaks_cycles:
+            raise
+    tree = codec.without_cycles(tree)
+    return tree, listed(tree, _LEAVES, path)
+
+
+def _of_kind(places: Mapping[int, Place], kind: Kind) -> Iterator[tuple[int, Place]]:
+    """Yield the places of objects of one kind, with their numbers among the leaves."""
+    for number, place in places.items():
+        if place.kind is kind:
+            yield number, place
+
+
+def _describe_module(place: Place, options: _Options) -> Any:
+    module = bare_module(place.value)
+    prefix = f"{place.prefix}." if place.prefix else ""
+    if options.materialize is not None:
+        # Imported when it is needed: most modules have memory.
+        materializing = importlib.import_module("distckpt._models.materialize")
+        options.made.extend(materializing.materialize_module(module, options.materialize))
+    if callable(getattr(module, "sharded_state_dict", None)):
         # Its own method is called here, unlike by sharded_state_dict.
-        has_own = callable(getattr(module, "sharded_state_dict", None))
-        return (sharded_state_dict_default if has_own else sharded_state_dict)(module, prefix)
+        return sharded_state_dict_default(module, prefix)
+    return sharded_state_dict(module, prefix)
 
-    def with_cells(self, tree: Any) -> Any:
-        """Return a tree with descriptions of the values that each rank has of its own."""
-        places = [place for place in self.places if place.kind is Kind.PER_RANK]
-        meshes = _meshes(self.places) if places else []
-        for place in places:
-            cell = cell_of(place.value, place.name, self.ranks, meshes, self.loads)
-            tree = replaced(tree, place.path, cell)
-        return tree
 
-    def with_optimizers(self, tree: Any) -> tuple[Any, dict[str, list[Any]]]:
-        """Return a tree with descriptions of the optimizers, and their settings by prefix."""
-        settings: dict[str, list[Any]] = {}
-        for place in self.places:
-            if place.kind is not Kind.OPTIMIZER:
-                continue
-            described, entries = describe_optimizer(place.value, tree, place.prefix)
-            if self.loads or place.prefix not in settings:
-                key, rank = f"{place.prefix}.settings", self.ranks.rank
-                # A load may have several optimizers of one prefix.
-                copy = OpenReplicaId((1, rank)) if place.prefix in settings else rank
-                described["settings"] = ShardedObject(key, None, (1,), (0,), copy)
-            settings.setdefault(place.prefix, []).extend(entries)
-            self.optimizers.append((place.path, described))
-            tree = replaced(tree, place.path, described)
-        for prefix, entries in () if self.loads else settings.items():
+def _describe_dtensor(place: Place, rank: int) -> Any:
+    if has_parts(place.value):
+        return shard_of_parts(place.name, place.value, (), 0, OpenReplicaId((0, rank)))
+    if not is_in_mesh(place.value):
+        return LocalNonpersistentObject(place.value)
+    return shard_of_dtensor(place.name, place.value, (), 0, None)
+
+
+def _list_shards(tree: Any, places: Iterable[Place]) -> list[tuple[Position, Any]]:
+    """List the shards of a tree that has modules or optimizers, with their paths."""
+    if {Kind.MODULE, Kind.OPTIMIZER}.isdisjoint(place.kind for place in places):
+        return []
+    return [(path, leaf) for path, leaf in listed(tree) if isinstance(leaf, ShardedBase)]
+
+
+def _describe_per_rank(
+    places: Sequence[Place], options: _Options
+) -> list[tuple[Position, ShardedObject]]:
+    """Describe the values that each rank has of its own."""
+    own = [place for place in places if place.kind is Kind.PER_RANK]
+    meshes = _meshes(places) if own else []
+    cells = []
+    for place in own:
+        cell = cell_of(place.value, place.name, options.ranks, meshes, options.loads)
+        cells.append((place.path, cell))
+    return cells
+
+
+def _describe_optimizers(
+    places: Iterable[Place], shards: Iterable[tuple[Position, Any]], options: _Options
+) -> tuple[list[tuple[Position, OptimizerState]], dict[str, list[Any]]]:
+    """Return the states of optimizers with their paths, and their settings by prefix."""
+    states: list[tuple[Position, OptimizerState]] = []
+    settings: dict[str, list[Any]] = {}
+    rank = options.ranks.rank
+    model = [shard for _, shard in shards]
+    for place in places:
+        if place.kind is not Kind.OPTIMIZER:
+            continue
+        state, entries = describe_optimizer(place.value, model, place.prefix)
+        is_first = place.prefix not in settings
+        if options.loads or is_first:
+            # A load may have several optimizers of one prefix.
+            copy = rank if is_first else OpenReplicaId((1, rank))
+            key = f"{place.prefix}.settings"
+            state["settings"] = ShardedObject(key, None, (1,), (0,), copy)
+        settings.setdefault(place.prefix, []).extend(entries)
+        states.append((place.path, state))
+    if not options.loads:
+        for prefix, entries in settings.items():
             check_one_rest(prefix, entries)
-        return tree, settings
-
-
-def _is_walked(node: Any) -> bool:
-    return isinstance(node, CONTAINERS) and not isinstance(node, OptimizerState | BoundState)
+    return states, settings
 
 
 def _kind_of(node: Any) -> Kind | None:
@@ -315,18 +366,20 @@ def _kind_of_stateful(node: Any) -> Kind | None:
     return Kind.PER_RANK if is_per_rank else Kind.STATEFUL
 
 
-def _refuse_plain_loader(path: Position, leaf: Any) -> None:
+def _check_value(path: Position, leaf: Any, loads: bool) -> None:
+    """Refuse a value that is, or holds, an object without a description."""
     if isinstance(leaf, torch.utils.data.DataLoader):
         raise UnsupportedObjectError(
             f"{dotted(path)!r} is a torch.utils.data.DataLoader, which has no state: leave it "
             "out, or use torchdata's StatefulDataLoader, which goes on where it was."
         )
+    if loads:
+        # A save refuses these when it encodes them.
+        _refuse_hidden_objects(path, leaf)
 
 
 def _refuse_hidden_objects(path: Position, leaf: Any) -> None:
-    """Refuse a target of a load that holds objects where none are looked for, such as a deque. A
-    save refuses these when it encodes them.
-    """
+    """Refuse objects in a container that is not walked, such as a deque."""
     for place, node in nodes_of_any(leaf, path):
         if node is not leaf and is_object_of_state(node):
             raise UnsupportedObjectError(
@@ -336,18 +389,17 @@ def _refuse_hidden_objects(path: Position, leaf: Any) -> None:
             )
 
 
-def _only_shards(described: Any) -> Any:
-    """Return a described tree with None for all values that are not sharded."""
-    return map_leaves(_shard_or_none, described, _is_walked)
+def _only_shards(value: Any) -> Any:
+    """Return a description with None for all values that are not sharded."""
+    values: list[Any] = []
+    for _, leaf in listed(value, _LEAVES):
+        # Optimizers are described when all modules have been.
+        is_kept = isinstance(leaf, _SHARDED) or is_optimizer(leaf)
+        values.append(leaf if is_kept else None)
+    return with_leaves(value, iter(values), _LEAVES)
 
 
-def _shard_or_none(_: Position, leaf: Any) -> Any:
-    kept = (ShardedBase, LocalNonpersistentObject, OptimizerState)
-    # Optimizers are described when all modules have been.
-    return leaf if isinstance(leaf, kept) or is_optimizer(leaf) else None
-
-
-def _meshes(places: list[Place]) -> list[str]:
+def _meshes(places: Sequence[Place]) -> list[str]:
     """Name the device meshes of the modules in a state dict, by their axes and sizes."""
     modules = [place.value for place in places if place.kind is Kind.MODULE]
     params = (param for module in modules for param in module.parameters())
@@ -355,13 +407,13 @@ def _meshes(places: list[Place]) -> list[str]:
     return sorted({f"{mesh.mesh_dim_names or ''}{tuple(mesh.shape)}" for mesh in meshes})
 
 
-def _names_of_model(tree: Any, places: list[Place]) -> list[str]:
+def _names_of_model(shards: Iterable[tuple[Position, Any]], places: Iterable[Place]) -> list[str]:
     """Return the first names in the keys of the module at `model`."""
-    models = [at(tree, place.path) for place in places if place.is_model]
-    if not models:
-        return []
-    shards = [shard for _, shard in leaves(models) if isinstance(shard, ShardedBase)]
-    return sorted({first_name(shard.key) for shard in shards})
+    names: set[str] = set()
+    paths = [place.path for place in places if place.is_model]
+    for model in paths:
+        names.update(first_name(shard.key) for path, shard in shards if path[: len(model)] == model)
+    return sorted(names)
 
 
 # --- Saving ---------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from distckpt._base.tree import HOLE
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import (
     LocalNonpersistentObject,
-    ShardedStateDict,
     ShardedTensorFactory,
 )
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
@@ -137,7 +136,7 @@ def places_of(section: Section) -> Iterator[tuple[int, Any, torch.Tensor]]:
 
 
 def describe_optimizer(
-    optimizer: Any, model_sharded_state_dict: ShardedStateDict, prefix: str
+    optimizer: Any, model_sharded_state_dict: Any, prefix: str
 ) -> tuple[OptimizerState, list[Entry]]:
     """Describe the optimizer on this rank, without its settings, and return these as well."""
     optimizer = bare_optimizer(optimizer)
@@ -192,7 +191,7 @@ def fill_gaps(described: OptimizerState, settings: list[Entry]) -> None:
 
 
 def _shards_of(
-    optimizer: Any, model_sharded_state_dict: ShardedStateDict
+    optimizer: Any, model_sharded_state_dict: Any
 ) -> dict[int, ShardedTensor | ShardedTensorFactory]:
     params = params_of(optimizer.param_groups)
     if not params:
