@@ -55,14 +55,14 @@ from distckpt._models.modules import (
     sharded_state_dict_default,
     with_stored_buffers,
 )
-from distckpt._models.optimizer.description import (
+from distckpt._models.optimizer.describe import (
     OptimizerState,
     describe_optimizer,
     fill_gaps,
     optimizer_targets,
 )
-from distckpt._models.optimizer.state import check_one_rest, storable_entries, unite
-from distckpt._models.optimizer.view import is_optimizer
+from distckpt._models.optimizer.read import is_optimizer
+from distckpt._models.optimizer.settings import check_one_rest, storable_entries, unite
 from distckpt._models.per_rank import PerRank, cell_of, state_of, warn_of_shared, warn_of_skipped
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.stored_form import StoredEntry

@@ -31,10 +31,9 @@ from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedTensorFactory
 from distckpt._models.dtensor import local_part
 from distckpt._models.objects import Described, Kind
-from distckpt._models.optimizer.description import OptimizerState
-from distckpt._models.optimizer.shards import param_name
-from distckpt._models.optimizer.state import Entry, ParamState, group_entries, rest_entry
-from distckpt._models.optimizer.view import params_of, sharded_inner
+from distckpt._models.optimizer.describe import OptimizerState
+from distckpt._models.optimizer.read import ParamState, param_name, params_of, sharded_inner
+from distckpt._models.optimizer.settings import Entry, group_entries, rest_entry
 from distckpt._operations.state_dict_values import (
     joined_value,
     nested_by_name,

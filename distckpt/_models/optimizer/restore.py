@@ -1,26 +1,245 @@
-"""What was loaded, put into an optimizer."""
+"""Targets for stored states of an optimizer, and the values put back into it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from distckpt._base.errors import LoadMismatchError
-from distckpt._base.memory import fill
-from distckpt._models.dtensor import is_dtensor, local_part
-from distckpt._models.optimizer.description import OwnState, places_of
-from distckpt._models.optimizer.ids import memory_of
-from distckpt._models.optimizer.state import (
+from distckpt._base.memory import fill, in_huge_pages
+from distckpt._base.messages import summarize_keys
+from distckpt._base.tree import HOLE
+from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt._mapping.wrappers import ShardedTensorFactory, StateDict
+from distckpt._models.dtensor import has_parts, is_dtensor, local_part
+from distckpt._models.optimizer.read import (
+    OwnState,
+    Section,
+    bare_optimizer,
+    first_part,
+    is_plain,
+    memory_of,
+    owned_parameters,
+    params_of,
+    places_of,
+    sections_at,
+    sharded_inner,
+)
+from distckpt._models.optimizer.settings import (
     Entry,
     by_name,
     entries_of,
     joined_state,
     options_of,
+    stored_rest,
 )
-from distckpt._models.optimizer.view import Section
+from distckpt._state.stored_form import StoredEntry
+
+logger = logging.getLogger(__name__)
+
+
+def state_target(
+    shard: ShardedTensor | ShardedTensorFactory,
+    param: torch.Tensor,
+    own: torch.Tensor | None,
+    prefix: str,
+    stored: Mapping[str, StoredEntry],
+    order: Sequence[int] | None = None,
+    of_pairs: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the tensor that a stored tensor of a parameter's state is loaded into: the optimizer's
+    own if it fits.
+
+    `prefix` is what the key begins with, see `state_shard`; `order` is the order of the axes in
+    memory, `of_pairs` the dtype of complex numbers that are stored as pairs. What is not stored is
+    taken to be like the parameter.
+    """
+    key = f"{prefix}.{shard.key}"
+    if f"{key}.tensor_type" in stored:
+        return _own_subclass(own, key)
+    entry = _stored_entry(shard, key, stored)
+    if entry is None or entry.dtype is None:
+        return _new_like(param, param.dtype)
+    of_param = stored.get(shard.key)
+    # A state that was saved with the dtype of the parameter has the dtype of the new parameter.
+    is_like_param = of_param is not None and of_param.dtype == entry.dtype
+    saved = of_pairs or entry.dtype
+    is_like_param &= saved.is_complex == param.dtype.is_complex
+    dtype = param.dtype if is_like_param else saved
+    shape = _target_shape(shard, param, entry.shape[: -1 if of_pairs else None], key)
+    if own is not None and _has_form(own, dtype, shape, param):
+        return own
+    return _new_target(param, shape, dtype, order)
+
+
+def _new_target(
+    param: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, order: Sequence[int] | None
+) -> torch.Tensor:
+    if order is not None and len(order) == len(shape) and not is_dtensor(param):
+        return _new_transposed(shape, dtype, param.device, order)
+    if shape == tuple(param.shape):
+        new = _new_like(param, dtype)
+        # What is in no part is not loaded, and steps compute with it.
+        return new.zero_() if has_parts(param) else new
+    blank = in_huge_pages(torch.empty(shape, dtype=dtype, device=local_part(param).device))
+    return _distributed_like(param, blank) if is_dtensor(param) else blank
+
+
+def _own_subclass(own: torch.Tensor | None, key: str) -> torch.Tensor:
+    if own is None:
+        raise LoadMismatchError(
+            f"The state {key!r} was saved as a tensor that is made of others, which only the "
+            "optimizer can make: have it make a step (with any gradients) before loading.",
+            unexpected=[key],
+        )
+    return own
+
+
+def _stored_entry(
+    shard: ShardedTensor | ShardedTensorFactory, key: str, stored: Mapping[str, StoredEntry]
+) -> StoredEntry | None:
+    """Return what is stored under a key, or as the first part that a factory makes for it."""
+    if key in stored or isinstance(shard, ShardedTensor):
+        return stored.get(key)
+    part = first_part(replace(shard, key=key))
+    return None if part is None else stored.get(part.key)
+
+
+def _has_form(
+    tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], param: torch.Tensor
+) -> bool:
+    is_same_kind = is_dtensor(tensor) == is_dtensor(param)
+    return is_same_kind and tensor.dtype == dtype and tuple(tensor.shape) == shape
+
+
+def _new_transposed(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, order: Sequence[int]
+) -> torch.Tensor:
+    """Make a tensor whose axes lie in memory in another order."""
+    in_memory = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
+    return in_huge_pages(in_memory).permute([order.index(axis) for axis in range(len(order))])
+
+
+def _new_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    new = torch.empty_like(param.detach(), dtype=dtype)
+    in_huge_pages(local_part(new))
+    return new
+
+
+def _target_shape(
+    shard: ShardedTensor | ShardedTensorFactory,
+    param: torch.Tensor,
+    stored: tuple[int, ...],
+    key: str,
+) -> tuple[int, ...]:
+    """Return the shape of this rank's part of a tensor that is stored with a global shape."""
+    if isinstance(shard, ShardedTensorFactory) or stored == tuple(shard.global_shape):
+        return tuple(param.shape)
+    num_prepended = shard.prepend_axis_num
+    shape = stored[num_prepended:]
+    if is_dtensor(param) or shard.local_shape == tuple(shard.global_shape[num_prepended:]):
+        return shape
+    part = _reduced_shape(shard, shape)
+    if part is None:
+        raise LoadMismatchError(
+            f"The state {key} was saved with shape {stored}, its parameter has "
+            f"{shard.global_shape}, of which this rank has a part: what of the state belongs to "
+            "it is unknown. Load it under the layout it was saved under, or without dividing "
+            "this parameter.",
+            unexpected=[key],
+        )
+    return part
+
+
+def _reduced_shape(shard: ShardedTensor, stored: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape of this rank's part of a tensor that lacks some axes, see `_reduced`; None
+    if that is unknown.
+    """
+    num_prepended, parts = shard.prepend_axis_num, shard.axis_fragmentations
+    sizes = shard.global_shape[num_prepended:]
+    if parts is None or len(stored) != len(sizes):
+        return None
+    shape = []
+    for n, local, size, count in zip(
+        stored, shard.local_shape, sizes, parts[num_prepended:], strict=True
+    ):
+        if n not in (size, count):
+            return None
+        shape.append(local if n == size else 1)
+    return tuple(shape)
+
+
+def _distributed_like(param: Any, whole: torch.Tensor) -> torch.Tensor:
+    """Distribute a tensor as a DTensor is, along the axes that both have, and copy it along the
+    others.
+    """
+    copied = type(param).from_local(whole, param.device_mesh, run_check=False)
+    [copy] = set(copied.placements)
+
+    def is_shared(axis: int | None) -> bool:
+        if axis is None or whole.ndim != param.ndim:
+            return False
+        return bool(whole.shape[axis] == param.shape[axis])
+
+    distributed: torch.Tensor = copied.redistribute(
+        placements=[
+            placement if is_shared(getattr(placement, "dim", None)) else copy
+            for placement in param.placements
+        ]
+    )
+    return distributed
+
+
+def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: StateDict) -> None:
+    """Give a torch optimizer what was loaded into its sharded state dict.
+
+    States are set even in a new optimizer that has made no step. Groups get the options (learning
+    rate and so on) that their parameters were saved with, except the choice of an implementation
+    (`foreach`, `fused`, `capturable`, `differentiable`). Parameters that are not in the checkpoint
+    keep what they have, with a warning.
+
+    Args:
+        optimizer: the one whose `sharded_optimizer_state_dict` was loaded.
+        loaded: what `load` returned in its place.
+
+    Raises:
+        LoadMismatchError: tensors of the state were not loaded; the optimizer that was saved has
+            other options; or parameters of one group were saved in groups with different options.
+            Nothing is changed then.
+    """
+    if "settings" not in loaded or "own" not in loaded:
+        raise LoadMismatchError(
+            "This holds no settings of an optimizer: pass what load() returned in the place of "
+            "sharded_optimizer_state_dict(optimizer, ...), from a checkpoint that was saved with "
+            "it."
+        )
+    optimizer = bare_optimizer(optimizer)
+    settings: list[Entry] = loaded["settings"]
+    own: OwnState = loaded["own"]
+    owned = owned_parameters(optimizer)
+    sections = sections_at(optimizer, [(path, by_number) for path, by_number, _ in own.sections])
+    restored = []
+    for section, (*_, described) in zip(sections, own.sections, strict=True):
+        sizes = [len(group["params"]) for group in section.groups]
+        if sizes != described:
+            raise LoadMismatchError(
+                f"The optimizer has groups of {sizes} parameters, the one that was described had "
+                f"{described}: describe this optimizer before loading."
+            )
+        restored.append(restored_section(section, own, settings, loaded.get("state", {}), owned))
+    fresh = [name for section in sections for name in untrained_names(section, own, settings)]
+    write_sections(optimizer, sections, restored, stored_rest(settings))
+    if fresh:
+        logger.warning(
+            "the checkpoint has no state of the optimizer for %s, which were not trained when it "
+            "was saved: they start with what the optimizer has for them, nothing if it is new",
+            summarize_keys(fresh),
+        )
 
 
 def restored_section(
@@ -110,3 +329,89 @@ def _scalar(
     if name != "step" and not param.ndim and is_dtensor(param):
         return torch.full_like(param.detach(), number, dtype=dtype)
     return torch.tensor(number, dtype=dtype, device=local_part(param).device)
+
+
+def write_sections(
+    optimizer: Any, own: Iterable[Section], given: Iterable[Section], rest: Any
+) -> None:
+    """Replace the `own` sections of an optimizer, and the rest of its state dict.
+
+    Parameters of the groups that have no state in the given ones lose theirs.
+    """
+    inner = sharded_inner(optimizer)
+    if inner is None and not is_plain(optimizer):
+        _load_sections(optimizer, own, given, rest)
+        return
+    state = (inner or optimizer).state
+    shared = {} if rest is HOLE else rest.get("state", {})
+    for section in given:
+        for param in params_of(section.groups):
+            state.pop(param, None)
+        state.update({**section.state, **shared})
+        for holder in filter(None, (optimizer, inner)):
+            _set_groups(holder, section.groups)
+    pairs = zip(optimizer.param_groups, inner.param_groups, strict=True) if inner else ()
+    for outer, below in pairs:
+        _set_options(outer, below)
+
+
+def _load_sections(
+    optimizer: Any, own: Iterable[Section], given: Iterable[Section], rest: Any
+) -> None:
+    """Give an optimizer sections by its `load_state_dict`."""
+    tree = {} if rest is HOLE else rest
+    for section, replaced in zip(given, own, strict=True):
+        _put_section(tree, section, replaced)
+    optimizer.load_state_dict(tree)
+
+
+def _put_section(tree: dict[Any, Any], section: Section, own: Section) -> None:
+    """Put a section to where `_take_sections` took an optimizer's `own` one from."""
+    node = tree
+    for key in section.path:
+        node = node.setdefault(key, {})
+    if not section.by_number:
+        node.update(section.state)
+        return
+    numbers: dict[torch.Tensor, int] = {}
+    position, groups = 0, []
+    for group, before in zip(section.groups, own.groups, strict=True):
+        for param in group["params"]:
+            numbers.setdefault(param, position)
+            position += 1
+        params = [numbers[param] for param in group["params"]]
+        groups.append({**before, **group, "params": params})
+    state = {numbers[param]: value for param, value in section.state.items()}
+    node.update(param_groups=groups, state={**state, **node.get("state", {})})
+
+
+def _set_groups(optimizer: torch.optim.Optimizer, given: list[dict[str, Any]]) -> None:
+    """Give the groups of an optimizer options, with `__setstate__` afterwards as torch has it,
+    which knows what those of earlier releases lack. What is lacking then stays as it was.
+    """
+    before = [dict(group) for group in optimizer.param_groups]
+    for group, options in zip(optimizer.param_groups, given, strict=True):
+        for name in group.keys() - options.keys():
+            del group[name]
+        _set_options(group, options)
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+    for group, own in zip(optimizer.param_groups, before, strict=True):
+        for name in own.keys() - group.keys():
+            group[name] = own[name]
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set options of a group of an optimizer, in the form (number or tensor) that the group has
+    them in.
+    """
+    for name, value in options.items():
+        own = group.get(name)
+        if name == "params" or own is value:
+            continue
+        if isinstance(own, torch.Tensor):
+            # In place: captured graphs read this memory.
+            own.detach().copy_(torch.as_tensor(value))
+        elif isinstance(own, float | int) and isinstance(value, torch.Tensor):
+            group[name] = value.item()
+        else:
+            group[name] = value

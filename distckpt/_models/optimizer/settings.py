@@ -29,153 +29,68 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 
-from distckpt._base.arrays import memory_order
-from distckpt._base.errors import (
-    InvalidShardingError,
-    LoadMismatchError,
-    UnsupportedObjectError,
-)
+from distckpt._base.errors import InvalidShardingError, LoadMismatchError, UnsupportedObjectError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, Position, dotted, is_plain_container, leaves, map_leaves
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
-from distckpt._models.dtensor import is_dtensor, local_part
+from distckpt._models.dtensor import local_part
+from distckpt._models.optimizer.read import (
+    ITSELF,
+    ParamState,
+    SectionPath,
+    class_name,
+    sharded_inner,
+)
 from distckpt._ranks.collectives import Ranks
 
 logger = logging.getLogger(__name__)
 
 Entry: TypeAlias = dict[str, Any]
-SectionPath: TypeAlias = tuple[str, ...]
+
 
 _NOT_STORED = ("params", "param_names")
+
+
 _OWN_CHOICE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How to compute, and on which device numbers live: the choice of the program that loads."""
+
+
 _OF_SCHEDULERS = frozenset(
     {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 )
+
+
 _OF_NEWER_RELEASES = frozenset({"amsgrad", "decoupled_weight_decay", "maximize"})
 """What `__setstate__` of torch's optimizers sets where a state dict lacks it."""
-_ITSELF = ""
-"""The name of a state that is not a dict."""
+
+
 _BASIC = (bool, int, float, str, type(None), torch.dtype)
-
-
-class ParamState(NamedTuple):
-    """The state of one parameter.
-
-    `tensors` are those with axes, or of a parameter without axes, by name. Those in lists and dicts
-    have names such as `Q.0`, and leave `HOLE`s in their places in `values`, the rest of the state.
-    `scalars` are the other tensors without axes. A parameter without `has_state` has not been used
-    yet. `forms` are dtype and
-    global shape of the tensors, for parameters that share a key; `orders` the axes of transposed
-    tensors, in the order in which they lie in memory; `pairs` the dtypes of complex tensors that
-    are stored as pairs.
-    """
-
-    name: str
-    tensors: dict[str, torch.Tensor]
-    values: dict[str, Any]
-    scalars: dict[str, torch.Tensor]
-    has_state: bool
-    is_frozen: bool = False
-    forms: Mapping[str, Any] = MappingProxyType({})
-    orders: Mapping[str, Any] = MappingProxyType({})
-    pairs: Mapping[str, torch.dtype] = MappingProxyType({})
 
 
 _NO_STATE = ParamState("", {}, {}, {}, has_state=False)
 
 
-def param_state(name: str, state: Any, param: torch.Tensor) -> ParamState:
-    """Separate the tensors in the state of a parameter from its other values."""
-    is_frozen = not param.requires_grad
-    named = state if isinstance(state, dict) else {} if state is None else {_ITSELF: state}
-    kept = ParamState(name, {}, {}, {}, bool(named), is_frozen)
-    for key, value in named.items():
-        if isinstance(value, torch.Tensor) and not value.ndim and (param.ndim or key == "step"):
-            kept.scalars[key] = value
-        elif isinstance(value, torch.Tensor) and isinstance(key, str):
-            _add(kept.tensors, key, value)
-        else:
-            kept.values[key] = _without_tensors(value, str(key), kept.tensors)
-    return kept
-
-
-def _add(found: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
-    if name in found:
-        raise InvalidShardingError(
-            f"The state of an optimizer has two tensors that would be stored as {name!r}, one of "
-            "them in a list or dict: rename an entry of its state."
-        )
-    found[name] = tensor
-
-
-def orders_of(tensors: Mapping[str, torch.Tensor], param: torch.Tensor) -> dict[str, list[int]]:
-    """Return in which order the axes of transposed tensors lie in memory: what is computed from
-    them depends on it.
-    """
-    orders = {}
-    for name, tensor in tensors.items():
-        if not is_dtensor(tensor) and tensor.stride() != param.stride():
-            orders[name] = memory_order(tensor)
-    return {name: order for name, order in orders.items() if order}
-
-
-def _without_tensors(value: Any, name: str, found: dict[str, torch.Tensor]) -> Any:
-    """Take the tensors with axes out of a value of a state: they go to `found`, by position."""
-
-    def taken(position: Position, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if not leaf.ndim:
-            return local_part(leaf).detach()
-        _add(found, dotted(position), leaf)
-        return HOLE
-
-    return map_leaves(taken, value, is_plain_container, (name,))
-
-
-def joined_state(
-    entry: Entry,
-    tensors: Mapping[str, torch.Tensor],
-    scalar: Callable[[str, Any, torch.dtype], torch.Tensor],
-    device: torch.device,
-) -> Any:
-    """Return the state of a parameter in the form in which the optimizer has it, the reverse of
-    `param_state`.
-    """
-    left = dict(tensors)
-
-    def put_back(position: Position, leaf: Any) -> Any:
-        name = dotted(position)
-        # An export has None for `HOLE`.
-        if leaf is HOLE or (leaf is None and name in left):
-            return left.pop(name)
-        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
-
-    scalars = _scalars_of(entry)
-    state: dict[str, Any] = {}
-    for name, value in entry["values"].items():
-        if name in scalars:
-            state[name] = scalar(name, value, scalars[name])
-        else:
-            state[name] = map_leaves(put_back, value, is_plain_container, (name,))
-    state |= left
-    return state.get(_ITSELF, state)
-
-
-def _scalars_of(entry: Entry) -> Mapping[str, torch.dtype]:
-    """Return the dtypes of tensors without axes, which early checkpoints do not name."""
-    has_step = type(entry["values"].get("step")) is float
-    scalars: Mapping[str, torch.dtype] = entry.get(
-        "scalars", {"step": torch.float32} if has_step else {}
-    )
-    return scalars
+_NEEDED = {
+    "ASGD": {"ax", "eta", "mu"},
+    "Adadelta": {"acc_delta", "square_avg"},
+    "Adagrad": {"sum"},
+    "Adam": {"exp_avg", "exp_avg_sq"},
+    "AdamW": {"exp_avg", "exp_avg_sq"},
+    "Adamax": {"exp_avg", "exp_inf"},
+    "LBFGS": {"func_evals", "n_iter"},
+    "Muon": {"momentum_buffer"},
+    "NAdam": {"exp_avg", "exp_avg_sq", "mu_product"},
+    "RAdam": {"exp_avg", "exp_avg_sq"},
+    "RMSprop": {"square_avg"},
+    "Rprop": {"prev", "step_size"},
+    "SparseAdam": {"exp_avg", "exp_avg_sq"},
+}
+"""What a step of torch's optimizers reads of the state of a parameter that has one."""
 
 
 def group_entries(
@@ -205,30 +120,6 @@ def _looks(state: ParamState, values: dict[str, Any]) -> tuple[Any, ...]:
     scalars = tuple((name, tensor.dtype) for name, tensor in state.scalars.items())
     texts = (*(repr(dict(each)) for each in (state.forms, state.orders, state.pairs)), text)
     return state.has_state, state.is_frozen, tuple(state.tensors), scalars, *texts
-
-
-def storable_entries(prefix: str, entries: Sequence[Entry]) -> list[Entry]:
-    """Entries without options and values that cannot be stored, which a warning names."""
-    kept, problems = [], set[str]()
-    for entry in entries:
-        stored = dict(entry)
-        for field in ("options", "values"):
-            stored[field] = {}
-            for name, value in entry[field].items():
-                try:
-                    codec.encode({name: value}, refuses_left_out=True)
-                    stored[field][name] = value
-                except UnsupportedObjectError as error:
-                    problems.add(f"{name!r}: {error}")
-        kept.append(stored)
-    logger.warning(
-        "the optimizer %r is stored without %d of its options or values, which cannot be stored: "
-        "%s",
-        prefix,
-        len(problems),
-        "; ".join(sorted(problems)),
-    )
-    return kept
 
 
 def _new_entry(
@@ -274,6 +165,40 @@ def _plain_values(states: Sequence[ParamState]) -> list[dict[str, Any]]:
         for (values, name, _), number in zip(found, numbers, strict=True):
             values[name] = number
     return plain
+
+
+def rest_entry(rest: Any, sections: Sequence[tuple[SectionPath, bool]]) -> Entry:
+    """Return the entry for the `rest` of a state dict, and `(path, by number)` of all sections."""
+    return {
+        "params": [""],
+        "has_state": True,
+        "rest": rest,
+        "sections": [[list(path), by] for path, by in sections],
+    }
+
+
+def storable_entries(prefix: str, entries: Sequence[Entry]) -> list[Entry]:
+    """Entries without options and values that cannot be stored, which a warning names."""
+    kept, problems = [], set[str]()
+    for entry in entries:
+        stored = dict(entry)
+        for field in ("options", "values"):
+            stored[field] = {}
+            for name, value in entry[field].items():
+                try:
+                    codec.encode({name: value}, refuses_left_out=True)
+                    stored[field][name] = value
+                except UnsupportedObjectError as error:
+                    problems.add(f"{name!r}: {error}")
+        kept.append(stored)
+    logger.warning(
+        "the optimizer %r is stored without %d of its options or values, which cannot be stored: "
+        "%s",
+        prefix,
+        len(problems),
+        "; ".join(sorted(problems)),
+    )
+    return kept
 
 
 def unite(
@@ -373,6 +298,50 @@ def _differ(first: Any, second: Any) -> bool:
     return codec.encode(first) != codec.encode(second)
 
 
+def entries_of(settings: Iterable[Entry], path: SectionPath) -> list[Entry]:
+    """Return the entries about parameters of one section of an optimizer's state."""
+    return [
+        entry for entry in settings if tuple(entry.get("path", ())) == path and "rest" not in entry
+    ]
+
+
+def by_name(settings: Iterable[Entry], path: SectionPath) -> dict[str | None, Entry]:
+    """Return the entries about one section by the names of their parameters."""
+    return {name: entry for entry in entries_of(settings, path) for name in entry["params"]}
+
+
+def forms_by_key(settings: Iterable[Entry], path: SectionPath) -> dict[str, Mapping[str, Any]]:
+    """Return the forms of the tensors in the states of parameters that share a key, by that key."""
+    entries = [entry for entry in entries_of(settings, path) if "forms" in entry]
+    return {
+        name[: name.rindex("[")]: entry["forms"] for entry in entries for name in entry["params"]
+    }
+
+
+def stored_rest(settings: Iterable[Entry]) -> Any:
+    """Return the rest of the state dict besides its sections, `HOLE` for nothing."""
+    return next((entry["rest"] for entry in settings if "rest" in entry), HOLE)
+
+
+def check_one_rest(prefix: str, settings: Iterable[Entry]) -> None:
+    """Refuse optimizers of one name that have different values besides those for parameters."""
+    rests = {codec.encode(entry["rest"]) for entry in settings if "rest" in entry}
+    if len(rests) > 1:
+        raise InvalidShardingError(
+            f"Several optimizers at {prefix!r} keep values that belong to no parameter, of which "
+            "one optimizer's would be stored: put them into a dict, {'first': optimizer, 'second': "
+            "other}, in place of a list."
+        )
+
+
+def stored_sections(settings: Iterable[Entry]) -> list[tuple[SectionPath, bool]]:
+    """Return `(path, by number)` of each section of an optimizer's state."""
+    found: list[Any] = next(
+        (entry["sections"] for entry in settings if "rest" in entry), [[[], True]]
+    )
+    return [(tuple(path), by_number) for path, by_number in found]
+
+
 def options_of(
     entries: Iterable[Entry], group: Mapping[str, Any], names: Sequence[str | int]
 ) -> dict[str, Any]:
@@ -434,55 +403,78 @@ def _stored_options(
     return next(iter(found.values()), None)
 
 
-def entries_of(settings: Iterable[Entry], path: SectionPath) -> list[Entry]:
-    """Return the entries about parameters of one section of an optimizer's state."""
-    return [
-        entry for entry in settings if tuple(entry.get("path", ())) == path and "rest" not in entry
-    ]
+def joined_state(
+    entry: Entry,
+    tensors: Mapping[str, torch.Tensor],
+    scalar: Callable[[str, Any, torch.dtype], torch.Tensor],
+    device: torch.device,
+) -> Any:
+    """Return the state of a parameter in the form in which the optimizer has it, the reverse of
+    `param_state`.
+    """
+    left = dict(tensors)
+
+    def put_back(position: Position, leaf: Any) -> Any:
+        name = dotted(position)
+        # An export has None for `HOLE`.
+        if leaf is HOLE or (leaf is None and name in left):
+            return left.pop(name)
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+    scalars = _scalars_of(entry)
+    state: dict[str, Any] = {}
+    for name, value in entry["values"].items():
+        if name in scalars:
+            state[name] = scalar(name, value, scalars[name])
+        else:
+            state[name] = map_leaves(put_back, value, is_plain_container, (name,))
+    state |= left
+    return state.get(ITSELF, state)
 
 
-def by_name(settings: Iterable[Entry], path: SectionPath) -> dict[str | None, Entry]:
-    """Return the entries about one section by the names of their parameters."""
-    return {name: entry for entry in entries_of(settings, path) for name in entry["params"]}
-
-
-def forms_by_key(settings: Iterable[Entry], path: SectionPath) -> dict[str, Mapping[str, Any]]:
-    """Return the forms of the tensors in the states of parameters that share a key, by that key."""
-    entries = [entry for entry in entries_of(settings, path) if "forms" in entry]
-    return {
-        name[: name.rindex("[")]: entry["forms"] for entry in entries for name in entry["params"]
-    }
-
-
-def rest_entry(rest: Any, sections: Sequence[tuple[SectionPath, bool]]) -> Entry:
-    """Return the entry for the `rest` of a state dict, and `(path, by number)` of all sections."""
-    return {
-        "params": [""],
-        "has_state": True,
-        "rest": rest,
-        "sections": [[list(path), by] for path, by in sections],
-    }
-
-
-def stored_rest(settings: Iterable[Entry]) -> Any:
-    """Return the rest of the state dict besides its sections, `HOLE` for nothing."""
-    return next((entry["rest"] for entry in settings if "rest" in entry), HOLE)
-
-
-def check_one_rest(prefix: str, settings: Iterable[Entry]) -> None:
-    """Refuse optimizers of one name that have different values besides those for parameters."""
-    rests = {codec.encode(entry["rest"]) for entry in settings if "rest" in entry}
-    if len(rests) > 1:
-        raise InvalidShardingError(
-            f"Several optimizers at {prefix!r} keep values that belong to no parameter, of which "
-            "one optimizer's would be stored: put them into a dict, {'first': optimizer, 'second': "
-            "other}, in place of a list."
-        )
-
-
-def stored_sections(settings: Iterable[Entry]) -> list[tuple[SectionPath, bool]]:
-    """Return `(path, by number)` of each section of an optimizer's state."""
-    found: list[Any] = next(
-        (entry["sections"] for entry in settings if "rest" in entry), [[[], True]]
+def _scalars_of(entry: Entry) -> Mapping[str, torch.dtype]:
+    """Return the dtypes of tensors without axes, which early checkpoints do not name."""
+    has_step = type(entry["values"].get("step")) is float
+    scalars: Mapping[str, torch.dtype] = entry.get(
+        "scalars", {"step": torch.float32} if has_step else {}
     )
-    return [(tuple(path), by_number) for path, by_number in found]
+    return scalars
+
+
+def check_class(
+    optimizer: Any, prefix: str, settings: Iterable[Entry], names: Collection[str]
+) -> None:
+    """Warn of an optimizer that gets the state of one of another class, given the names of its
+    parameters. State dicts of PyTorch do not name the class.
+
+    LoadMismatchError when its next step would fail.
+    """
+    own_names = set(names)
+    known = [entry for entry in settings if not own_names.isdisjoint(entry["params"])]
+    own = class_name(optimizer)
+    stored = sorted({entry["class"] for entry in known if "class" in entry})
+    if own in stored:
+        return
+    text = f"The optimizer that was saved at {prefix!r} is of class {', '.join(stored)}, "
+    if lacking := _lacking(optimizer, known):
+        keeps = f"{text}which keeps" if stored else f"The state that was saved at {prefix!r} has"
+        raise LoadMismatchError(
+            f"{keeps} no {summarize_keys(lacking)}: {own} cannot go on from there. "
+            "Create the optimizer that was saved, or leave it out of the state dict."
+        )
+    if stored:
+        logger.warning("%sand is loaded into one of class %s, which trains otherwise.", text, own)
+
+
+def _lacking(optimizer: Any, known: Iterable[Entry]) -> set[str]:
+    """Return what the next step of an optimizer reads and some parameters do not get."""
+    used = [entry for entry in known if entry["has_state"]]
+    used = [entry for entry in used if "path" not in entry] or used
+    needed = _needed_by(optimizer)
+    return {name for entry in used for name in needed - {*entry["tensors"], *entry["values"]}}
+
+
+def _needed_by(optimizer: Any) -> set[str]:
+    bases = type(sharded_inner(optimizer) or optimizer).__mro__
+    names = (base.__name__ for base in bases if base.__module__.startswith("torch.optim."))
+    return next((_NEEDED[name] for name in names if name in _NEEDED), set())
