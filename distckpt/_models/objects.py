@@ -1,9 +1,9 @@
-"""Objects in a state dict: described before a save or load as what the rest of the package knows.
+"""Descriptions of the objects in a state dict.
 
 An `nn.Module` becomes its sharded state dict, an optimizer the sharded state dict of its state, a
-DTensor its shards, and any other object that has `state_dict()` and `load_state_dict()` what
-`state_dict()` returns. What iterates (data loaders, samplers), and the state of random number
-generators, is stored once for each rank. `restore` fills the objects after a load.
+DTensor its shards, and any other object that has `state_dict()` and `load_state_dict()` the return
+value of `state_dict()`. Iterables (data loaders, samplers), and the state of random number
+generators, are stored once for each rank. `restore` fills the objects after a load.
 
 The names in the module at the entry `model` stay as they are. At another entry they get the path to
 it in front, as in `ema.layers.0.weight`. Positions in lists do not count, so that the stages of a
@@ -12,10 +12,9 @@ pipeline may be a list.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ import torch
 from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import (
-    HOLE,
     Position,
     at,
     dotted,
@@ -38,9 +36,9 @@ from distckpt._format.checksum import checksum
 from distckpt._format.codec.encode import is_object_of_state, nodes_of_any
 from distckpt._format.codec.tree import REGISTERED
 from distckpt._format.marker import first_name
-from distckpt._mapping.base import OpenReplicaId, ShardedBase
+from distckpt._mapping.base import OpenReplicaId, ReplicaId, ShardedBase
 from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, StateDict
+from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject
 from distckpt._models.bound_state import BoundState
 from distckpt._models.dtensor import (
     has_parts,
@@ -53,19 +51,16 @@ from distckpt._models.modules import (
     bare_module,
     sharded_state_dict,
     sharded_state_dict_default,
-    with_stored_buffers,
 )
 from distckpt._models.optimizer.describe import (
     OptimizerState,
     describe_optimizer,
     fill_gaps,
-    optimizer_targets,
 )
 from distckpt._models.optimizer.read import is_optimizer
 from distckpt._models.optimizer.settings import check_one_rest, storable_entries, unite
-from distckpt._models.per_rank import PerRank, cell_of, state_of, warn_of_shared, warn_of_skipped
+from distckpt._models.per_rank import PerRank, cell_of, state_of
 from distckpt._ranks.collectives import Ranks
-from distckpt._state.stored_form import StoredEntry
 
 # The most frequent types, looked up first.
 _VALUES = frozenset(
@@ -77,8 +72,9 @@ _SHARDED = (ShardedBase, LocalNonpersistentObject, OptimizerState)
 
 
 class Kind(IntEnum):
-    """Kinds of objects, in the order in which they are filled: schedulers come after what they
-    schedule.
+    """Kinds of objects, in the order in which they are filled.
+
+    Schedulers come after their optimizers.
     """
 
     DTENSOR = 0
@@ -102,13 +98,15 @@ class Place(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """What the names of its tensors begin with, without a dot at the end; empty for `model`."""
+        """Beginning of the names of its tensors, without a dot; empty for `model`."""
         parts = [str(part) for part in self.path if not isinstance(part, int)]
-        return "" if parts == ["model"] else ".".join(parts)
+        if parts == ["model"]:
+            return ""
+        return ".".join(parts)
 
     @property
     def is_model(self) -> bool:
-        """Tell whether this is the module whose tensors have no path in their names."""
+        """Whether this is the module whose tensors have no path in front."""
         return self.kind is Kind.MODULE and not self.prefix
 
 
@@ -136,8 +134,10 @@ class Described:
         stateful = [place for place in self.places if place.kind is Kind.STATEFUL]
         if not stateful:
             return {}
-        name_class = importlib.import_module("distckpt._models.schedulers").scheduler_class
-        classes = {place.name: name_class(place.value) for place in stateful}
+        # Imported when it is needed: it imports all optimizers of torch.
+        from distckpt._models.schedulers import scheduler_class
+
+        classes = {place.name: scheduler_class(place.value) for place in stateful}
         return {name: text for name, text in classes.items() if text}
 
     @property
@@ -146,7 +146,7 @@ class Described:
         return any(place.kind is Kind.STATEFUL for place in self.places)
 
     def digest(self) -> int:
-        """Return a hash, of 61 bits, of what all ranks agree on in the end."""
+        """Return a hash of 61 bits of names and settings."""
         return checksum(codec.encode([list(self.names), dict(self.settings)])) >> 3
 
 
@@ -203,7 +203,8 @@ def describe_objects(
     have no values then are added to `made`. With `breaks_cycles`, containers that hold themselves
     are left out.
     """
-    made = [] if made is None else made
+    if made is None:
+        made = []
     options = _Options(ranks, loads, materialize, made, breaks_cycles)
     try:
         tree, places, optimizers = _describe_tree(state_dict, (), options)
@@ -225,7 +226,7 @@ def describe_objects(
 def _describe_tree(
     tree: Any, path: Position, options: _Options, *, is_state: bool = False
 ) -> _Tree:
-    """Describe the objects in a state dict, or in the state of an object at a path."""
+    """Describe the objects in a tree: a state dict, or an object's state."""
     tree, items = _list_leaves(tree, path, options.breaks_cycles)
     values = [leaf for _, leaf in items]
     places: dict[int, Place] = {}
@@ -273,7 +274,7 @@ def _list_leaves(
 
 
 def _of_kind(places: Mapping[int, Place], kind: Kind) -> Iterator[tuple[int, Place]]:
-    """Yield the places of objects of one kind, with their numbers among the leaves."""
+    """Yield the places of one kind, with their numbers among the leaves."""
     for number, place in places.items():
         if place.kind is kind:
             yield number, place
@@ -281,15 +282,20 @@ def _of_kind(places: Mapping[int, Place], kind: Kind) -> Iterator[tuple[int, Pla
 
 def _describe_module(place: Place, options: _Options) -> Any:
     module = bare_module(place.value)
-    prefix = f"{place.prefix}." if place.prefix else ""
+    prefix = _with_dot(place.prefix)
     if options.materialize is not None:
         # Imported when it is needed: most modules have memory.
-        materializing = importlib.import_module("distckpt._models.materialize")
-        options.made.extend(materializing.materialize_module(module, options.materialize))
+        from distckpt._models.materialize import materialize_module
+
+        options.made.extend(materialize_module(module, options.materialize))
     if callable(getattr(module, "sharded_state_dict", None)):
         # Its own method is called here, unlike by sharded_state_dict.
         return sharded_state_dict_default(module, prefix)
     return sharded_state_dict(module, prefix)
+
+
+def _with_dot(prefix: str) -> str:
+    return prefix and f"{prefix}."
 
 
 def _describe_dtensor(place: Place, rank: int) -> Any:
@@ -301,7 +307,7 @@ def _describe_dtensor(place: Place, rank: int) -> Any:
 
 
 def _list_shards(tree: Any, places: Iterable[Place]) -> list[tuple[Position, Any]]:
-    """List the shards of a tree that has modules or optimizers, with their paths."""
+    """List shards with their paths, if there are modules or optimizers."""
     if {Kind.MODULE, Kind.OPTIMIZER}.isdisjoint(place.kind for place in places):
         return []
     return [(path, leaf) for path, leaf in listed(tree) if isinstance(leaf, ShardedBase)]
@@ -312,7 +318,9 @@ def _describe_per_rank(
 ) -> list[tuple[Position, ShardedObject]]:
     """Describe the values that each rank has of its own."""
     own = [place for place in places if place.kind is Kind.PER_RANK]
-    meshes = _meshes(places) if own else []
+    if not own:
+        return []
+    meshes = _meshes(places)
     cells = []
     for place in own:
         cell = cell_of(place.value, place.name, options.ranks, meshes, options.loads)
@@ -323,7 +331,7 @@ def _describe_per_rank(
 def _describe_optimizers(
     places: Iterable[Place], shards: Iterable[tuple[Position, Any]], options: _Options
 ) -> tuple[list[tuple[Position, OptimizerState]], dict[str, list[Any]]]:
-    """Return the states of optimizers with their paths, and their settings by prefix."""
+    """Describe the optimizers: states with their paths, settings by prefix."""
     states: list[tuple[Position, OptimizerState]] = []
     settings: dict[str, list[Any]] = {}
     rank = options.ranks.rank
@@ -335,9 +343,11 @@ def _describe_optimizers(
         is_first = place.prefix not in settings
         if options.loads or is_first:
             # A load may have several optimizers of one prefix.
-            copy = rank if is_first else OpenReplicaId((1, rank))
             key = f"{place.prefix}.settings"
-            state["settings"] = ShardedObject(key, None, (1,), (0,), copy)
+            replica_id: ReplicaId = rank
+            if not is_first:
+                replica_id = OpenReplicaId((1, rank))
+            state["settings"] = ShardedObject(key, None, (1,), (0,), replica_id)
         settings.setdefault(place.prefix, []).extend(entries)
         states.append((place.path, state))
     if not options.loads:
@@ -348,7 +358,9 @@ def _describe_optimizers(
 
 def _kind_of(node: Any) -> Kind | None:
     if isinstance(node, torch.Tensor):
-        return Kind.DTENSOR if is_dtensor(node) or has_parts(node) else None
+        if is_dtensor(node) or has_parts(node):
+            return Kind.DTENSOR
+        return None
     if isinstance(node, torch.nn.Module):
         return Kind.MODULE
     if isinstance(node, type | ShardedBase) or type(node) in REGISTERED:
@@ -362,8 +374,9 @@ def _kind_of_stateful(node: Any) -> Kind | None:
     names = ("state_dict", "load_state_dict")
     if not all(callable(getattr(node, name, None)) for name in names):
         return None
-    is_per_rank = isinstance(node, PerRank) or hasattr(node, "__iter__")
-    return Kind.PER_RANK if is_per_rank else Kind.STATEFUL
+    if isinstance(node, PerRank) or hasattr(node, "__iter__"):
+        return Kind.PER_RANK
+    return Kind.STATEFUL
 
 
 def _check_value(path: Position, leaf: Any, loads: bool) -> None:
@@ -379,7 +392,7 @@ def _check_value(path: Position, leaf: Any, loads: bool) -> None:
 
 
 def _refuse_hidden_objects(path: Position, leaf: Any) -> None:
-    """Refuse objects in a container that is not walked, such as a deque."""
+    """Refuse objects in containers of other types, such as a deque."""
     for place, node in nodes_of_any(leaf, path):
         if node is not leaf and is_object_of_state(node):
             raise UnsupportedObjectError(
@@ -394,16 +407,20 @@ def _only_shards(value: Any) -> Any:
     values: list[Any] = []
     for _, leaf in listed(value, _LEAVES):
         # Optimizers are described when all modules have been.
-        is_kept = isinstance(leaf, _SHARDED) or is_optimizer(leaf)
-        values.append(leaf if is_kept else None)
+        if isinstance(leaf, _SHARDED) or is_optimizer(leaf):
+            values.append(leaf)
+        else:
+            values.append(None)
     return with_leaves(value, iter(values), _LEAVES)
 
 
 def _meshes(places: Sequence[Place]) -> list[str]:
-    """Name the device meshes of the modules in a state dict, by their axes and sizes."""
-    modules = [place.value for place in places if place.kind is Kind.MODULE]
-    params = (param for module in modules for param in module.parameters())
-    meshes = {param.device_mesh for param in params if is_dtensor(param)}
+    """Name the device meshes of modules, by their axes and sizes."""
+    meshes: set[Any] = set()
+    for place in places:
+        if place.kind is Kind.MODULE:
+            params = place.value.parameters()
+            meshes.update(param.device_mesh for param in params if is_dtensor(param))
     return sorted({f"{mesh.mesh_dim_names or ''}{tuple(mesh.shape)}" for mesh in meshes})
 
 
@@ -456,8 +473,9 @@ def _check_first_has_all(stateful: Sequence[list[str]]) -> None:
 
 
 def completed(described: Described) -> Any:
-    """Return the state dict of a save with the settings of optimizers, and zeros for states that
-    only others have.
+    """Return the state dict of a save, with the settings of optimizers.
+
+    Zeros stand for states that only other ranks have.
     """
     for place in described.places:
         if place.kind is Kind.OPTIMIZER:
@@ -469,78 +487,3 @@ def completed(described: Described) -> Any:
                 # An empty dict would be a value, which ranks with other parameters do not have.
                 state["state"] = LocalNonpersistentObject({})
     return described.state_dict
-
-
-# --- Loading --------------------------------------------------------------------------------------
-
-
-def needs_stored(described: Described) -> int:
-    """Return 1 when a load needs to know the keys of the checkpoint, 2 when it also needs the
-    settings of optimizers, else 0.
-    """
-    if described.optimizers:
-        return 2
-    return int(any(place.kind is not Kind.DTENSOR for place in described.places))
-
-
-def settings_of(
-    described: Described, stored: Mapping[str, StoredEntry]
-) -> dict[str, ShardedObject]:
-    """Return the stored settings of the optimizers of a load, which `resolve` needs."""
-    keys = {f"{state.prefix}.settings" for _, state in described.optimizers}
-    return {key: ShardedObject(key, None, (1,), (0,)) for key in sorted(keys & stored.keys())}
-
-
-def resolve(
-    rank: int,
-    described: Described,
-    stored: Mapping[str, StoredEntry],
-    settings: StateDict,
-    shared_value: Callable[[str], Any],
-) -> Described:
-    """Complete the description of a load from stored entries and settings."""
-    tree = _with_optimizer_targets(rank, described, stored, settings)
-    for place in described.places:
-        if place.kind is Kind.MODULE:
-            module, shards = bare_module(place.value), at(tree, place.path)
-            requested = with_stored_buffers(module, shards, stored)
-            tree = tree if requested is shards else replaced(tree, place.path, requested)
-    places = []
-    for place in described.places:
-        entry, cell = stored.get(place.name), at(tree, place.path, HOLE)
-        if place.kind is not Kind.PER_RANK or entry is None or entry.shape == cell.global_shape:
-            places.append(place)
-            continue
-        shared = shared_value(place.name)
-        if shared is not HOLE:
-            warn_of_shared(place.value, cell)
-            # From now on a state that all ranks have in common.
-            places.append(place._replace(kind=Kind.STATEFUL))
-            tree = replaced(tree, place.path, LocalNonpersistentObject(shared["value"]))
-        else:
-            grids = f"grid {tuple(entry.shape)}", f"grid {cell.global_shape}"
-            warn_of_skipped(place.value, cell, *grids)
-            tree = replaced(tree, place.path, LocalNonpersistentObject(place.value))
-    return Described(tree, places, described.optimizers)
-
-
-def _with_optimizer_targets(
-    rank: int,
-    described: Described,
-    stored: Mapping[str, StoredEntry],
-    settings: StateDict,
-) -> Any:
-    """Return the state dict with targets for stored optimizer states."""
-    tree = described.state_dict
-    unrequested = set(settings)
-    for path, state in described.optimizers:
-        key = f"{state.prefix}.settings"
-        if key not in settings:
-            continue
-        targets = optimizer_targets(state, settings[key], stored)
-        if key in unrequested:
-            # Requested once more, by the first with this prefix, as all that is loaded is.
-            unrequested.remove(key)
-            targets["settings"] = ShardedObject(key, None, (1,), (0,), OpenReplicaId((0, rank)))
-        tree = replaced(tree, path, targets)
-    return tree

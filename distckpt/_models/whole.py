@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Coverage(NamedTuple):
-    """Keys of a checkpoint that a rank requests, and keys that it leaves out of modules and
-    optimizers.
+    """Keys of a checkpoint that a rank requests and leaves out.
 
     `unclaimed` tensors may belong to the module at `model`: the checkpoint does not say which
     module was saved there.
@@ -62,8 +61,10 @@ def coverage_of(
         of_model = set(requested) - _below(prefixes, requested)
         beginnings = {*names, *map(first_name, of_model)}
         own |= {key for key in left if first_name(key) in beginnings}
-        unclaimed = set() if names else _tensors(left, entries) - own
-        unclaimed -= optimizer_keys() if unclaimed else set()
+        if not names:
+            unclaimed = _tensors(left, entries) - own
+        if unclaimed:
+            unclaimed -= optimizer_keys()
     return Coverage(taken, own - of_optimizers, of_optimizers, unclaimed)
 
 
@@ -77,7 +78,7 @@ def _without_taken(
 
 
 def _prefixes(described: Described, *kinds: Kind) -> tuple[str, ...]:
-    """Return what the keys of objects of some kinds begin with."""
+    """Return the beginnings of the keys of objects of some kinds."""
 
     def has_prefix(place: Place) -> bool:
         return place.kind in kinds and bool(place.prefix)
@@ -96,20 +97,25 @@ def _tensors(keys: Iterable[str], entries: Mapping[str, StoredEntry]) -> set[str
 def left_out_of_all(
     ranks: Ranks, coverage: Coverage, entries: Mapping[str, StoredEntry]
 ) -> tuple[list[str], list[str], list[str]]:
-    """Return the keys of modules, of optimizers, and unclaimed ones that no rank takes.
+    """Return keys that no rank takes: of modules, of optimizers, unclaimed ones.
 
-    Collective operation: all ranks must call it. What one rank leaves out another may take.
+    Collective operation: all ranks must call it. A key that one rank leaves out another may take.
     """
     keys = sorted(entries)
-    bits = np.array([[key in some for key in keys] for some in coverage], np.bool_)
+    rows = []
+    for some in coverage:
+        rows.append([key in some for key in keys])
+    bits = np.array(rows, np.bool_)
     gathered = ranks.all_gather(np.packbits(bits).tobytes())
     of_all = np.bitwise_or.reduce([np.frombuffer(sent, np.uint8) for sent in gathered])
     unpacked = np.unpackbits(of_all, count=bits.size).reshape(bits.shape)
     is_taken, *is_own = unpacked.astype(np.bool_)
-    of_modules, of_optimizers, unclaimed = (
-        [keys[i] for i in np.flatnonzero(has & ~is_taken)] for has in is_own
+    of_modules, of_optimizers, unclaimed = [np.flatnonzero(has & ~is_taken) for has in is_own]
+    return (
+        [keys[i] for i in of_modules],
+        [keys[i] for i in of_optimizers],
+        [keys[i] for i in unclaimed],
     )
-    return of_modules, of_optimizers, unclaimed
 
 
 def refuse_left_out(
@@ -119,9 +125,10 @@ def refuse_left_out(
     location: str,
     is_live: bool = False,
 ) -> frozenset[str]:
-    """Refuse a load that leaves out a part of what is stored for a module; warn of what else it
-    leaves out, and return that. With `is_live`, it is not stored, and other ranks give it: the plan
-    of the move knows what nobody takes.
+    """Refuse a load that leaves out stored tensors of a module.
+
+    Returns the other keys that it leaves out, of which a warning is logged. With `is_live`, other
+    ranks give the tensors: the plan of the move knows those that nobody takes.
 
     Collective operation: all ranks must call it.
     """
@@ -151,8 +158,12 @@ def _left_out_of_modules(
 ) -> LoadMismatchError:
     scales = next((key for key in left_out if any(places_of(key))), None)
     quantized = f", or a quantized one in a form that distckpt does not decode ({scales!r})"
-    or_quantized = quantized if scales else ""
-    besides = f", and does not hold {summarize_keys(absent)}, which they have" if absent else ""
+    or_quantized = ""
+    if scales:
+        or_quantized = quantized
+    besides = ""
+    if absent:
+        besides = f", and does not hold {summarize_keys(absent)}, which they have"
     return LoadMismatchError(
         f"The checkpoint {location!r} holds {summarize_keys(left_out)}, which the objects of the "
         f"state dict do not have{besides}: was a larger model saved{or_quantized}? Create the "

@@ -20,6 +20,7 @@ from distckpt._format.marker import names_of_module
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedStateDict, StateDict
 from distckpt._models import objects
+from distckpt._models.resolve import needs_stored, resolve, settings_of
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
 from distckpt._operations.shard_source import ShardSource
 from distckpt._plan.translate import decide_ties, match_flags, stored_names
@@ -194,7 +195,7 @@ def describe_targets(
         vote.number = _how_much_is_needed(described, request.mode, depends)
     source, entries, settings = _look_up(ranks, source, described, request, vote.largest)
     with ranks.phase("describe the targets"):
-        resolved = objects.resolve(ranks.rank, described, entries, settings, source.shared_value)
+        resolved = resolve(ranks.rank, described, entries, settings, source.shared_value)
         if resolved.state_dict is not described.state_dict or are_complex:
             split = flatten.split(resolved.state_dict, {} if rules else entries)
             ties = find_ties(split.shards)
@@ -244,7 +245,7 @@ def _how_much_is_needed(described: objects.Described, mode: StrictHandling, depe
     """Return 0 when the keys of the checkpoint need not be known, 2 when stored settings are needed
     as well. `depends` tells whether what the shards are depends on the keys.
     """
-    of_objects = objects.needs_stored(described)
+    of_objects = needs_stored(described)
     compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
     return of_objects or compares or depends
 
@@ -281,7 +282,7 @@ def _stored_settings(
     entries: Mapping[str, StoredEntry],
 ) -> StateDict:
     with ranks.phase("read the settings of optimizers"):
-        wanted = objects.settings_of(described, entries)
+        wanted = settings_of(described, entries)
         values = source.read_objects(list(wanted.values()))
     return dict(zip(wanted, values, strict=True))
 

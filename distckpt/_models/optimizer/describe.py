@@ -1,4 +1,4 @@
-"""Optimizer state as shards, derived from the sharded state dict of the model.
+"""Optimizer state as shards, derived from those of the model.
 
 `distckpt.optimizer` is the public path and shows its use.
 """
@@ -25,13 +25,11 @@ from distckpt._mapping.wrappers import (
 from distckpt._models.dtensor import is_dtensor, local_part, shard_of_dtensor
 from distckpt._models.optimizer.read import (
     KEEP_VARS_HINT,
-    OwnState,
     ParamState,
     Section,
     SectionPath,
     bare_optimizer,
-    class_name,
-    form_of,
+    first_part,
     orders_of,
     owned_parameters,
     param_name,
@@ -41,11 +39,12 @@ from distckpt._models.optimizer.read import (
     sections_at,
     shards_of_parameters,
 )
-from distckpt._models.optimizer.restore import state_target
+from distckpt._models.optimizer.restore import OwnState, state_target
 from distckpt._models.optimizer.settings import (
     Entry,
     by_name,
     check_class,
+    class_name,
     forms_by_key,
     group_entries,
     rest_entry,
@@ -59,18 +58,21 @@ _Shard: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 class OptimizerState(dict[str, Any]):
-    """What `sharded_optimizer_state_dict` returns. `load` asks the checkpoint what to load in its
-    place.
+    """Sharded state dict of an optimizer, see `sharded_optimizer_state_dict`.
+
+    `load` replaces it with targets for the states that the checkpoint has.
 
     Attributes:
         optimizer: the optimizer, without wrappers.
-        prefix: what keys begin with.
+        prefix: beginning of its keys.
         shards: of its parameters, by `id()` of their local parts.
-        own: what this rank has of it.
+        own: this rank's part of it.
     """
 
     def __init__(self, optimizer: Any, prefix: str, shards: dict[int, _Shard]) -> None:
-        self.optimizer, self.prefix, self.shards = optimizer, prefix, shards
+        self.optimizer = optimizer
+        self.prefix = prefix
+        self.shards = shards
         self._owned = owned_parameters(optimizer)
         self.own = OwnState([], {}, {})
         super().__init__(state={}, own=LocalNonpersistentObject(self.own))
@@ -81,8 +83,9 @@ class OptimizerState(dict[str, Any]):
         self.own.sections.append((section.path, section.by_number, sizes))
 
     def places(self, section: Section) -> Iterator[tuple[int, Any, torch.Tensor, _Shard]]:
-        """Yield the number of the group, the place of the state, parameter and shard, for the
-        parameters that this rank has.
+        """Yield the parameters that this rank has.
+
+        Each comes as the number of its group, the place of its state, itself, and its shard.
         """
         for number, place, param in places_of(section):
             shard = self.shards.get(id(local_part(param)))
@@ -96,7 +99,7 @@ class OptimizerState(dict[str, Any]):
         return self._owned is None or id(param) in self._owned
 
     def key(self, path: SectionPath, name: str) -> str:
-        """Return what the key of a tensor in the state of a parameter begins with."""
+        """Return the beginning of the key of a tensor in a state."""
         return ".".join((self.prefix, *path, "state", name))
 
     def add(
@@ -122,7 +125,7 @@ class OptimizerState(dict[str, Any]):
 def describe_optimizer(
     optimizer: Any, model_sharded_state_dict: Any, prefix: str
 ) -> tuple[OptimizerState, list[Entry]]:
-    """Describe the optimizer on this rank, without its settings, and return these as well."""
+    """Describe an optimizer on this rank; return its settings separately."""
     optimizer = bare_optimizer(optimizer)
     shards = shards_of_parameters(optimizer, model_sharded_state_dict)
     described = OptimizerState(optimizer, prefix, shards)
@@ -160,12 +163,15 @@ def _described_param(
 
 
 def fill_gaps(described: OptimizerState, settings: list[Entry]) -> None:
-    """Add zeros for parameters without a state that share a key with others that have one, since a
-    tensor is saved whole.
+    """Add zeros for lacking states of parameters that share a key.
+
+    Other parameters of the key have states, and a tensor is saved whole.
     """
     for section in read_sections(described.optimizer)[0]:
         forms = forms_by_key(settings, section.path)
-        for _, place, param, shard in described.places(section) if forms else ():
+        if not forms:
+            continue
+        for _, place, param, shard in described.places(section):
             if shard.key in forms and place not in described["state"] and described.owns(param):
                 zeros: dict[str, torch.Tensor] = {}
                 for name, form in forms[shard.key].items():
@@ -178,16 +184,16 @@ def fill_gaps(described: OptimizerState, settings: list[Entry]) -> None:
 def optimizer_targets(
     described: OptimizerState, settings: list[Entry], stored: Mapping[str, StoredEntry]
 ) -> OptimizerState:
-    """Return what to load in the place of a described optimizer, given its stored settings and
-    keys.
+    """Return the targets of an optimizer, given its stored settings and keys.
 
-    LoadMismatchError when the optimizer cannot go on from what one of another class has saved.
+    LoadMismatchError when the optimizer cannot go on from the state of one of another class.
     """
     targets = OptimizerState(described.optimizer, described.prefix, described.shards)
     for section in sections_at(described.optimizer, stored_sections(settings)):
         path = section.path
         targets.note(section)
-        entries, forms = by_name(settings, path), forms_by_key(settings, path)
+        entries = by_name(settings, path)
+        forms = forms_by_key(settings, path)
         for _, place, param, shard in targets.places(section):
             entry = entries.get(targets.own.names[place])
             # A tensor is requested whole, so zeros that were saved in place of a state are loaded,
@@ -222,9 +228,14 @@ def _pairs_in(
     """Return the dtypes of the complex tensors that are stored as pairs; early checkpoints do not
     name them.
     """
-    if entry is None or "class" in entry:
-        return {} if entry is None else entry.get("complex", {})
-    return dict.fromkeys(names, param.dtype) if is_stored_as_pairs(param.dtype) else {}
+    if entry is None:
+        return {}
+    if "class" in entry:
+        pairs: Mapping[str, torch.dtype] = entry.get("complex", {})
+        return pairs
+    if is_stored_as_pairs(param.dtype):
+        return dict.fromkeys(names, param.dtype)
+    return {}
 
 
 def state_shard(
@@ -234,22 +245,22 @@ def state_shard(
     name: str,
     prefix: str,
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describe a tensor in the state of a parameter, given the parameter's shard and what goes in
-    front of its key.
+    """Describe a tensor in the state of a parameter.
+
+    Its key is that of the parameter's shard behind the prefix.
     """
     if _is_alike(tensor, param):
         if type(shard) is not ShardedTensor:
             return make_sharded_optimizer_tensor(shard, tensor, prefix)
-        # Not with `replace`, which checks again what has been checked: this is most of the time
-        # that describing takes.
+        # Not with `replace`, which repeats checks: this is most of the time that describing takes.
         alike = object.__new__(ShardedTensor)
         data = local_part(tensor)
         vars(alike).update(vars(shard), key=f"{prefix}.{shard.key}", data=data, dtype=data.dtype)
         return alike
     if isinstance(shard, ShardedTensor) and shard.flattened_range is None:
-        found = _divided_otherwise(shard, param, tensor, f"{prefix}.{shard.key}")
-        if found is not None:
-            return found
+        other = _divided_otherwise(shard, param, tensor, f"{prefix}.{shard.key}")
+        if other is not None:
+            return other
     if tuple(local_part(tensor).shape) == tuple(local_part(param).shape):
         return make_sharded_optimizer_tensor(shard, tensor, prefix)
     raise InvalidShardingError(
@@ -260,10 +271,22 @@ def state_shard(
     )
 
 
+def form_of(shard: ShardedTensor | ShardedTensorFactory) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and the global shape of a shard.
+
+    For a factory, they are those of the first part that it makes.
+    """
+    part: Any = shard
+    if not isinstance(shard, ShardedTensor):
+        part = first_part(shard)
+    assert part is not None
+    return part.dtype, tuple(part.global_shape)
+
+
 def make_sharded_optimizer_tensor(
     model_param: ShardedTensor | ShardedTensorFactory, optim_param: torch.Tensor, prefix: str
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Wrap an optimizer tensor the way the parameter that it belongs to is wrapped.
+    """Wrap an optimizer tensor like the parameter that it belongs to.
 
     Args:
         model_param: shard or factory of the parameter.
@@ -285,7 +308,7 @@ def make_sharded_optimizer_tensor(
 
 
 def _is_alike(tensor: Any, param: Any) -> bool:
-    """Tell whether a tensor has the shape of a parameter and is distributed as it is."""
+    """Tell whether a tensor has the shape and distribution of a parameter."""
     if tensor.shape != param.shape:
         return False
     if not is_dtensor(param):
@@ -306,7 +329,9 @@ def _divided_otherwise(
     num_prepended = shard.prepend_axis_num
     if not is_dtensor(param) or shard.global_shape[num_prepended:] != tuple(param.shape):
         return None
-    outer = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
+    outer = shard.replica_id
+    if not isinstance(outer, tuple):
+        outer = (outer,)
     num_outer = max(0, len(outer) - param.device_mesh.ndim)  # type: ignore[attr-defined]
     outer = type(outer)(outer[:num_outer])
     place = [
@@ -316,8 +341,9 @@ def _divided_otherwise(
 
 
 def _reduced(shard: ShardedTensor, tensor: torch.Tensor, key: str) -> ShardedTensor | None:
-    """Describe a tensor that lacks some axes of a parameter's part, where it has size 1; None for
-    other tensors.
+    """Describe a tensor that has size 1 along axes of its parameter.
+
+    None stands for other tensors.
     """
     shape = tuple(tensor.shape)
     if shape == shard.local_shape:
@@ -325,16 +351,20 @@ def _reduced(shard: ShardedTensor, tensor: torch.Tensor, key: str) -> ShardedTen
     if shard.local_shape == shard.global_shape[shard.prepend_axis_num :]:
         return shard_at(shard, key, tensor, [(size, 0, 1) for size in shape])
     place = _reduced_place(shard, shape)
-    return None if place is None else shard_at(shard, key, tensor, place)
+    if place is None:
+        return None
+    return shard_at(shard, key, tensor, place)
 
 
 def _reduced_place(
     shard: ShardedTensor, shape: tuple[int, ...]
 ) -> list[tuple[int, int, int]] | None:
-    num_prepended, parts = shard.prepend_axis_num, shard.axis_fragmentations
+    num_prepended = shard.prepend_axis_num
+    parts = shard.axis_fragmentations
     if parts is None or len(shape) != len(shard.local_shape):
         return None
-    sizes, offset = shard.global_shape[num_prepended:], shard.global_offset[num_prepended:]
+    sizes = shard.global_shape[num_prepended:]
+    offset = shard.global_offset[num_prepended:]
     axes = zip(shape, shard.local_shape, sizes, offset, parts[num_prepended:], strict=True)
     place = []
     for n, local, size, start, count in axes:
@@ -356,7 +386,7 @@ def sharded_optimizer_state_dict(
     *,
     process_group: Any = None,
 ) -> ShardedStateDict:
-    """Describe the state of a torch optimizer, to save it or to load into it.
+    """Describe the state of a torch optimizer, to save or load it.
 
         state = {"model": sharded_state_dict(model)}
         state["optimizer"] = sharded_optimizer_state_dict(optimizer, state["model"])
@@ -366,8 +396,8 @@ def sharded_optimizer_state_dict(
     else the optimizer's `state_dict()` holds become one small object of the key
     `<prefix>.settings`, in which parameters go by their keys.
 
-    No step is made, and the optimizer is not changed. What a new optimizer is going to hold is
-    taken from the checkpoint, when `load` is given this dict itself.
+    No step is made, and the optimizer is not changed. The states of a new optimizer are taken from
+    the checkpoint, when `load` is given this dict itself.
 
     Collective operation: all ranks of the process group must call it. Hashes of the options are
     exchanged, and the options themselves only if ranks hold different parameters.
@@ -378,12 +408,12 @@ def sharded_optimizer_state_dict(
             the whole parameter, or if it has size 1 along some axes of this rank's part.
         model_sharded_state_dict: holds the shards of all parameters of the optimizer, which are
             found by their memory.
-        prefix: what keys begin with; optimizers in one checkpoint need different ones.
+        prefix: beginning of keys; optimizers in one checkpoint need different ones.
         process_group: the ranks that save or load together; None for the default group, or for this
             process alone when torch.distributed is not initialized.
 
     Returns:
-        What to put in the state dict for `save` or `load`.
+        An entry of the state dict for `save` or `load`.
 
     Raises:
         InvalidShardingError: a parameter without a shard, a tensor whose place is unknown, or ranks
@@ -418,8 +448,8 @@ def optim_state_to_sharding_state(
     under a key of your own, and put it back after loading.
 
     Args:
-        optim_state_dict: what `optimizer.state_dict()` gave. Its entries `state` and `param_groups`
-            are replaced.
+        optim_state_dict: the result of `optimizer.state_dict()`. Its entries `state` and
+            `param_groups` are replaced.
         id_to_sharded_param_map: see `get_param_id_to_sharded_param_map`.
         exclude_keys: one name or several; values of that name are left out of the result.
 
@@ -427,7 +457,9 @@ def optim_state_to_sharding_state(
         InvalidShardingError: a tensor of another shape than its parameter, or of a parameter that
             is not in the map. Nothing is changed then.
     """
-    excluded = (exclude_keys,) if isinstance(exclude_keys, str) else exclude_keys
+    excluded = exclude_keys
+    if isinstance(exclude_keys, str):
+        excluded = (exclude_keys,)
     state: dict[Any, dict[Any, Any]] = {}
     for param_id, values in optim_state_dict["state"].items():
         kept = {name: value for name, value in values.items() if name not in excluded}

@@ -39,7 +39,7 @@ from distckpt._state.megatron_shards import adopt
 logger = logging.getLogger(__name__)
 
 _DELEGATES = frozenset({"AcceleratedOptimizer", "_FabricOptimizer"})
-"""Classes of accelerate and Fabric around an optimizer, which keep nothing of their own."""
+"""Wrappers of accelerate and Fabric, without state of their own."""
 
 
 _HOOKS = (
@@ -54,7 +54,7 @@ SectionPath: TypeAlias = tuple[str, ...]
 
 
 class Section(NamedTuple):
-    """A part of an optimizer's state dict that has values for each parameter.
+    """Part of an optimizer's state dict with values for each parameter.
 
     `path` are the keys that lead to it. With `by_number` it is `{"state": ..., "param_groups":
     ...}`, else a dict with parameters as keys. `groups` hold options and, as `params`, parameters;
@@ -111,14 +111,9 @@ def sharded_inner(optimizer: Any) -> Any:
     for other classes.
     """
     is_sharded = hasattr(optimizer, "consolidate_state_dict") and hasattr(optimizer, "optim")
-    return optimizer.optim if is_sharded else None
-
-
-def class_name(optimizer: Any) -> str:
-    """Return the name of the class of an optimizer without wrappers, or of the one in a
-    ZeroRedundancyOptimizer.
-    """
-    return type(sharded_inner(optimizer) or optimizer).__name__
+    if not is_sharded:
+        return None
+    return optimizer.optim
 
 
 def owned_parameters(optimizer: Any) -> set[int] | None:
@@ -131,11 +126,14 @@ def owned_parameters(optimizer: Any) -> set[int] | None:
 
 def params_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
     """Return the parameters of all groups."""
-    return [param for group in groups for param in group["params"]]
+    params: list[torch.Tensor] = []
+    for group in groups:
+        params += group["params"]
+    return params
 
 
 def read_sections(optimizer: Any) -> tuple[list[Section], Any]:
-    """Return the sections of an optimizer's state, and the rest of its state dict (or `HOLE`)."""
+    """Return the sections of an optimizer's state, and the rest or `HOLE`."""
     inner = sharded_inner(optimizer)
     groups = optimizer.param_groups
     if inner is None and not is_plain(optimizer):
@@ -149,7 +147,7 @@ def read_sections(optimizer: Any) -> tuple[list[Section], Any]:
 
 
 def sections_at(optimizer: Any, wanted: Iterable[tuple[SectionPath, bool]]) -> list[Section]:
-    """Return the wanted sections of an optimizer's state, empty ones where it has none yet."""
+    """Return sections of an optimizer's state, empty where it has none yet."""
     current = {section.path: section for section in read_sections(optimizer)[0]}
     return [
         current.get(path, Section(path, by_number, optimizer.param_groups, {}))
@@ -158,19 +156,23 @@ def sections_at(optimizer: Any, wanted: Iterable[tuple[SectionPath, bool]]) -> l
 
 
 def places_of(section: Section) -> Iterator[tuple[int, Any, torch.Tensor]]:
-    """Yield, for each parameter, the number of its group, the place of its state, and itself.
+    """Yield group number, place of the state, and parameter for each parameter.
 
     Places are numbers, with the path of the section if it has one.
     """
-    params = (
-        (number, param) for number, group in enumerate(section.groups) for param in group["params"]
-    )
-    for position, (number, param) in enumerate(params):
-        yield number, (section.path, position) if section.path else position, param
+    position = 0
+    for number, group in enumerate(section.groups):
+        for param in group["params"]:
+            place: Any = position
+            if section.path:
+                place = (section.path, position)
+            yield number, place, param
+            position += 1
 
 
 def is_plain(optimizer: Any) -> bool:
-    base, cls = torch.optim.Optimizer, type(optimizer)
+    base = torch.optim.Optimizer
+    cls = type(optimizer)
     names = ("state_dict", "load_state_dict")
     return (
         isinstance(optimizer, base)
@@ -183,25 +185,27 @@ def is_plain(optimizer: Any) -> bool:
 
 
 def _take_sections(tree: Any, groups: list[dict[str, Any]]) -> tuple[list[Section], Any]:
-    """Return the sections of a state dict, and the rest of it, `HOLE` for nothing."""
-    found: list[Section] = []
+    """Return the sections of a state dict, and the rest or `HOLE`."""
+    sections: list[Section] = []
 
     def take(path: Position, node: Any) -> Any:
         if not isinstance(node, dict) or not all(isinstance(key, str) for key in path):
             return node
         section, rest = _divide(node, path, groups)
         if section is not None:
-            found.append(section)
-        return rest if rest or not node else HOLE
+            sections.append(section)
+        if node and not rest:
+            return HOLE
+        return rest
 
     rest = map_nodes(take, tree, is_dict)
-    return found, fold(lambda leaf: leaf, without_holes, rest, is_dict)
+    return sections, fold(lambda leaf: leaf, without_holes, rest, is_dict)
 
 
 def _divide(
     node: dict[Any, Any], path: tuple[str, ...], groups: list[dict[str, Any]]
 ) -> tuple[Section | None, dict[Any, Any]]:
-    """Divide a dict into the section that it is, if it is one, and its other entries."""
+    """Divide a dict into a section, if any, and other entries."""
     params = _numbered_params(node, groups)
     if params is not None:
         return _divide_numbered(node, path, params)
@@ -216,10 +220,10 @@ def _divide_numbered(
     node: dict[Any, Any], path: tuple[str, ...], params: dict[int, torch.Tensor]
 ) -> tuple[Section, dict[Any, Any]]:
     rest = dict(node)
-    groups = [
-        {**group, "params": [params[number] for number in group["params"]]}
-        for group in rest.pop("param_groups")
-    ]
+    groups = []
+    for group in rest.pop("param_groups"):
+        own = [params[number] for number in group["params"]]
+        groups.append({**group, "params": own})
     state: dict[torch.Tensor, Any] = {}
     others: dict[Any, Any] = {}
     for key, value in rest.pop("state").items():
@@ -235,53 +239,56 @@ def _divide_numbered(
 def _numbered_params(
     node: Mapping[Any, Any], groups: list[dict[str, Any]]
 ) -> dict[int, torch.Tensor] | None:
-    """Return the parameters by their numbers in a state dict of the usual form; None for a dict of
-    another form.
+    """Return the parameters by their numbers in a state dict.
+
+    None stands for a dict of another form.
     """
-    own, state = node.get("param_groups"), node.get("state")
+    own = node.get("param_groups")
+    state = node.get("state")
     if not isinstance(own, list) or not isinstance(state, dict) or len(own) != len(groups):
         return None
-    pairs = [
-        (group.get("params"), given["params"]) for group, given in zip(own, groups, strict=True)
-    ]
-    if any(
-        not isinstance(numbers, list) or len(numbers) != len(params) for numbers, params in pairs
-    ):
-        return None
-    return {
-        number: param
-        for numbers, params in pairs
-        for number, param in zip(numbers, params, strict=True)
-    }
+    by_number: dict[int, torch.Tensor] = {}
+    for group, current in zip(own, groups, strict=True):
+        numbers = group.get("params")
+        params = current["params"]
+        if not isinstance(numbers, list) or len(numbers) != len(params):
+            return None
+        by_number.update(zip(numbers, params, strict=True))
+    return by_number
 
 
 def param_state(name: str, state: Any, param: torch.Tensor) -> ParamState:
-    """Separate the tensors in the state of a parameter from its other values."""
+    """Separate tensors in the state of a parameter from other values."""
     is_frozen = not param.requires_grad
-    named = state if isinstance(state, dict) else {} if state is None else {ITSELF: state}
-    kept = ParamState(name, {}, {}, {}, bool(named), is_frozen)
+    named = state
+    if state is None:
+        named = {}
+    elif not isinstance(state, dict):
+        named = {ITSELF: state}
+    separated = ParamState(name, {}, {}, {}, bool(named), is_frozen)
     for key, value in named.items():
         if isinstance(value, torch.Tensor) and not value.ndim and (param.ndim or key == "step"):
-            kept.scalars[key] = value
+            separated.scalars[key] = value
         elif isinstance(value, torch.Tensor) and isinstance(key, str):
-            _add(kept.tensors, key, value)
+            _add(separated.tensors, key, value)
         else:
-            kept.values[key] = _without_tensors(value, str(key), kept.tensors)
-    return kept
+            separated.values[key] = _without_tensors(value, str(key), separated.tensors)
+    return separated
 
 
-def _add(found: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
-    if name in found:
+def _add(tensors: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+    if name in tensors:
         raise InvalidShardingError(
             f"The state of an optimizer has two tensors that would be stored as {name!r}, one of "
             "them in a list or dict: rename an entry of its state."
         )
-    found[name] = tensor
+    tensors[name] = tensor
 
 
 def orders_of(tensors: Mapping[str, torch.Tensor], param: torch.Tensor) -> dict[str, list[int]]:
-    """Return in which order the axes of transposed tensors lie in memory: what is computed from
-    them depends on it.
+    """Return the orders in memory of the axes of transposed tensors.
+
+    Computed results depend on them.
     """
     orders = {}
     for name, tensor in tensors.items():
@@ -290,15 +297,15 @@ def orders_of(tensors: Mapping[str, torch.Tensor], param: torch.Tensor) -> dict[
     return {name: order for name, order in orders.items() if order}
 
 
-def _without_tensors(value: Any, name: str, found: dict[str, torch.Tensor]) -> Any:
-    """Take the tensors with axes out of a value of a state: they go to `found`, by position."""
+def _without_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Move tensors with axes out of a value to `tensors`, by position."""
 
     def taken(position: Position, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if not leaf.ndim:
             return local_part(leaf).detach()
-        _add(found, dotted(position), leaf)
+        _add(tensors, dotted(position), leaf)
         return HOLE
 
     return map_leaves(taken, value, is_plain_container, (name,))
@@ -331,7 +338,7 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict
 def get_param_id_to_sharded_param_map(
     model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.Tensor]
 ) -> dict[int, ShardedTensor | ShardedTensorFactory]:
-    """Find the shard of each parameter of an optimizer in the model's state dict.
+    """Find the shards of an optimizer's parameters in the model's state dict.
 
     A shard belongs to a parameter when its `data` is that very object, or has the same shape and
     strides on the same memory. If there is no such shard, a warning is logged.
@@ -368,8 +375,9 @@ def get_param_id_to_sharded_param_map(
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Return what all views of the whole of a tensor have in common; None for a tensor without
-    memory.
+    """Return the identity of a tensor's memory, None without memory.
+
+    All views of the whole of a tensor have it in common.
     """
     local = local_part(tensor)
     if local.data_ptr() == 0:
@@ -403,8 +411,9 @@ def shards_of_parameters(
 
 
 def param_name(shard: ShardedTensor | ShardedTensorFactory) -> str:
-    """Name a parameter, whatever the layout: by its key and, where several layers share that, its
-    place among them.
+    """Name a parameter by its key, under any layout.
+
+    Where several layers share a key, the name has the place among them, too.
     """
     part: Any = shard
     if isinstance(shard, ShardedTensorFactory):
@@ -414,28 +423,9 @@ def param_name(shard: ShardedTensor | ShardedTensorFactory) -> str:
     return f"{shard.key}[{','.join(map(str, part.global_offset[: part.prepend_axis_num]))}]"
 
 
-def form_of(shard: ShardedTensor | ShardedTensorFactory) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and the global shape of what a shard describes, or the first part that a
-    factory makes.
-    """
-    part = shard if isinstance(shard, ShardedTensor) else first_part(shard)
-    assert part is not None
-    return part.dtype, tuple(part.global_shape)
-
-
 def first_part(factory: ShardedTensorFactory) -> ShardedTensor | None:
     parts = (part for _, part in leaves(factory.build()) if isinstance(part, ShardedTensor))
     return next(parts, None)
-
-
-class OwnState(NamedTuple):
-    """What this rank has of an optimizer: sections with the sizes of their groups; by place, the
-    name of the parameter and the tensors of its state.
-    """
-
-    sections: list[tuple[SectionPath, bool, list[int]]]
-    names: dict[Any, str]
-    tensors: dict[Any, dict[str, torch.Tensor]]
 
 
 def zero1_shards(
@@ -446,8 +436,9 @@ def zero1_shards(
     stop: int,
     prefix: str = "optimizer",
 ) -> list[ShardedTensor | ShardedTensorFactory]:
-    """Describe the part of a ZeRO-1 optimizer's state that this rank has: a run of elements of all
-    parameters, one after another.
+    """Describe this rank's part of the state of a ZeRO-1 optimizer.
+
+    It is a run of elements of all parameters, one after another.
 
         moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         start = dp_rank * len(exp_avg)
@@ -464,7 +455,7 @@ def zero1_shards(
         start: number of the first element of this rank's part.
         stop: number of the element after the last one. Elements past the parameters are padding,
             and not stored.
-        prefix: what keys begin with.
+        prefix: beginning of keys.
 
     Returns:
         A flat shard of each state of each parameter of which this rank has elements, with views of
@@ -478,8 +469,10 @@ def zero1_shards(
     described: list[ShardedTensor | ShardedTensorFactory] = []
     end = 0
     for number, param in enumerate(params):
-        first, end = end, end + local_part(param).numel()
-        low, high = max(start, first), min(stop, end)
+        first = end
+        end += local_part(param).numel()
+        low = max(start, first)
+        high = min(stop, end)
         if low >= high:
             continue
         if number not in by_number:
@@ -490,8 +483,10 @@ def zero1_shards(
         own = replace(by_number[number], replica_id=OpenReplicaId((0,)))
         for name, values in states.items():
             data = values[low - start : high - start]
-            flat = {"data": data, "flattened_range": slice(low - first, high - first)}
-            flat |= {"dtype": data.dtype} if isinstance(own, ShardedTensor) else {}
+            place = slice(low - first, high - first)
+            changes: dict[str, Any] = {"data": data, "flattened_range": place}
+            if isinstance(own, ShardedTensor):
+                changes["dtype"] = data.dtype
             key = f"{prefix}.state.{name}.{own.key}"
-            described.append(replace(own, key=key, **flat))  # type: ignore[arg-type]
+            described.append(replace(own, key=key, **changes))
     return described

@@ -1,5 +1,4 @@
-"""The settings of an optimizer: options of groups, and what it keeps for its parameters besides
-tensors.
+"""Settings of an optimizer: options of groups, and values for parameters.
 
 Parameters with the same options and numbers, which are nearly always all of a group, share one
 entry:
@@ -28,22 +27,20 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError, UnsupportedObjectError
 from distckpt._base.messages import summarize_keys
-from distckpt._base.tree import HOLE, Position, dotted, is_plain_container, leaves, map_leaves
+from distckpt._base.tree import HOLE, leaves
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._models.dtensor import local_part
 from distckpt._models.optimizer.read import (
-    ITSELF,
     ParamState,
     SectionPath,
-    class_name,
     sharded_inner,
 )
 from distckpt._ranks.collectives import Ranks
@@ -57,7 +54,7 @@ _NOT_STORED = ("params", "param_names")
 
 
 _OWN_CHOICE = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""How to compute, and on which device numbers live: the choice of the program that loads."""
+"""Options of computing and of devices, which the loading program chooses."""
 
 
 _OF_SCHEDULERS = frozenset(
@@ -66,7 +63,7 @@ _OF_SCHEDULERS = frozenset(
 
 
 _OF_NEWER_RELEASES = frozenset({"amsgrad", "decoupled_weight_decay", "maximize"})
-"""What `__setstate__` of torch's optimizers sets where a state dict lacks it."""
+"""Options that `__setstate__` of torch's optimizers adds to old state dicts."""
 
 
 _BASIC = (bool, int, float, str, type(None), torch.dtype)
@@ -90,14 +87,16 @@ _NEEDED = {
     "Rprop": {"prev", "step_size"},
     "SparseAdam": {"exp_avg", "exp_avg_sq"},
 }
-"""What a step of torch's optimizers reads of the state of a parameter that has one."""
+"""Entries of a parameter's state that a step of torch's optimizers reads."""
 
 
 def group_entries(
     groups: Iterable[tuple[dict[str, Any], Sequence[ParamState]]], about: Mapping[str, Any]
 ) -> list[Entry]:
-    """Return the entries of parameter groups, given as `(group, states of its parameters)`. All of
-    them get what is `about` the optimizer and the section.
+    """Return the entries of parameter groups.
+
+    `groups` are pairs of a group and the states of its parameters; `about` has fields about the
+    optimizer and the section for all entries.
     """
     entries: dict[Any, Entry] = {}
     for number, (group, states) in enumerate(groups):
@@ -105,21 +104,23 @@ def group_entries(
         if not group["params"]:
             entries[number] = _new_entry(options, _NO_STATE, {}, about) | {"params": [number]}
         for state, values in zip(states, _plain_values(states), strict=True):
-            looks = (number, *_looks(state, values))
-            entry = entries.get(looks)
+            traits = (number, *_traits(state, values))
+            entry = entries.get(traits)
             if entry is None:
-                entry = entries[looks] = _new_entry(options, state, values, about)
+                entry = entries[traits] = _new_entry(options, state, values, about)
             entry["params"].append(state.name)
     return list(entries.values())
 
 
-def _looks(state: ParamState, values: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what only parameters that share an entry have in common."""
-    # What is not basic may look the same and not be.
-    text = repr(values) if all(map(_is_basic, values.values())) else state.name
+def _traits(state: ParamState, values: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the traits that parameters of one entry have in common."""
+    text = state.name
+    # Other values may have the same text and differ.
+    if all(map(_is_basic, values.values())):
+        text = repr(values)
     scalars = tuple((name, tensor.dtype) for name, tensor in state.scalars.items())
-    texts = (*(repr(dict(each)) for each in (state.forms, state.orders, state.pairs)), text)
-    return state.has_state, state.is_frozen, tuple(state.tensors), scalars, *texts
+    texts = [repr(dict(part)) for part in (state.forms, state.orders, state.pairs)]
+    return state.has_state, state.is_frozen, tuple(state.tensors), scalars, *texts, text
 
 
 def _new_entry(
@@ -160,15 +161,18 @@ def _plain_values(states: Sequence[ParamState]) -> list[dict[str, Any]]:
         for name, value in state.scalars.items():
             local = local_part(value).detach()
             scalars.setdefault((local.device, local.dtype), []).append((values, name, local))
-    for found in scalars.values():
-        numbers = torch.stack([tensor for _, _, tensor in found]).tolist()
-        for (values, name, _), number in zip(found, numbers, strict=True):
+    for kind in scalars.values():
+        numbers = torch.stack([tensor for _, _, tensor in kind]).tolist()
+        for (values, name, _), number in zip(kind, numbers, strict=True):
             values[name] = number
     return plain
 
 
 def rest_entry(rest: Any, sections: Sequence[tuple[SectionPath, bool]]) -> Entry:
-    """Return the entry for the `rest` of a state dict, and `(path, by number)` of all sections."""
+    """Return the entry for the `rest` of a state dict.
+
+    `sections` are `(path, by number)` of all of them.
+    """
     return {
         "params": [""],
         "has_state": True,
@@ -178,8 +182,9 @@ def rest_entry(rest: Any, sections: Sequence[tuple[SectionPath, bool]]) -> Entry
 
 
 def storable_entries(prefix: str, entries: Sequence[Entry]) -> list[Entry]:
-    """Entries without options and values that cannot be stored, which a warning names."""
-    kept, problems = [], set[str]()
+    """Leave out options and values that cannot be stored, with a warning."""
+    storable = []
+    problems = set[str]()
     for entry in entries:
         stored = dict(entry)
         for field in ("options", "values"):
@@ -190,7 +195,7 @@ def storable_entries(prefix: str, entries: Sequence[Entry]) -> list[Entry]:
                     stored[field][name] = value
                 except UnsupportedObjectError as error:
                     problems.add(f"{name!r}: {error}")
-        kept.append(stored)
+        storable.append(stored)
     logger.warning(
         "the optimizer %r is stored without %d of its options or values, which cannot be stored: "
         "%s",
@@ -198,18 +203,18 @@ def storable_entries(prefix: str, entries: Sequence[Entry]) -> list[Entry]:
         len(problems),
         "; ".join(sorted(problems)),
     )
-    return kept
+    return storable
 
 
 def unite(
     ranks: Ranks, settings: dict[str, list[Entry]], warns: bool = False
 ) -> dict[str, list[Entry]]:
-    """Return the entries of all ranks together, the same on each; nothing but a hash is sent where
-    they are the same.
+    """Return the entries of all ranks together, the same on each.
 
-    They are given by the prefix of the optimizer. If only some ranks have a state for a parameter,
-    theirs counts. InvalidShardingError where ranks disagree, unless `warns`: then those of the
-    first rank count.
+    They go by the prefix of the optimizer. Where they are the same, only a hash is sent. If only
+    some ranks have a state for a parameter, theirs counts.
+
+    InvalidShardingError where ranks disagree, unless `warns`: then those of the first rank count.
     """
     if ranks.size == 1:
         return settings
@@ -219,7 +224,9 @@ def unite(
     if len(set(digests)) == 1:
         return settings
     is_first = digests.index(digests[ranks.rank]) == ranks.rank
-    gathered = ranks.gather(payload if is_first else b"")
+    if not is_first:
+        payload = b""
+    gathered = ranks.gather(payload)
     united = b""
     with ranks.phase("unite the settings of the optimizer", decision=True):
         if ranks.is_coordinator:
@@ -261,15 +268,18 @@ def _must_agree(name: str | int, first: Entry, second: Entry) -> bool:
 
 
 def _refuse_disagreement(name: str | int, first: Entry, second: Entry, warns: bool) -> None:
-    """Refuse what ranks disagree about, or warn of it where only numbers differ: without states
-    that the first rank lacks, a checkpoint would be wrong.
+    """Refuse entries that differ between ranks, or warn of numbers that do.
+
+    Without states that the first rank lacks, a checkpoint would be wrong.
     """
     names = sorted(
         key
         for key in (first.keys() | second.keys()) - {"params"}
         if _differ(first.get(key), second.get(key))
     )
-    whose = f" for the parameter {name!r}" if name else ""
+    whose = ""
+    if name:
+        whose = f" for the parameter {name!r}"
     details = "; ".join(
         f"{key}: {_unlike(first.get(key), second.get(key))!r:.200} and "
         f"{_unlike(second.get(key), first.get(key))!r:.200}"
@@ -307,24 +317,29 @@ def entries_of(settings: Iterable[Entry], path: SectionPath) -> list[Entry]:
 
 def by_name(settings: Iterable[Entry], path: SectionPath) -> dict[str | None, Entry]:
     """Return the entries about one section by the names of their parameters."""
-    return {name: entry for entry in entries_of(settings, path) for name in entry["params"]}
+    named: dict[str | None, Entry] = {}
+    for entry in entries_of(settings, path):
+        named.update(dict.fromkeys(entry["params"], entry))
+    return named
 
 
 def forms_by_key(settings: Iterable[Entry], path: SectionPath) -> dict[str, Mapping[str, Any]]:
-    """Return the forms of the tensors in the states of parameters that share a key, by that key."""
-    entries = [entry for entry in entries_of(settings, path) if "forms" in entry]
-    return {
-        name[: name.rindex("[")]: entry["forms"] for entry in entries for name in entry["params"]
-    }
+    """Return the forms of tensors by the key that parameters share."""
+    forms: dict[str, Mapping[str, Any]] = {}
+    for entry in entries_of(settings, path):
+        if "forms" in entry:
+            for name in entry["params"]:
+                forms[name[: name.rindex("[")]] = entry["forms"]
+    return forms
 
 
 def stored_rest(settings: Iterable[Entry]) -> Any:
-    """Return the rest of the state dict besides its sections, `HOLE` for nothing."""
+    """Return the rest of the state dict beside its sections, or `HOLE`."""
     return next((entry["rest"] for entry in settings if "rest" in entry), HOLE)
 
 
 def check_one_rest(prefix: str, settings: Iterable[Entry]) -> None:
-    """Refuse optimizers of one name that have different values besides those for parameters."""
+    """Refuse optimizers of one name with different values beside those of parameters."""
     rests = {codec.encode(entry["rest"]) for entry in settings if "rest" in entry}
     if len(rests) > 1:
         raise InvalidShardingError(
@@ -336,17 +351,19 @@ def check_one_rest(prefix: str, settings: Iterable[Entry]) -> None:
 
 def stored_sections(settings: Iterable[Entry]) -> list[tuple[SectionPath, bool]]:
     """Return `(path, by number)` of each section of an optimizer's state."""
-    found: list[Any] = next(
+    sections: list[Any] = next(
         (entry["sections"] for entry in settings if "rest" in entry), [[[], True]]
     )
-    return [(tuple(path), by_number) for path, by_number in found]
+    return [(tuple(path), by_number) for path, by_number in sections]
 
 
 def options_of(
     entries: Iterable[Entry], group: Mapping[str, Any], names: Sequence[str | int]
 ) -> dict[str, Any]:
-    """Return the options that a group gets, given the names of its parameters: the stored ones, and
-    its own choice of how to compute. Other options of its own are left out if any are stored.
+    """Return the options of a group, by the names of its parameters.
+
+    They are the stored ones, and its own choice of computing. Other options of its own are left out
+    if any are stored.
 
     LoadMismatchError when they were in groups with different options, or when an optimizer of
     another kind saved them.
@@ -358,8 +375,8 @@ def options_of(
     added = options.keys() - group.keys() - _OF_SCHEDULERS
     ignored = _OF_SCHEDULERS.union(_OF_NEWER_RELEASES, _OWN_CHOICE, _NOT_STORED)
     # torch's state dicts are stored without dicts that are empty.
-    held = {name for name, value in group.items() if value != {}}
-    lacking = held - options.keys() - ignored
+    present = {name for name, value in group.items() if value != {}}
+    lacking = present - options.keys() - ignored
     if added and lacking:
         raise LoadMismatchError(
             f"An optimizer of another kind was saved: its options for {name!r} have "
@@ -374,23 +391,24 @@ def options_of(
 def _stored_options(
     entries: Iterable[Entry], names: Collection[str | int]
 ) -> tuple[dict[str, Any], str | int] | None:
-    """Return the options that parameters were saved with, and the name of one; None if they were
-    not saved.
+    """Return the saved options of parameters, and the name of one parameter.
+
+    None stands for parameters that were not saved.
     """
-    found: dict[bytes, tuple[dict[str, Any], str | int]] = {}
+    choices: dict[bytes, tuple[dict[str, Any], str | int]] = {}
     for entry in entries:
         name = next((name for name in entry["params"] if name in names), None)
         if name is not None:
-            found.setdefault(codec.encode(entry["options"]), (entry["options"], name))
-    if len(found) > 1 and not all(isinstance(name, str) for _, name in found.values()):
+            choices.setdefault(codec.encode(entry["options"]), (entry["options"], name))
+    if len(choices) > 1 and not all(isinstance(name, str) for _, name in choices.values()):
         logger.warning(
             "group %s of several optimizers has no parameters, and has different options in each: "
             "those of the checkpoint are left out, since it is unknown whose they are",
-            next(iter(found.values()))[1],
+            next(iter(choices.values()))[1],
         )
         return None
-    if len(found) > 1:
-        (first, name), (second, other) = list(found.values())[:2]
+    if len(choices) > 1:
+        (first, name), (second, other) = list(choices.values())[:2]
         differing = [
             key for key in {**first, **second} if repr(first.get(key)) != repr(second.get(key))
         ]
@@ -400,52 +418,23 @@ def _stored_options(
             "groups it was saved with.",
             unexpected=[str(name), str(other)],
         )
-    return next(iter(found.values()), None)
+    return next(iter(choices.values()), None)
 
 
-def joined_state(
-    entry: Entry,
-    tensors: Mapping[str, torch.Tensor],
-    scalar: Callable[[str, Any, torch.dtype], torch.Tensor],
-    device: torch.device,
-) -> Any:
-    """Return the state of a parameter in the form in which the optimizer has it, the reverse of
-    `param_state`.
+def class_name(optimizer: Any) -> str:
+    """Return the name of the class of an optimizer without wrappers.
+
+    For a ZeroRedundancyOptimizer, it is the class of the optimizer in it.
     """
-    left = dict(tensors)
-
-    def put_back(position: Position, leaf: Any) -> Any:
-        name = dotted(position)
-        # An export has None for `HOLE`.
-        if leaf is HOLE or (leaf is None and name in left):
-            return left.pop(name)
-        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
-
-    scalars = _scalars_of(entry)
-    state: dict[str, Any] = {}
-    for name, value in entry["values"].items():
-        if name in scalars:
-            state[name] = scalar(name, value, scalars[name])
-        else:
-            state[name] = map_leaves(put_back, value, is_plain_container, (name,))
-    state |= left
-    return state.get(ITSELF, state)
-
-
-def _scalars_of(entry: Entry) -> Mapping[str, torch.dtype]:
-    """Return the dtypes of tensors without axes, which early checkpoints do not name."""
-    has_step = type(entry["values"].get("step")) is float
-    scalars: Mapping[str, torch.dtype] = entry.get(
-        "scalars", {"step": torch.float32} if has_step else {}
-    )
-    return scalars
+    return type(sharded_inner(optimizer) or optimizer).__name__
 
 
 def check_class(
     optimizer: Any, prefix: str, settings: Iterable[Entry], names: Collection[str]
 ) -> None:
-    """Warn of an optimizer that gets the state of one of another class, given the names of its
-    parameters. State dicts of PyTorch do not name the class.
+    """Warn of an optimizer that gets the state of another class.
+
+    `names` are those of its parameters. State dicts of PyTorch do not name the class.
 
     LoadMismatchError when its next step would fail.
     """
@@ -457,7 +446,9 @@ def check_class(
         return
     text = f"The optimizer that was saved at {prefix!r} is of class {', '.join(stored)}, "
     if lacking := _lacking(optimizer, known):
-        keeps = f"{text}which keeps" if stored else f"The state that was saved at {prefix!r} has"
+        keeps = f"The state that was saved at {prefix!r} has"
+        if stored:
+            keeps = f"{text}which keeps"
         raise LoadMismatchError(
             f"{keeps} no {summarize_keys(lacking)}: {own} cannot go on from there. "
             "Create the optimizer that was saved, or leave it out of the state dict."
@@ -467,11 +458,14 @@ def check_class(
 
 
 def _lacking(optimizer: Any, known: Iterable[Entry]) -> set[str]:
-    """Return what the next step of an optimizer reads and some parameters do not get."""
+    """Return entries that the next step reads and some parameters lack."""
     used = [entry for entry in known if entry["has_state"]]
     used = [entry for entry in used if "path" not in entry] or used
     needed = _needed_by(optimizer)
-    return {name for entry in used for name in needed - {*entry["tensors"], *entry["values"]}}
+    lacking: set[str] = set()
+    for entry in used:
+        lacking |= needed - {*entry["tensors"], *entry["values"]}
+    return lacking
 
 
 def _needed_by(optimizer: Any) -> set[str]:
