@@ -99,13 +99,13 @@ def sharded_state_dict(
     return state
 
 
-def _add(state: ShardedStateDict, described: ShardedStateDict) -> None:
+def _add(state: ShardedStateDict, description: ShardedStateDict) -> None:
     """Add the sharded state dict of a module inside.
 
     Raises:
         InvalidShardingError: another tensor has the same name.
     """
-    for name, part in described.items():
+    for name, part in description.items():
         other = state.setdefault(name, part)
         if getattr(other, "data", other) is not getattr(part, "data", part):
             raise InvalidShardingError(
@@ -121,7 +121,7 @@ def _copies(replica_id: ReplicaId | None) -> tuple[ReplicaId, ReplicaId]:
     return OpenReplicaId((0, own_rank())), BufferReplicaId((0, own_rank()))
 
 
-def _with_replica_id(described: ShardedStateDict, replica_id: ReplicaId) -> ShardedStateDict:
+def _with_replica_id(description: ShardedStateDict, replica_id: ReplicaId) -> ShardedStateDict:
     """Number the copy of a sharded state dict, where that is open."""
     first = 1
     if is_main_replica(replica_id):
@@ -133,7 +133,7 @@ def _with_replica_id(described: ShardedStateDict, replica_id: ReplicaId) -> Shar
             return part
         return replace(part, replica_id=OpenReplicaId((first, *own[1:])))
 
-    state: ShardedStateDict = map_leaves(changed, described)
+    state: ShardedStateDict = map_leaves(changed, description)
     return state
 
 
@@ -172,7 +172,7 @@ def sharded_state_dict_default(
 
 
 def with_stored_buffers(
-    module: torch.nn.Module, described: ShardedStateDict, entries: Mapping[str, StoredEntry]
+    module: torch.nn.Module, description: ShardedStateDict, entries: Mapping[str, StoredEntry]
 ) -> ShardedStateDict:
     """Request buffers in their stored shapes, where their module may take any.
 
@@ -181,14 +181,14 @@ def with_stored_buffers(
     resized = _resized_buffers(module)
     changed = {
         name: _in_shape(shard, entries[shard.key].shape)
-        for name, shard in described.items()
+        for name, shard in description.items()
         if id(getattr(shard, "data", None)) in resized
         and _is_whole(shard)
         and _has_other_shape(shard, entries.get(shard.key))
     }
     if not changed:
-        return described
-    return {**described, **changed}
+        return description
+    return {**description, **changed}
 
 
 def _in_shape(shard: ShardedTensor, shape: tuple[int, ...]) -> ShardedTensor:
@@ -242,29 +242,29 @@ def load_sharded_state_dict(
             tensor has another shape.
     """
     entries, _ = _entries(module, delegate=False)
-    given = {
+    by_name = {
         name[len(prefix) :]: value for name, value in loaded.items() if name.startswith(prefix)
     }
-    missing = {prefix + name for name in _missing(entries, given)}
-    unexpected = {prefix + name for name in given.keys() - entries.keys()}
+    missing = {prefix + name for name in _missing(entries, by_name)}
+    unexpected = {prefix + name for name in by_name.keys() - entries.keys()}
     if strict and (missing or unexpected):
         raise LoadMismatchError(
             _mismatch(type(module).__name__, missing, unexpected), missing, unexpected
         )
-    _fill(module, entries, given, prefix)
+    _fill(module, entries, by_name, prefix)
     return missing, unexpected
 
 
 def _fill(
     module: torch.nn.Module,
     entries: Mapping[str, tuple[str, Any]],
-    given: StateDict,
+    by_name: StateDict,
     prefix: str,
 ) -> None:
     owned = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    owned -= _resized_now(module, entries, given)
+    owned -= _resized_now(module, entries, by_name)
     others: StateDict = {}
-    for name, value in given.items():
+    for name, value in by_name.items():
         if name not in entries:
             continue
         own_name, target = entries[name]
@@ -285,14 +285,14 @@ def _fill(
 
 
 def _resized_now(
-    module: torch.nn.Module, entries: Mapping[str, tuple[str, Any]], given: StateDict
+    module: torch.nn.Module, entries: Mapping[str, tuple[str, Any]], by_name: StateDict
 ) -> set[int]:
     """Return the `id()` of the buffers that were stored in other shapes.
 
     Their modules get them with the rest of their state.
     """
-    targets = {name: entries[name][1] for name in given.keys() & entries.keys()}
-    resized = [name for name, target in targets.items() if _is_resized(target, given[name])]
+    targets = {name: entries[name][1] for name in by_name.keys() & entries.keys()}
+    resized = [name for name, target in targets.items() if _is_resized(target, by_name[name])]
     if not resized:
         return set()
     possible = _resized_buffers(module)
@@ -305,14 +305,14 @@ def _is_resized(target: Any, value: Any) -> bool:
     return are_tensors and not is_dtensor(target) and target.shape != value.shape
 
 
-def _missing(entries: Mapping[str, tuple[str, Any]], given: Collection[str]) -> set[str]:
+def _missing(entries: Mapping[str, tuple[str, Any]], by_name: Collection[str]) -> set[str]:
     """Return the names of entries that are not loaded, under any name."""
-    values = [entries[name][1] for name in given if name in entries]
+    values = [entries[name][1] for name in by_name if name in entries]
     reached = {id(value) for value in values if isinstance(value, torch.Tensor)}
     return {
         name
         for name, (_, value) in entries.items()
-        if name not in given and id(value) not in reached and not _is_elsewhere(value)
+        if name not in by_name and id(value) not in reached and not _is_elsewhere(value)
     }
 
 

@@ -150,15 +150,15 @@ class Described:
         return checksum(codec.encode([list(self.names), dict(self.settings)])) >> 3
 
 
-def with_storable_settings(described: Described) -> Described:
+def with_storable_settings(description: Described) -> Described:
     """A description without settings of optimizers that cannot be stored."""
-    settings = dict(described.settings)
+    settings = dict(description.settings)
     for prefix, entries in settings.items():
         try:
             codec.encode(entries, refuses_left_out=True)
         except UnsupportedObjectError:
             settings[prefix] = storable_entries(prefix, entries)
-    return replace(described, settings=settings)
+    return replace(description, settings=settings)
 
 
 # --- Describing -----------------------------------------------------------------------------------
@@ -437,7 +437,7 @@ def _names_of_model(shards: Iterable[tuple[Position, Any]], places: Iterable[Pla
 
 
 def united(
-    ranks: Ranks, described: Described, *, first_has_all: bool = True, warns: bool = False
+    ranks: Ranks, description: Described, *, first_has_all: bool = True, warns: bool = False
 ) -> Described:
     """Unite the names and settings of all ranks for a save.
 
@@ -446,20 +446,20 @@ def united(
 
     Collective operation: all ranks must call it.
     """
-    stateful = [place.name for place in described.places if place.kind is Kind.STATEFUL]
-    own = json.dumps([described.names, stateful]).encode()
+    stateful = [place.name for place in description.places if place.kind is Kind.STATEFUL]
+    own = json.dumps([description.names, stateful]).encode()
     sent = map(json.loads, ranks.all_gather(own))
     names, stateful_names = zip(*sent, strict=True)
     if first_has_all:
         _check_first_has_all(stateful_names)
-    settings = unite(ranks, dict(described.settings), warns)
-    for place in described.places:
-        state = at(described.state_dict, place.path)
+    settings = unite(ranks, dict(description.settings), warns)
+    for place in description.places:
+        state = at(description.state_dict, place.path)
         if place.kind is Kind.OPTIMIZER and "settings" in state:
             # Rank 0 may have no such optimizer.
             state["settings"].replica_id = OpenReplicaId((0, ranks.rank))
     united_names = sorted(set(itertools.chain.from_iterable(names)))
-    return replace(described, names=united_names, settings=settings)
+    return replace(description, names=united_names, settings=settings)
 
 
 def _check_first_has_all(stateful: Sequence[list[str]]) -> None:
@@ -472,18 +472,18 @@ def _check_first_has_all(stateful: Sequence[list[str]]) -> None:
             )
 
 
-def completed(described: Described) -> Any:
+def completed(description: Described) -> Any:
     """Return the state dict of a save, with the settings of optimizers.
 
     Zeros stand for states that only other ranks have.
     """
-    for place in described.places:
+    for place in description.places:
         if place.kind is Kind.OPTIMIZER:
-            state = at(described.state_dict, place.path)
-            fill_gaps(state, described.settings[place.prefix])
+            state = at(description.state_dict, place.path)
+            fill_gaps(state, description.settings[place.prefix])
             if "settings" in state:
-                state["settings"].data = described.settings[place.prefix]
+                state["settings"].data = description.settings[place.prefix]
             if not state["state"]:
                 # An empty dict would be a value, which ranks with other parameters do not have.
                 state["state"] = LocalNonpersistentObject({})
-    return described.state_dict
+    return description.state_dict

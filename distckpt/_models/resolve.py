@@ -15,41 +15,41 @@ from distckpt._models.per_rank import warn_of_shared, warn_of_skipped
 from distckpt._state.stored_form import StoredEntry
 
 
-def needs_stored(described: Described) -> int:
+def needs_stored(description: Described) -> int:
     """Return how much a load needs to know of the checkpoint.
 
     It is 1 for its keys, 2 for the settings of optimizers as well, else 0.
     """
-    if described.optimizers:
+    if description.optimizers:
         return 2
-    return int(any(place.kind is not Kind.DTENSOR for place in described.places))
+    return int(any(place.kind is not Kind.DTENSOR for place in description.places))
 
 
 def settings_of(
-    described: Described, stored: Mapping[str, StoredEntry]
+    description: Described, stored: Mapping[str, StoredEntry]
 ) -> dict[str, ShardedObject]:
     """Return the stored settings of optimizers, which `resolve` needs."""
-    keys = {f"{state.prefix}.settings" for _, state in described.optimizers}
+    keys = {f"{state.prefix}.settings" for _, state in description.optimizers}
     return {key: ShardedObject(key, None, (1,), (0,)) for key in sorted(keys & stored.keys())}
 
 
 def resolve(
     rank: int,
-    described: Described,
+    description: Described,
     stored: Mapping[str, StoredEntry],
     settings: StateDict,
     shared_value: Callable[[str], Any],
 ) -> Described:
     """Complete the description of a load from stored entries and settings."""
-    tree = _with_optimizer_targets(rank, described, stored, settings)
-    for place in described.places:
+    tree = _with_optimizer_targets(rank, description, stored, settings)
+    for place in description.places:
         if place.kind is Kind.MODULE:
             shards = at(tree, place.path)
             requested = with_stored_buffers(bare_module(place.value), shards, stored)
             if requested is not shards:
                 tree = replaced(tree, place.path, requested)
     places = []
-    for place in described.places:
+    for place in description.places:
         entry = stored.get(place.name)
         cell = at(tree, place.path, HOLE)
         if place.kind is not Kind.PER_RANK or entry is None or entry.shape == cell.global_shape:
@@ -65,19 +65,19 @@ def resolve(
             grids = f"grid {tuple(entry.shape)}", f"grid {cell.global_shape}"
             warn_of_skipped(place.value, cell, *grids)
             tree = replaced(tree, place.path, LocalNonpersistentObject(place.value))
-    return Described(tree, places, described.optimizers)
+    return Described(tree, places, description.optimizers)
 
 
 def _with_optimizer_targets(
     rank: int,
-    described: Described,
+    description: Described,
     stored: Mapping[str, StoredEntry],
     settings: StateDict,
 ) -> Any:
     """Return the state dict with targets for stored optimizer states."""
-    tree = described.state_dict
+    tree = description.state_dict
     unrequested = set(settings)
-    for path, state in described.optimizers:
+    for path, state in description.optimizers:
         key = f"{state.prefix}.settings"
         if key not in settings:
             continue

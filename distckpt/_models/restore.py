@@ -32,7 +32,7 @@ class Saved(NamedTuple):
 
 
 def restore_objects(
-    described: Described, loaded: StateDict, saved: Saved, is_strict: bool
+    description: Described, loaded: StateDict, saved: Saved, is_strict: bool
 ) -> StateDict:
     """Put loaded values into the objects.
 
@@ -43,10 +43,10 @@ def restore_objects(
         LoadMismatchError: nothing was loaded for an object, unless `is_strict` is False; or an
             object does not take the values.
     """
-    for place in sorted(described.places, key=lambda place: (place.kind, -len(place.path))):
+    for place in sorted(description.places, key=lambda place: (place.kind, -len(place.path))):
         value = at(loaded, place.path, HOLE)
         if value is not HOLE:
-            _restore(place, value, at(described.state_dict, place.path), saved, is_strict)
+            _restore(place, value, at(description.state_dict, place.path), saved, is_strict)
             loaded = replaced(loaded, place.path, place.value)
         elif not is_strict:
             loaded = _with_object(loaded, place)
@@ -75,7 +75,7 @@ def _with_object(loaded: StateDict, place: Place) -> StateDict:
     return whole
 
 
-def _restore(place: Place, value: Any, described: Any, saved: Saved, is_strict: bool) -> None:
+def _restore(place: Place, value: Any, description: Any, saved: Saved, is_strict: bool) -> None:
     if place.kind is Kind.MODULE:
         _restore_module(place, value, is_strict)
     elif place.kind is Kind.OPTIMIZER:
@@ -83,11 +83,11 @@ def _restore(place: Place, value: Any, described: Any, saved: Saved, is_strict: 
             with _naming(place, "the state of an optimizer", saved):
                 load_sharded_optimizer_state_dict(place.value, value)
     elif place.kind is Kind.PER_RANK:
-        _restore_per_rank(place, value, described, saved)
+        _restore_per_rank(place, value, description, saved)
     elif place.kind is Kind.STATEFUL:
         stored = saved.schedulers.get(place.name, "")
         check_scheduler(place.name, place.value, stored, value, is_strict)
-        _load_state(place, value, saved, isinstance(described, dict))
+        _load_state(place, value, saved, isinstance(description, dict))
 
 
 def _load_state(place: Place, state: Any, saved: Saved, has_dict: bool) -> None:

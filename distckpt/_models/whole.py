@@ -33,7 +33,7 @@ class Coverage(NamedTuple):
 
 
 def coverage_of(
-    described: Described,
+    description: Described,
     requested: Collection[str],
     entries: Mapping[str, StoredEntry],
     wanted: Collection[str],
@@ -53,11 +53,11 @@ def coverage_of(
     for key in entries.keys() & taken:
         taken.update(entries[key].parts)
     left = _without_taken(wanted, taken, entries)
-    of_optimizers = _below(_prefixes(described, Kind.OPTIMIZER), left)
-    prefixes = _prefixes(described, Kind.MODULE, Kind.STATEFUL, Kind.OPTIMIZER)
+    of_optimizers = _below(_prefixes(description, Kind.OPTIMIZER), left)
+    prefixes = _prefixes(description, Kind.MODULE, Kind.STATEFUL, Kind.OPTIMIZER)
     own = _below(prefixes, left)
     unclaimed: set[str] = set()
-    if any(place.is_model for place in described.places):
+    if any(place.is_model for place in description.places):
         of_model = set(requested) - _below(prefixes, requested)
         beginnings = {*names, *map(first_name, of_model)}
         own |= {key for key in left if first_name(key) in beginnings}
@@ -77,13 +77,13 @@ def _without_taken(
     return {key for key in left if not entries[key].parts or key in entries[key].parts}
 
 
-def _prefixes(described: Described, *kinds: Kind) -> tuple[str, ...]:
+def _prefixes(description: Described, *kinds: Kind) -> tuple[str, ...]:
     """Return the beginnings of the keys of objects of some kinds."""
 
     def has_prefix(place: Place) -> bool:
         return place.kind in kinds and bool(place.prefix)
 
-    return tuple(f"{place.prefix}." for place in filter(has_prefix, described.places))
+    return tuple(f"{place.prefix}." for place in filter(has_prefix, description.places))
 
 
 def _below(prefixes: tuple[str, ...], keys: Iterable[str]) -> set[str]:

@@ -55,7 +55,7 @@ class Translation:
 
 
 def translated(
-    ranks: Ranks, stored: StoredCheckpoint, described: Described, has_optimizers: bool
+    ranks: Ranks, stored: StoredCheckpoint, description: Described, has_optimizers: bool
 ) -> Translation:
     """Return a checkpoint under the names of a request's objects.
 
@@ -68,7 +68,7 @@ def translated(
     """
     if not _may_hold_state_dicts(stored, has_optimizers):
         return Translation(stored)
-    has_model_prefix, united = _list_objects(ranks, stored, described)
+    has_model_prefix, united = _list_objects(ranks, stored, description)
 
     def settings_of_all() -> bytes:
         return codec.encode(read_settings(stored, united))
@@ -106,27 +106,27 @@ def _may_hold_state_dicts(stored: StoredCheckpoint, has_optimizers: bool) -> boo
 
 
 def _list_objects(
-    ranks: Ranks, stored: StoredCheckpoint, described: Described
+    ranks: Ranks, stored: StoredCheckpoint, description: Described
 ) -> tuple[bool, list[OptimizerNames]]:
     """Gather whether `model` has its prefix there, and all ranks' optimizers.
 
     Collective operation: all ranks must call it.
     """
     with ranks.phase("list the names of objects"):
-        has_prefix = _has_model_prefix(stored, described)
-        own = [vars(optimizer) for optimizer in _own_optimizers(described)]
+        has_prefix = _has_model_prefix(stored, description)
+        own = [vars(optimizer) for optimizer in _own_optimizers(description)]
     sent = map(json.loads, ranks.all_gather(json.dumps([has_prefix, own]).encode()))
     prefixes, listed = zip(*sent, strict=True)
     optimizers = (OptimizerNames(**own) for own in itertools.chain.from_iterable(listed))
     return any(prefixes), _united(optimizers)
 
 
-def _has_model_prefix(stored: StoredCheckpoint, described: Described) -> bool:
+def _has_model_prefix(stored: StoredCheckpoint, description: Described) -> bool:
     """Tell whether the module at `model` is stored with that prefix."""
     known = stored.manifest.key_index
-    for place in described.places:
+    for place in description.places:
         if place.is_model and place.path:
-            keys = set(_keys_in(at(described.state_dict, place.path)))
+            keys = set(_keys_in(at(description.state_dict, place.path)))
             if not keys & known.keys():
                 return any(f"{MODEL}{key}" in known for key in keys)
     return False
@@ -138,11 +138,11 @@ def _keys_in(tree: Any) -> Iterator[str]:
             yield shard.key
 
 
-def _own_optimizers(described: Described) -> Iterator[OptimizerNames]:
+def _own_optimizers(description: Described) -> Iterator[OptimizerNames]:
     """Yield the optimizers of this rank, with their parameters by key."""
-    modules = [place.prefix for place in described.places if place.kind is Kind.MODULE]
+    modules = [place.prefix for place in description.places if place.kind is Kind.MODULE]
     prefixes = sorted((f"{prefix}." for prefix in modules if prefix), key=len, reverse=True)
-    for path, state in described.optimizers:
+    for path, state in description.optimizers:
         groups = state.optimizer.param_groups
         params = params_of(groups)
         named = dict(_named_params(state, params, prefixes))

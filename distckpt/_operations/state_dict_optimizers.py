@@ -290,15 +290,15 @@ def _rest_of(
     numbers: set[str] = set()
     for group in groups:
         numbers.update(map(str, group["params"]))
-    kept = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
+    rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
     states = _states_in(tree)
     if others := {key: value for key, value in states.items() if str(key) not in numbers}:
-        kept["state"] = others
+        rest["state"] = others
     keys = _keys_of_rest(stored, optimizer, numbers)
     tensors = _read(stored, keys)
     names = {key.removeprefix(optimizer.beginning): tensors[key] for key in keys}
     what = f"optimizer at {dotted(optimizer.path)!r}"
-    return joined_value(kept, nested_by_name(names), what), keys
+    return joined_value(rest, nested_by_name(names), what), keys
 
 
 def _keys_of_rest(
@@ -380,8 +380,8 @@ def _values_of(tree: Any, name: str | int) -> dict[str, Any]:
     values = _options({k: v for k, v in tree.items() if k.startswith("state.")}, f"state.{name}")
     states = _states_in(tree)
     # torch turns the keys of dicts into text.
-    kept = states.get(name, states.get(str(name)))
-    return {**values, **kept} if isinstance(kept, dict) else values
+    own = states.get(name, states.get(str(name)))
+    return {**values, **own} if isinstance(own, dict) else values
 
 
 def _states_in(tree: Any) -> dict[Any, Any]:

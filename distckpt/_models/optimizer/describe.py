@@ -128,68 +128,68 @@ def describe_optimizer(
     """Describe an optimizer on this rank; return its settings separately."""
     optimizer = bare_optimizer(optimizer)
     shards = shards_of_parameters(optimizer, model_sharded_state_dict)
-    described = OptimizerState(optimizer, prefix, shards)
+    description = OptimizerState(optimizer, prefix, shards)
     settings: list[Entry] = []
     sections, rest = read_sections(optimizer)
     for section in sections:
-        described.note(section)
+        description.note(section)
         known: list[list[ParamState]] = [[] for _ in section.groups]
-        for number, place, param, shard in described.places(section):
-            known[number].append(_described_param(described, section, place, param, shard))
+        for number, place, param, shard in description.places(section):
+            known[number].append(_describe_param(description, section, place, param, shard))
         about = {"class": class_name(optimizer), "path": list(section.path)}
         settings += group_entries(zip(section.groups, known, strict=True), about)
     forms = [(section.path, section.by_number) for section in sections]
     if rest is not HOLE or [path for path, _ in forms] != [()]:
         settings.append(rest_entry(rest, forms))
-    return described, settings
+    return description, settings
 
 
-def _described_param(
-    described: OptimizerState, section: Section, place: Any, param: torch.Tensor, shard: _Shard
+def _describe_param(
+    description: OptimizerState, section: Section, place: Any, param: torch.Tensor, shard: _Shard
 ) -> ParamState:
     """Describe the tensors in the state of a parameter; return the state."""
     # Not state[param], which would make an entry.
     state = section.state.get(param)
-    kept = param_state(described.own.names[place], state, param)
-    shards = described.add(section.path, place, param, shard, kept.tensors)
-    if orders := orders_of(kept.tensors, param):
-        kept = kept._replace(orders=orders)
-    dtypes = ((key, value.dtype) for key, value in kept.tensors.items())
+    content = param_state(description.own.names[place], state, param)
+    shards = description.add(section.path, place, param, shard, content.tensors)
+    if orders := orders_of(content.tensors, param):
+        content = content._replace(orders=orders)
+    dtypes = ((key, value.dtype) for key, value in content.tensors.items())
     if pairs := {key: dtype for key, dtype in dtypes if is_stored_as_pairs(dtype)}:
-        kept = kept._replace(pairs=pairs)
-    if kept.name != shard.key:
-        kept = kept._replace(forms={key: form_of(part) for key, part in shards.items()})
-    return kept
+        content = content._replace(pairs=pairs)
+    if content.name != shard.key:
+        content = content._replace(forms={key: form_of(part) for key, part in shards.items()})
+    return content
 
 
-def fill_gaps(described: OptimizerState, settings: list[Entry]) -> None:
+def fill_gaps(description: OptimizerState, settings: list[Entry]) -> None:
     """Add zeros for lacking states of parameters that share a key.
 
     Other parameters of the key have states, and a tensor is saved whole.
     """
-    for section in read_sections(described.optimizer)[0]:
+    for section in read_sections(description.optimizer)[0]:
         forms = forms_by_key(settings, section.path)
         if not forms:
             continue
-        for _, place, param, shard in described.places(section):
-            if shard.key in forms and place not in described["state"] and described.owns(param):
+        for _, place, param, shard in description.places(section):
+            if shard.key in forms and place not in description["state"] and description.owns(param):
                 zeros: dict[str, torch.Tensor] = {}
                 for name, form in forms[shard.key].items():
-                    prefix = described.key(section.path, name)
+                    prefix = description.key(section.path, name)
                     entries = {f"{prefix}.{shard.key}": StoredEntry(*form)}
                     zeros[name] = state_target(shard, param, None, prefix, entries).zero_()
-                described.add(section.path, place, param, shard, zeros)
+                description.add(section.path, place, param, shard, zeros)
 
 
 def optimizer_targets(
-    described: OptimizerState, settings: list[Entry], stored: Mapping[str, StoredEntry]
+    description: OptimizerState, settings: list[Entry], stored: Mapping[str, StoredEntry]
 ) -> OptimizerState:
     """Return the targets of an optimizer, given its stored settings and keys.
 
     LoadMismatchError when the optimizer cannot go on from the state of one of another class.
     """
-    targets = OptimizerState(described.optimizer, described.prefix, described.shards)
-    for section in sections_at(described.optimizer, stored_sections(settings)):
+    targets = OptimizerState(description.optimizer, description.prefix, description.shards)
+    for section in sections_at(description.optimizer, stored_sections(settings)):
         path = section.path
         targets.note(section)
         entries = by_name(settings, path)
@@ -200,14 +200,14 @@ def optimizer_targets(
             # too.
             names = () if entry is None else entry["tensors"] or sorted(forms.get(shard.key, ()))
             if names and targets.owns(param):
-                kept = param_state("", section.state.get(param), param).tensors
+                own_tensors = param_state("", section.state.get(param), param).tensors
                 orders = {} if entry is None else entry.get("orders", {})
                 pairs = _pairs_in(entry, param, names)
                 tensors = {
                     name: state_target(
                         shard,
                         param,
-                        kept.get(name),
+                        own_tensors.get(name),
                         targets.key(path, name),
                         stored,
                         orders.get(name),
@@ -217,7 +217,7 @@ def optimizer_targets(
                 }
                 targets.add(path, place, param, shard, tensors)
     names = targets.own.names.values()
-    check_class(described.optimizer, described.prefix, settings, names)
+    check_class(description.optimizer, description.prefix, settings, names)
     targets["settings"] = LocalNonpersistentObject(settings)
     return targets
 
@@ -422,12 +422,12 @@ def sharded_optimizer_state_dict(
     """
     ranks = Ranks(process_group)
     with ranks.phase("describe the optimizer"):
-        described, settings = describe_optimizer(optimizer, model_sharded_state_dict, prefix)
+        description, settings = describe_optimizer(optimizer, model_sharded_state_dict, prefix)
     united = unite(ranks, {prefix: settings})[prefix]
-    described["settings"] = ShardedObject(f"{prefix}.settings", united, (1,), (0,), ranks.rank)
+    description["settings"] = ShardedObject(f"{prefix}.settings", united, (1,), (0,), ranks.rank)
     with ranks.phase("describe states that are missing"):
-        fill_gaps(described, united)
-    return described
+        fill_gaps(description, united)
+    return description
 
 
 def optim_state_to_sharding_state(
@@ -462,15 +462,15 @@ def optim_state_to_sharding_state(
         excluded = (exclude_keys,)
     state: dict[Any, dict[Any, Any]] = {}
     for param_id, values in optim_state_dict["state"].items():
-        kept = {name: value for name, value in values.items() if name not in excluded}
-        if kept and param_id not in id_to_sharded_param_map:
+        stored = {name: value for name, value in values.items() if name not in excluded}
+        if stored and param_id not in id_to_sharded_param_map:
             raise InvalidShardingError(
-                f"optimizer parameter {param_id!r} has state {sorted(map(str, kept))}, but there "
+                f"optimizer parameter {param_id!r} has state {sorted(map(str, stored))}, but there "
                 f"is no shard of the model for it.{KEEP_VARS_HINT}"
             )
         state[param_id] = {
             name: _wrap_state(id_to_sharded_param_map[param_id], value, str(name))
-            for name, value in kept.items()
+            for name, value in stored.items()
         }
     optim_state_dict["param_groups"] = [
         {**group, "params": LocalNonpersistentObject(group["params"])}

@@ -146,12 +146,12 @@ def read_sections(optimizer: Any) -> tuple[list[Section], Any]:
     return [Section((), True, groups, by_param)], {"state": others}
 
 
-def sections_at(optimizer: Any, wanted: Iterable[tuple[SectionPath, bool]]) -> list[Section]:
+def sections_at(optimizer: Any, places: Iterable[tuple[SectionPath, bool]]) -> list[Section]:
     """Return sections of an optimizer's state, empty where it has none yet."""
     current = {section.path: section for section in read_sections(optimizer)[0]}
     return [
         current.get(path, Section(path, by_number, optimizer.param_groups, {}))
-        for path, by_number in wanted
+        for path, by_number in places
     ]
 
 
@@ -300,7 +300,7 @@ def orders_of(tensors: Mapping[str, torch.Tensor], param: torch.Tensor) -> dict[
 def _without_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Move tensors with axes out of a value to `tensors`, by position."""
 
-    def taken(position: Position, leaf: Any) -> Any:
+    def take_out(position: Position, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if not leaf.ndim:
@@ -308,7 +308,7 @@ def _without_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) ->
         _add(tensors, dotted(position), leaf)
         return HOLE
 
-    return map_leaves(taken, value, is_plain_container, (name,))
+    return map_leaves(take_out, value, is_plain_container, (name,))
 
 
 KEEP_VARS_HINT = (
@@ -466,7 +466,7 @@ def zero1_shards(
     """
     params = list(params)
     by_number = get_param_id_to_sharded_param_map(model_sharded_state_dict, params)
-    described: list[ShardedTensor | ShardedTensorFactory] = []
+    shards: list[ShardedTensor | ShardedTensorFactory] = []
     end = 0
     for number, param in enumerate(params):
         first = end
@@ -488,5 +488,5 @@ def zero1_shards(
             if isinstance(own, ShardedTensor):
                 changes["dtype"] = data.dtype
             key = f"{prefix}.state.{name}.{own.key}"
-            described.append(replace(own, key=key, **changes))
-    return described
+            shards.append(replace(own, key=key, **changes))
+    return shards
