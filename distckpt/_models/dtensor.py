@@ -111,9 +111,8 @@ def _find_part(
         sizes = tuple(map(_num_indices, runs))
         # FSDP2 empties other axes of an empty part, too.
         if sizes == local_shape or (0 in sizes and 0 in local_shape):
-            divided = {mesh_axis for mesh_axis, *_ in splits}
             replica = list(coordinate)
-            for mesh_axis in divided:
+            for mesh_axis, *_ in splits:
                 replica[mesh_axis] = 0
             return runs, fragmentations, tuple(replica)
     raise InvalidShardingError(
@@ -202,8 +201,11 @@ def _part(runs: Runs, split_factor: int, num_parts: int, index: int) -> Runs:
     """
     if split_factor == 1:
         return _chunk(runs, num_parts, index)
-    pieces = (_chunk(_chunk(runs, split_factor, i), num_parts, index) for i in range(split_factor))
-    return _joined(itertools.chain.from_iterable(pieces))
+    parts: list[tuple[int, int]] = []
+    for number in range(split_factor):
+        piece = _chunk(runs, split_factor, number)
+        parts += _chunk(piece, num_parts, index)
+    return _joined(parts)
 
 
 def _chunk(runs: Runs, num_parts: int, index: int) -> Runs:
@@ -311,10 +313,9 @@ def shard_of_parts(
     sizes = tuple(map(int, tensor.global_shape))
     shape, first, _ = grid_from_ranks(key, sizes, rank_offsets, num_prepended)
     local_shape = tuple(tensor.shape)
-    parts = [
-        FusedPart(start, size, _moved(first, offset), shape)
-        for offset, start, size in _checked_parts(key, tensor, sizes)
-    ]
+    parts = []
+    for offset, start, size in _checked_parts(key, tensor, sizes):
+        parts.append(FusedPart(start, size, _moved(first, offset), shape))
     if not parts and local_shape:
         # A rank without elements names the tensor, too.
         nothing = (0,) * len(local_shape)

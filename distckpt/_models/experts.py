@@ -151,12 +151,10 @@ def grouped_mlp_sharded_state_dict(
 
     stored = (*num_layers, num_local_experts, num_projections * features * tp_size, hidden)
     local = (num_local_experts, hidden, features)
-    projections = [
-        FusedPart(
-            (0, 0, i * features), local, (*layer, 0, (i * tp_size + tp_rank) * features, 0), stored
-        )
-        for i in range(num_projections)
-    ]
+    projections = []
+    for number in range(num_projections):
+        stored_offset = (*layer, 0, (number * tp_size + tp_rank) * features, 0)
+        projections.append(FusedPart((0, 0, number * features), local, stored_offset, stored))
     stored = (*num_layers, num_local_experts, hidden, features * tp_size)
     local = (num_local_experts, features, hidden)
     part = FusedPart((0, 0, 0), local, (*layer, 0, 0, tp_rank * features), stored)

@@ -147,12 +147,11 @@ def qkv_factory(
         )
     groups = range(offset // max(group_size, 1), (offset + local) // max(group_size, 1))
     order = _stored_heads(groups, num_heads // num_groups, kv_copies, layout)
-    runs = [
-        _Run(
-            run.start * head_size, run.size * head_size, run.stored_start * head_size, copy=run.copy
-        )
-        for run in _join_heads(order)
-    ]
+    runs = []
+    for run in _join_heads(order):
+        start = run.start * head_size
+        stored_start = run.stored_start * head_size
+        runs.append(_Run(start, run.size * head_size, stored_start, copy=run.copy))
     return _along(shard, dim, runs, (num_heads + 2 * num_kv_heads) * head_size)
 
 
@@ -181,8 +180,9 @@ def _along(
         )
     axis = _global_axis(shard, dim)
     no_offset = (0,) * len(shard.local_shape)
-    parts = [
-        FusedPart(
+    parts = []
+    for run in runs:
+        part = FusedPart(
             with_item(no_offset, dim, run.start),
             with_item(shard.local_shape, dim, run.size),
             with_item(shard.global_offset, axis, run.stored_start),
@@ -190,8 +190,7 @@ def _along(
             run.suffix,
             run.copy,
         )
-        for run in runs
-    ]
+        parts.append(part)
     return parts_factory(
         shard.key,
         shard.data,  # type: ignore[arg-type]  # None: a description without data

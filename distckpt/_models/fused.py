@@ -92,9 +92,9 @@ class _Form(NamedTuple):
         bounds = self.bounds(key, tensor, flattened_range)
         cells = list(self.cells(bounds))
         views = self.views(tensor.detach(), cells, bounds)
-        shards = [
-            self.shard(key, cell, view, replica_id) for cell, view in zip(cells, views, strict=True)
-        ]
+        shards = []
+        for cell, view in zip(cells, views, strict=True):
+            shards.append(self.shard(key, cell, view, replica_id))
         if bounds is None:
             return shards
         # Merging needs the bounds, which tensors alone do not show.

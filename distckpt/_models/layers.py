@@ -170,8 +170,7 @@ def make_sharded_object_for_checkpoint(
         (tp_rank, _), (dp_rank, _) = _ranks_and_sizes(tp_group, dp_cp_group)
         replica_id = _default_replica_id(dp_cp_group, tp_rank, dp_rank)
     place = prepended_axes(sharded_offsets, "sharded_offsets") or ((0, 1),)
-    shape = tuple(size for _, size in place)
-    offset = tuple(position for position, _ in place)
+    offset, shape = zip(*place, strict=True)
     return ShardedObject(key, obj, shape, offset, replica_id, **kwargs)
 
 

@@ -49,8 +49,11 @@ def materialize_module(module: torch.nn.Module, device: Any) -> list[Made]:
     # Before the parameters have memory: initializing these would take longer than loading them.
     _compute_unsaved(module, tied_places, device)
     places = itertools.chain.from_iterable(tied_places)
-    made = [Made(owner, name, getattr(owner, name)) for owner, name in places]
-    made = [place for place in made if place.on_meta.is_meta]
+    made = []
+    for owner, name in places:
+        tensor = getattr(owner, name)
+        if tensor.is_meta:
+            made.append(Made(owner, name, tensor))
     if not tied_places:
         return made
 
@@ -72,12 +75,13 @@ def keys_without_values(
 ) -> list[str]:
     """Return the absent keys of shards whose memory has no values yet."""
     addresses = {place.address for place in made} - {0}
-    shards_of_tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-    return sorted(
-        shard.key
-        for shard in shards_of_tensors
-        if shard.key in absent and shard.data is not None and _address(shard.data) in addresses
-    )
+    keys = []
+    for shard in shards:
+        if not isinstance(shard, ShardedTensor) or shard.key not in absent:
+            continue
+        if shard.data is not None and _address(shard.data) in addresses:
+            keys.append(shard.key)
+    return sorted(keys)
 
 
 def put_back(made: Sequence[Made]) -> None:
@@ -169,8 +173,11 @@ def _initializers(
 def _around(paths: Mapping[torch.nn.Module, str], owner: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules around one, the nearest first."""
     own = paths[owner]
-    around = [other for other, path in paths.items() if not path or own.startswith(f"{path}.")]
-    return [other for other in reversed(around) if other is not owner]
+    around = []
+    for other, path in paths.items():
+        if other is not owner and (not path or own.startswith(f"{path}.")):
+            around.append(other)
+    return around[::-1]
 
 
 def _not_computed(
@@ -190,8 +197,11 @@ def _not_computed(
             flat_bytes(buffer).fill_(min(mark, 1) if is_bool else mark)
         with torch.no_grad():
             initialize()
-        buffers = {name: local_part(owner.get_buffer(name)) for name in names}
-        values.append({name: flat_bytes(buffer).clone() for name, buffer in buffers.items()})
+        computed = {}
+        for name in names:
+            buffer = local_part(owner.get_buffer(name))
+            computed[name] = flat_bytes(buffer).clone()
+        values.append(computed)
     marked, zeroed = values
     return [name for name in names if not torch.equal(marked[name], zeroed[name])]
 

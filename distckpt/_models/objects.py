@@ -427,9 +427,13 @@ def _meshes(places: Sequence[Place]) -> list[str]:
 def _names_of_model(shards: Iterable[tuple[Position, Any]], places: Iterable[Place]) -> list[str]:
     """Return the first names in the keys of the module at `model`."""
     names: set[str] = set()
-    paths = [place.path for place in places if place.is_model]
-    for model in paths:
-        names.update(first_name(shard.key) for path, shard in shards if path[: len(model)] == model)
+    for place in places:
+        if not place.is_model:
+            continue
+        depth = len(place.path)
+        for path, shard in shards:
+            if path[:depth] == place.path:
+                names.add(first_name(shard.key))
     return sorted(names)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import NamedTuple
@@ -72,9 +73,15 @@ def _without_taken(
     wanted: Iterable[str], taken: Collection[str], entries: Mapping[str, StoredEntry]
 ) -> set[str]:
     """Return the stored keys that are not taken."""
-    left = {key for key in wanted if key not in taken}
-    # Others are computed from their parts.
-    return {key for key in left if not entries[key].parts or key in entries[key].parts}
+    left = set()
+    for key in wanted:
+        if key in taken:
+            continue
+        parts = entries[key].parts
+        # Others are computed from their parts.
+        if not parts or key in parts:
+            left.add(key)
+    return left
 
 
 def _prefixes(description: Described, *kinds: Kind) -> tuple[str, ...]:
@@ -110,12 +117,10 @@ def left_out_of_all(
     of_all = np.bitwise_or.reduce([np.frombuffer(sent, np.uint8) for sent in gathered])
     unpacked = np.unpackbits(of_all, count=bits.size).reshape(bits.shape)
     is_taken, *is_own = unpacked.astype(np.bool_)
-    of_modules, of_optimizers, unclaimed = [np.flatnonzero(has & ~is_taken) for has in is_own]
-    return (
-        [keys[i] for i in of_modules],
-        [keys[i] for i in of_optimizers],
-        [keys[i] for i in unclaimed],
+    of_modules, of_optimizers, unclaimed = (
+        list(itertools.compress(keys, has & ~is_taken)) for has in is_own
     )
+    return of_modules, of_optimizers, unclaimed
 
 
 def refuse_left_out(

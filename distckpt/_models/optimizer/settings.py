@@ -272,25 +272,23 @@ def _refuse_disagreement(name: str | int, first: Entry, second: Entry, warns: bo
 
     Without states that the first rank lacks, a checkpoint would be wrong.
     """
-    names = sorted(
-        key
-        for key in (first.keys() | second.keys()) - {"params"}
-        if _differ(first.get(key), second.get(key))
-    )
     whose = ""
     if name:
         whose = f" for the parameter {name!r}"
-    details = "; ".join(
-        f"{key}: {_unlike(first.get(key), second.get(key))!r:.200} and "
-        f"{_unlike(second.get(key), first.get(key))!r:.200}"
-        for key in names
-    )
+    names = []
+    details = []
+    for key in sorted((first.keys() | second.keys()) - {"params"}):
+        one = first.get(key)
+        other = second.get(key)
+        if _differ(one, other):
+            names.append(key)
+            details.append(f"{key}: {_unlike(one, other)!r:.200} and {_unlike(other, one)!r:.200}")
     text = (
         f"Ranks disagree about what the optimizer keeps{whose}, of which one value is stored "
-        f"({details}). Make these equal on all ranks (LBFGS keeps the loss of its closure: average "
-        "it over the ranks), or pass unsupported='warn' to store the first. Values that each rank "
-        "has for its own part of a parameter can be stored as tensors that are divided as the "
-        "parameter is."
+        f"({'; '.join(details)}). Make these equal on all ranks (LBFGS keeps the loss of its "
+        "closure: average it over the ranks), or pass unsupported='warn' to store the first. Values "
+        "that each rank has for its own part of a parameter can be stored as tensors that are "
+        "divided as the parameter is."
     )
     if not (warns and {"options", "values"}.issuperset(names)):
         raise InvalidShardingError(text)
