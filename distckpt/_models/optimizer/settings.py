@@ -286,9 +286,9 @@ def _refuse_disagreement(name: str | int, first: Entry, second: Entry, warns: bo
     text = (
         f"Ranks disagree about what the optimizer keeps{whose}, of which one value is stored "
         f"({'; '.join(details)}). Make these equal on all ranks (LBFGS keeps the loss of its "
-        "closure: average it over the ranks), or pass unsupported='warn' to store the first. Values "
-        "that each rank has for its own part of a parameter can be stored as tensors that are "
-        "divided as the parameter is."
+        "closure: average it over the ranks), or pass unsupported='warn' to store the first. "
+        "Values that each rank has for its own part of a parameter can be stored as tensors that "
+        "are divided as the parameter is."
     )
     if not (warns and {"options", "values"}.issuperset(names)):
         raise InvalidShardingError(text)
