@@ -12,6 +12,7 @@ pipeline may be a list.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -134,10 +135,8 @@ class Described:
         stateful = [place for place in self.places if place.kind is Kind.STATEFUL]
         if not stateful:
             return {}
-        # Imported when it is needed: it imports all optimizers of torch.
-        from distckpt._models.schedulers import scheduler_class
-
-        classes = {place.name: scheduler_class(place.value) for place in stateful}
+        name_class = importlib.import_module("distckpt._models.schedulers").scheduler_class
+        classes = {place.name: name_class(place.value) for place in stateful}
         return {name: text for name, text in classes.items() if text}
 
     @property
@@ -285,9 +284,8 @@ def _describe_module(place: Place, options: _Options) -> Any:
     prefix = _with_dot(place.prefix)
     if options.materialize is not None:
         # Imported when it is needed: most modules have memory.
-        from distckpt._models.materialize import materialize_module
-
-        options.made.extend(materialize_module(module, options.materialize))
+        materializing = importlib.import_module("distckpt._models.materialize")
+        options.made.extend(materializing.materialize_module(module, options.materialize))
     if callable(getattr(module, "sharded_state_dict", None)):
         # Its own method is called here, unlike by sharded_state_dict.
         return sharded_state_dict_default(module, prefix)
