@@ -112,8 +112,8 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Described:
-    """A state dict without objects, and where these were.
+class Description:
+    """State dict with descriptions of objects, and their places.
 
     Attributes:
         state_dict: of descriptions, and of values other than objects.
@@ -149,7 +149,7 @@ class Described:
         return checksum(codec.encode([list(self.names), dict(self.settings)])) >> 3
 
 
-def with_storable_settings(description: Described) -> Described:
+def with_storable_settings(description: Description) -> Description:
     """A description without settings of optimizers that cannot be stored."""
     settings = dict(description.settings)
     for prefix, entries in settings.items():
@@ -194,7 +194,7 @@ def describe_objects(
     materialize: Any = None,
     made: list[Any] | None = None,
     breaks_cycles: bool = False,
-) -> Described:
+) -> Description:
     """Describe the objects in a state dict, which is not changed.
 
     For a load, settings of optimizers and values are left out: they come from the checkpoint.
@@ -218,8 +218,8 @@ def describe_objects(
         tree = replaced(tree, path, description)
     optimizers += states
     if loads:
-        return Described(tree, places, optimizers)
-    return Described(tree, places, optimizers, _names_of_model(shards, places), settings)
+        return Description(tree, places, optimizers)
+    return Description(tree, places, optimizers, _names_of_model(shards, places), settings)
 
 
 def _describe_tree(
@@ -439,8 +439,8 @@ def _names_of_model(shards: Iterable[tuple[Position, Any]], places: Iterable[Pla
 
 
 def united(
-    ranks: Ranks, description: Described, *, first_has_all: bool = True, warns: bool = False
-) -> Described:
+    ranks: Ranks, description: Description, *, first_has_all: bool = True, warns: bool = False
+) -> Description:
     """Unite the names and settings of all ranks for a save.
 
     `first_has_all` refuses objects that rank 0, which saves their states, does not have. `warns`
@@ -474,7 +474,7 @@ def _check_first_has_all(stateful: Sequence[list[str]]) -> None:
             )
 
 
-def completed(description: Described) -> Any:
+def completed(description: Description) -> Any:
     """Return the state dict of a save, with the settings of optimizers.
 
     Zeros stand for states that only other ranks have.

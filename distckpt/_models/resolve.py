@@ -9,13 +9,13 @@ from distckpt._base.tree import HOLE, at, replaced
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, StateDict
 from distckpt._models.modules import bare_module, with_stored_buffers
-from distckpt._models.objects import Described, Kind
+from distckpt._models.objects import Description, Kind
 from distckpt._models.optimizer.describe import optimizer_targets
 from distckpt._models.per_rank import warn_of_shared, warn_of_skipped
 from distckpt._state.stored_form import StoredEntry
 
 
-def needs_stored(description: Described) -> int:
+def needs_stored(description: Description) -> int:
     """Return how much a load needs to know of the checkpoint.
 
     It is 1 for its keys, 2 for the settings of optimizers as well, else 0.
@@ -26,7 +26,7 @@ def needs_stored(description: Described) -> int:
 
 
 def settings_of(
-    description: Described, stored: Mapping[str, StoredEntry]
+    description: Description, stored: Mapping[str, StoredEntry]
 ) -> dict[str, ShardedObject]:
     """Return the stored settings of optimizers, which `resolve` needs."""
     keys = {f"{state.prefix}.settings" for _, state in description.optimizers}
@@ -35,11 +35,11 @@ def settings_of(
 
 def resolve(
     rank: int,
-    description: Described,
+    description: Description,
     stored: Mapping[str, StoredEntry],
     settings: StateDict,
     shared_value: Callable[[str], Any],
-) -> Described:
+) -> Description:
     """Complete the description of a load from stored entries and settings."""
     tree = _with_optimizer_targets(rank, description, stored, settings)
     for place in description.places:
@@ -65,12 +65,12 @@ def resolve(
             grids = f"grid {tuple(entry.shape)}", f"grid {cell.global_shape}"
             warn_of_skipped(place.value, cell, *grids)
             tree = replaced(tree, place.path, LocalNonpersistentObject(place.value))
-    return Described(tree, places, description.optimizers)
+    return Description(tree, places, description.optimizers)
 
 
 def _with_optimizer_targets(
     rank: int,
-    description: Described,
+    description: Description,
     stored: Mapping[str, StoredEntry],
     settings: StateDict,
 ) -> Any:

@@ -11,7 +11,7 @@ from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, at, replaced
 from distckpt._mapping.wrappers import ShardedObject, StateDict
 from distckpt._models.modules import bare_module, load_sharded_state_dict
-from distckpt._models.objects import Described, Kind, Place
+from distckpt._models.objects import Description, Kind, Place
 from distckpt._models.optimizer.restore import load_sharded_optimizer_state_dict
 from distckpt._models.per_rank import warn_of_shared, warn_of_skipped
 from distckpt._models.schedulers import check_scheduler
@@ -32,7 +32,7 @@ class Saved(NamedTuple):
 
 
 def restore_objects(
-    description: Described, loaded: StateDict, saved: Saved, is_strict: bool
+    description: Description, loaded: StateDict, saved: Saved, is_strict: bool
 ) -> StateDict:
     """Put loaded values into the objects.
 

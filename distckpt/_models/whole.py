@@ -12,7 +12,7 @@ import numpy as np
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._format.marker import first_name
-from distckpt._models.objects import Described, Kind, Place
+from distckpt._models.objects import Description, Kind, Place
 from distckpt._quantization.names import places_of
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.stored_form import StoredEntry
@@ -34,7 +34,7 @@ class Coverage(NamedTuple):
 
 
 def coverage_of(
-    description: Described,
+    description: Description,
     requested: Collection[str],
     entries: Mapping[str, StoredEntry],
     wanted: Collection[str],
@@ -84,7 +84,7 @@ def _without_taken(
     return left
 
 
-def _prefixes(description: Described, *kinds: Kind) -> tuple[str, ...]:
+def _prefixes(description: Description, *kinds: Kind) -> tuple[str, ...]:
     """Return the beginnings of the keys of objects of some kinds."""
 
     def has_prefix(place: Place) -> bool:

@@ -128,8 +128,8 @@ class Targets:
         rules: from the keys of the request to those of the checkpoint.
     """
 
-    described: objects.Described
-    resolved: objects.Described
+    described: objects.Description
+    resolved: objects.Description
     split: flatten.SplitState
     entries: Mapping[str, StoredEntry]
     stored: Mapping[str, StoredEntry]
@@ -205,7 +205,7 @@ def describe_targets(
     return source, Targets(described, resolved, split, entries, stored, absent, table, rules)
 
 
-def _check_modules_are_different(described: objects.Described, split: flatten.SplitState) -> None:
+def _check_modules_are_different(described: objects.Description, split: flatten.SplitState) -> None:
     """Refuse modules of a list that would all get the tensors of one.
 
     Lists hold stages, which may have copies of a tensor, but not of all.
@@ -241,7 +241,7 @@ def _rules(
     return decide_ties(request.rules, of_family, shapes, shared, stored)
 
 
-def _how_much_is_needed(described: objects.Described, mode: StrictHandling, depends: bool) -> int:
+def _how_much_is_needed(described: objects.Description, mode: StrictHandling, depends: bool) -> int:
     """Return 0 when the keys of the checkpoint need not be known, 2 when stored settings are needed
     as well. `depends` tells whether what the shards are depends on the keys.
     """
@@ -253,7 +253,7 @@ def _how_much_is_needed(described: objects.Described, mode: StrictHandling, depe
 def _look_up(
     ranks: Ranks,
     source: ShardSource,
-    described: objects.Described,
+    described: objects.Description,
     request: LoadRequest,
     needed: int,
 ) -> tuple[ShardSource, Mapping[str, StoredEntry], StateDict]:
@@ -278,7 +278,7 @@ def _are_of_other_keys(ties: Mapping[int, int], split: flatten.SplitState) -> bo
 def _stored_settings(
     ranks: Ranks,
     source: ShardSource,
-    described: objects.Described,
+    described: objects.Description,
     entries: Mapping[str, StoredEntry],
 ) -> StateDict:
     with ranks.phase("read the settings of optimizers"):
@@ -288,7 +288,9 @@ def _stored_settings(
 
 
 def _without_skipped(
-    entries: Mapping[str, StoredEntry], described: objects.Described, resolved: objects.Described
+    entries: Mapping[str, StoredEntry],
+    described: objects.Description,
+    resolved: objects.Description,
 ) -> dict[str, StoredEntry]:
     """Leave out states of another number of ranks, of which no shard is requested or missing."""
     kept = {(place.name, place.kind) for place in resolved.places}

@@ -20,7 +20,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject
-from distckpt._models.objects import Described
+from distckpt._models.objects import Description
 from distckpt._operations.on_demand import on_demand
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rule import Rule
@@ -51,7 +51,7 @@ class ShardSource(ABC):
     is_live = False
     overwritten: Collection[str] = frozenset()
 
-    def for_objects(self, described: Described, has_optimizers: bool) -> ShardSource:
+    def for_objects(self, described: Description, has_optimizers: bool) -> ShardSource:
         """Return the source under the names of the described objects, if it has others for them;
         some rank `has_optimizers`, or none.
 
@@ -163,7 +163,7 @@ class _OpenCheckpoint(ShardSource):
         entries |= dict.fromkeys(self.settings, StoredEntry(None, (1,)))
         return {key: entry for key, entry in entries.items() if key not in self.hidden}
 
-    def for_objects(self, described: Described, has_optimizers: bool) -> ShardSource:
+    def for_objects(self, described: Description, has_optimizers: bool) -> ShardSource:
         names = on_demand("state_dict_names")
         found = names.translated(self.ranks, self.stored, described, has_optimizers)
         return replace(self, stored=found.stored, settings=found.settings, hidden=found.hidden)

@@ -24,7 +24,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedTensorFactory
 from distckpt._models.dtensor import local_part
-from distckpt._models.objects import Described, Kind
+from distckpt._models.objects import Description, Kind
 from distckpt._models.optimizer.describe import OptimizerState
 from distckpt._models.optimizer.read import param_name, params_of, sharded_inner
 from distckpt._models.optimizer.settings import Entry
@@ -55,7 +55,7 @@ class Translation:
 
 
 def translated(
-    ranks: Ranks, stored: StoredCheckpoint, description: Described, has_optimizers: bool
+    ranks: Ranks, stored: StoredCheckpoint, description: Description, has_optimizers: bool
 ) -> Translation:
     """Return a checkpoint under the names of a request's objects.
 
@@ -106,7 +106,7 @@ def _may_hold_state_dicts(stored: StoredCheckpoint, has_optimizers: bool) -> boo
 
 
 def _list_objects(
-    ranks: Ranks, stored: StoredCheckpoint, description: Described
+    ranks: Ranks, stored: StoredCheckpoint, description: Description
 ) -> tuple[bool, list[OptimizerNames]]:
     """Gather whether `model` has its prefix there, and all ranks' optimizers.
 
@@ -121,7 +121,7 @@ def _list_objects(
     return any(prefixes), _united(optimizers)
 
 
-def _has_model_prefix(stored: StoredCheckpoint, description: Described) -> bool:
+def _has_model_prefix(stored: StoredCheckpoint, description: Description) -> bool:
     """Tell whether the module at `model` is stored with that prefix."""
     known = stored.manifest.key_index
     for place in description.places:
@@ -138,7 +138,7 @@ def _keys_in(tree: Any) -> Iterator[str]:
             yield shard.key
 
 
-def _own_optimizers(description: Described) -> Iterator[OptimizerNames]:
+def _own_optimizers(description: Description) -> Iterator[OptimizerNames]:
     """Yield the optimizers of this rank, with their parameters by key."""
     modules = [place.prefix for place in description.places if place.kind is Kind.MODULE]
     prefixes = sorted((f"{prefix}." for prefix in modules if prefix), key=len, reverse=True)
