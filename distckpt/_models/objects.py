@@ -212,6 +212,9 @@ def describe_objects(
             "The state dict contains itself, or is nested too deeply."
         ) from error
     shards = _list_shards(tree, places)
+    names: list[str] = []
+    if not loads:
+        names = _names_of_model(shards, places)
     cells = _describe_per_rank(places, options)
     states, settings = _describe_optimizers(places, shards, options)
     for path, description in (*cells, *states):
@@ -219,7 +222,7 @@ def describe_objects(
     optimizers += states
     if loads:
         return Description(tree, places, optimizers)
-    return Description(tree, places, optimizers, _names_of_model(shards, places), settings)
+    return Description(tree, places, optimizers, names, settings)
 
 
 def _describe_tree(

@@ -13,7 +13,7 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.interrupts import operation
-from distckpt._base.tree import HOLE
+from distckpt._base.tree import HOLE, leaves
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import (
     LocalNonpersistentObject,
@@ -123,11 +123,11 @@ class OptimizerState(dict[str, Any]):
 
 
 def describe_optimizer(
-    optimizer: Any, model_sharded_state_dict: Any, prefix: str
+    optimizer: Any, model: Iterable[Any], prefix: str
 ) -> tuple[OptimizerState, list[Entry]]:
     """Describe an optimizer on this rank; return its settings separately."""
     optimizer = bare_optimizer(optimizer)
-    shards = shards_of_parameters(optimizer, model_sharded_state_dict)
+    shards = shards_of_parameters(optimizer, model)
     description = OptimizerState(optimizer, prefix, shards)
     settings: list[Entry] = []
     sections, rest = read_sections(optimizer)
@@ -422,7 +422,8 @@ def sharded_optimizer_state_dict(
     """
     ranks = Ranks(process_group)
     with ranks.phase("describe the optimizer"):
-        description, settings = describe_optimizer(optimizer, model_sharded_state_dict, prefix)
+        shards = [shard for _, shard in leaves(model_sharded_state_dict)]
+        description, settings = describe_optimizer(optimizer, shards, prefix)
     united = unite(ranks, {prefix: settings})[prefix]
     description["settings"] = ShardedObject(f"{prefix}.settings", united, (1,), (0,), ranks.rank)
     with ranks.phase("describe states that are missing"):

@@ -9,7 +9,7 @@ have values for each parameter, are found by their form.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -351,12 +351,19 @@ def get_param_id_to_sharded_param_map(
         The shard or factory, by the number that the parameter has in the optimizer's state dict.
         Parameters without a shard are left out.
     """
-    params = list(optim_params_iter)
+    shards = [shard for _, shard in leaves(model_sharded_state_dict)]
+    return _shards_by_number(shards, list(optim_params_iter))
+
+
+def _shards_by_number(
+    shards: Iterable[Any], params: Sequence[torch.Tensor]
+) -> dict[int, ShardedTensor | ShardedTensorFactory]:
+    """Find the shards of parameters, by the numbers of these."""
     by_object = get_optim_param_to_id_map(params)
     by_memory = {memory_of(params[position]): position for position in by_object.values()}
     by_memory.pop(None, None)
     sharded_params: dict[int, ShardedTensor | ShardedTensorFactory] = {}
-    for _, shard in leaves(model_sharded_state_dict):
+    for shard in shards:
         if not isinstance(shard, ShardedTensor | ShardedTensorFactory):
             continue
         position = by_object.get(id(shard.data))
@@ -386,12 +393,13 @@ def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def shards_of_parameters(
-    optimizer: Any, model_sharded_state_dict: Any
+    optimizer: Any, model: Iterable[Any]
 ) -> dict[int, ShardedTensor | ShardedTensorFactory]:
+    """Find the shards of an optimizer's parameters, by `id()` of local parts."""
     params = params_of(optimizer.param_groups)
     if not params:
         return {}
-    by_position = get_param_id_to_sharded_param_map(model_sharded_state_dict, params)
+    by_position = _shards_by_number(model, params)
     first = get_optim_param_to_id_map(params)
     shards: dict[int, ShardedTensor | ShardedTensorFactory] = {}
     for position, param in enumerate(params):
