@@ -20,17 +20,17 @@ among ranks as the parameters are, so a model's sharded state dict describes the
 """
 
 from distckpt._base.public import set_public_home
-from distckpt._models.optimizer.ids import (
+from distckpt._models.optimizer.describe import (
+    make_sharded_optimizer_tensor,
+    optim_state_to_sharding_state,
+    sharded_optimizer_state_dict,
+)
+from distckpt._models.optimizer.read import (
     get_optim_param_to_id_map,
     get_param_id_to_sharded_param_map,
-    optim_state_to_sharding_state,
-)
-from distckpt._models.optimizer.sharded import (
-    load_sharded_optimizer_state_dict,
-    sharded_optimizer_state_dict,
     zero1_shards,
 )
-from distckpt._models.optimizer.shards import make_sharded_optimizer_tensor
+from distckpt._models.optimizer.restore import load_sharded_optimizer_state_dict
 
 __all__ = [
     "get_optim_param_to_id_map",

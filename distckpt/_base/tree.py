@@ -89,6 +89,25 @@ def leaves(
         yield from leaves(child, is_container, (*position, key))
 
 
+def listed(
+    tree: Any, opaque: tuple[type, ...] = (), position: Position = ()
+) -> list[tuple[Position, Any]]:
+    """List the leaves with their positions, which begin with `position`.
+
+    Containers of `opaque` classes are leaves.
+    """
+    if not isinstance(tree, CONTAINERS) or isinstance(tree, opaque):
+        return [(position, tree)]
+    items = []
+    for key, child in children_of(tree):
+        # To call a function for each of many leaves takes longer.
+        if isinstance(child, CONTAINERS):
+            items += listed(child, opaque, (*position, key))
+        else:
+            items.append(((*position, key), child))
+    return items
+
+
 def fold(
     function: Callable[[Any], Any],
     join: Callable[[Any, list[Any]], Any],
@@ -257,6 +276,19 @@ def map_leaves(
         for key, child in children_of(tree)
     ]
     return join(tree, children)
+
+
+def with_leaves(tree: Any, values: Iterator[Any], opaque: tuple[type, ...] = ()) -> Any:
+    """Return a tree with other leaves, in the order in which `listed` lists them."""
+    if not isinstance(tree, CONTAINERS) or isinstance(tree, opaque):
+        return next(values)
+    children = []
+    for _, child in children_of(tree):
+        if isinstance(child, CONTAINERS):
+            children.append(with_leaves(child, values, opaque))
+        else:
+            children.append(next(values))
+    return rebuilt(tree, children)
 
 
 def map_nodes(

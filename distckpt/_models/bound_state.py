@@ -12,7 +12,7 @@ from distckpt._mapping.sharded_tensor import ShardedTensor
 
 
 class BoundState(dict[str, ShardedTensor]):
-    """A sharded state dict that holds as long as a module keeps its memory.
+    """Sharded state dict of a module, valid while it keeps its memory.
 
     Attributes:
         module: whose memory it is; None where that is not known.
@@ -26,10 +26,10 @@ class BoundState(dict[str, ShardedTensor]):
         """Refuse to be used when the module has other memory by now.
 
         Raises:
-            InvalidShardingError: it has. What fills this would not reach the module.
+            InvalidShardingError: it has. Loaded values would not reach the module.
         """
         now = dict(named_tensors(self.module))
-        moved = [name for name, kept in self.memory.items() if not _is_same(kept, now.get(name))]
+        moved = [name for name, old in self.memory.items() if not _is_same(old, now.get(name))]
         if moved:
             raise InvalidShardingError(
                 f"The module has replaced the memory of {summarize_keys(moved)} since its loader "
@@ -48,11 +48,12 @@ def named_tensors(module: torch.nn.Module | None) -> Iterator[tuple[str, torch.T
             yield name, value
 
 
-def _is_same(kept: torch.Tensor, now: torch.Tensor | None) -> bool:
-    """Tell whether a tensor is one memory with another one. Its storage may have been freed and
-    made anew.
+def _is_same(old: torch.Tensor, now: torch.Tensor | None) -> bool:
+    """Tell whether two tensors are the same memory.
+
+    Its storage may have been freed and made anew.
     """
-    return now is not None and _place_of(kept) == _place_of(now)
+    return now is not None and _place_of(old) == _place_of(now)
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:

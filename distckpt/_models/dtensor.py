@@ -1,5 +1,4 @@
-"""The place of this rank's part of a DTensor, or of a plain tensor that says so, in the global
-tensor.
+"""Shards of DTensors, and of tensors with parts of global ones.
 
 DTensors are recognized by their attributes, not by their class: importing
 `torch.distributed.tensor` takes half a second, which only programs that have DTensors spend.
@@ -27,7 +26,7 @@ from distckpt._mapping.wrappers import ShardedTensorFactory
 from distckpt._models.fused import FusedPart, parts_factory
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
-"""Ranges `(start, stop)` of one axis, not empty, in the order of the local tensor."""
+"""Ranges `(start, stop)` of one axis, in local order."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of most tensors, asked about first."""
 _ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
@@ -53,7 +52,7 @@ def has_parts(value: Any) -> bool:
 
 
 def local_part(tensor: Any) -> Any:
-    """Return the part of a DTensor that this rank holds, and other values as they are."""
+    """Return this rank's part of a DTensor; other values unchanged."""
     if not is_dtensor(tensor):
         return tensor
     # Not to_local(), which may give a new object: the part is found by its id().
@@ -68,7 +67,7 @@ def _lowest_rank(mesh: Any) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _place_in_groups(mesh: Any, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-    """Return which part this rank, at a coordinate of a mesh, has along each of its axes.
+    """Number this rank's part along the axes of a mesh.
 
     Collective operations of torch, and so FSDP2, count ranks in the order of their process group,
     which is that of their numbers, and need not be that of the mesh.
@@ -77,7 +76,9 @@ def _place_in_groups(mesh: Any, coordinate: tuple[int, ...]) -> tuple[int, ...]:
     for axis, position in enumerate(coordinate):
         others = (*coordinate[:axis], slice(None), *coordinate[axis + 1 :])
         ranks = mesh.mesh[others].tolist()
-        place.append(position if ranks == sorted(ranks) else mesh.get_local_rank(axis))
+        if ranks != sorted(ranks):
+            position = mesh.get_local_rank(axis)
+        place.append(position)
     return tuple(place)
 
 
@@ -89,7 +90,7 @@ def is_in_mesh(dtensor: Any) -> bool:
 def _find_part(
     key: str, dtensor: Any
 ) -> tuple[tuple[Runs, ...], tuple[int, ...] | None, tuple[int, ...]]:
-    """Find the part of a DTensor that this rank holds, which must be in the mesh.
+    """Find this rank's part of a DTensor; the rank must be in the mesh.
 
     Returns its runs per axis; the number of parts along each axis if all are of one size, else
     None; and this rank's place among copies: its mesh coordinates, 0 where the mesh divides the
@@ -99,26 +100,31 @@ def _find_part(
         InvalidShardingError: the tensor is not divided into parts and copies (a sum that is yet to
             be made, say), or its local part has another shape than mesh and placements give it.
     """
-    mesh, local_shape = dtensor.device_mesh, tuple(dtensor._local_tensor.shape)
+    mesh = dtensor.device_mesh
+    local_shape = tuple(dtensor._local_tensor.shape)
     coordinate = _place_in_groups(mesh, tuple(mesh.get_coordinate()))
     mesh_shape = tuple(mesh.shape)
-    shape, placements = tuple(dtensor.shape), dtensor.placements
+    shape = tuple(dtensor.shape)
+    placements = dtensor.placements
     splits = tuple(_splits(key, placements, mesh_shape))
     for runs, fragmentations in _possible_runs(shape, splits, coordinate):
-        sizes = tuple(sum(stop - start for start, stop in axis) for axis in runs)
+        sizes = tuple(map(_num_indices, runs))
         # FSDP2 empties other axes of an empty part, too.
         if sizes == local_shape or (0 in sizes and 0 in local_shape):
-            divided = {mesh_axis for mesh_axis, *_ in splits}
-            replica = tuple(
-                0 if i in divided else position for i, position in enumerate(coordinate)
-            )
-            return runs, fragmentations, replica
+            replica = list(coordinate)
+            for mesh_axis, *_ in splits:
+                replica[mesh_axis] = 0
+            return runs, fragmentations, tuple(replica)
     raise InvalidShardingError(
         f"DTensor {key!r} of shape {shape} has the placements {tuple(placements)} on a mesh of "
         f"{mesh_shape}; at {coordinate} of it that does not give a local part of {local_shape}. "
         "Make it with distribute_tensor or from_local(..., shape=, stride=), or wrap its local "
         "part in a ShardedTensor yourself."
     )
+
+
+def _num_indices(runs: Runs) -> int:
+    return sum(stop - start for start, stop in runs)
 
 
 def _splits(key: str, placements: Sequence[Any], mesh_shape: tuple[int, ...]) -> list[_Split]:
@@ -144,26 +150,37 @@ def _possible_runs(
 ) -> list[tuple[tuple[Runs, ...], tuple[int, ...] | None]]:
     """Return the runs and fragmentations that placements can mean, the likeliest first.
 
-    Where FSDP divides what tensor parallelism has divided along the same axis, it names a strided
+    Where FSDP divides parts of tensor parallelism along the same axis, it names a strided
     placement, which should give the same parts when the mesh is gone through from left to right.
-    That holds only while all parts are of one size. With others, the rank holds what the divisions
-    give in the order in which they were made.
+    That holds only while all parts are of one size. With others, the rank holds the parts that the
+    divisions give in the order in which they were made.
     """
     as_made = _order_of_making(splits)
-    orders = [splits] if as_made is None or as_made == splits else [as_made, splits]
+    orders = [splits]
+    if as_made is not None and as_made != splits:
+        orders.insert(0, as_made)
     possible: list[tuple[tuple[Runs, ...], tuple[int, ...] | None]] = []
     for order in orders:
-        runs: list[Runs] = [((0, size),) if size else () for size in shape]
+        runs = list(map(_whole_axis, shape))
         for mesh_axis, axis, split_factor, parts in order:
-            factor = 1 if order is as_made else split_factor
+            factor = split_factor
+            if order is as_made:
+                factor = 1
             runs[axis] = _part(runs[axis], factor, parts, coordinate[mesh_axis])
         possible.append((tuple(runs), _fragmentations(shape, order, runs)))
     return possible
 
 
+def _whole_axis(size: int) -> Runs:
+    if not size:
+        return ()
+    return ((0, size),)
+
+
 def _order_of_making(splits: tuple[_Split, ...]) -> tuple[_Split, ...] | None:
-    """Return the order in which plain divisions give what strided placements mean, None if no order
-    does.
+    """Return an order of plain divisions equal to strided placements.
+
+    None stands for placements without such an order.
     """
     order: list[_Split] = []
     for split in reversed(splits):
@@ -178,28 +195,36 @@ def _order_of_making(splits: tuple[_Split, ...]) -> tuple[_Split, ...] | None:
 
 
 def _part(runs: Runs, split_factor: int, num_parts: int, index: int) -> Runs:
-    """Return one part of some runs: the `index`-th of `num_parts` of each of `split_factor` equal
-    pieces of them.
+    """Return one part of some runs.
+
+    It is the `index`-th of `num_parts` of each of `split_factor` equal pieces of them.
     """
     if split_factor == 1:
         return _chunk(runs, num_parts, index)
-    pieces = (_chunk(_chunk(runs, split_factor, i), num_parts, index) for i in range(split_factor))
-    return _joined(itertools.chain.from_iterable(pieces))
+    parts: list[tuple[int, int]] = []
+    for number in range(split_factor):
+        piece = _chunk(runs, split_factor, number)
+        parts += _chunk(piece, num_parts, index)
+    return _joined(parts)
 
 
 def _chunk(runs: Runs, num_parts: int, index: int) -> Runs:
-    """Return the `index`-th part of the indices in some runs, divided as `torch.chunk` does: the
-    last may be empty.
+    """Return the `index`-th part of the indices in some runs.
+
+    They are divided as by `torch.chunk`: the last part may be empty.
     """
-    size = -(-sum(stop - start for start, stop in runs) // num_parts)
-    first, end = index * size, (index + 1) * size
-    found, position = [], 0
+    size = -(-_num_indices(runs) // num_parts)
+    first = index * size
+    end = first + size
+    part = []
+    position = 0
     for start, stop in runs:
-        lo, hi = max(first, position), min(end, position + stop - start)
-        if lo < hi:
-            found.append((start + lo - position, start + hi - position))
+        low = max(first, position)
+        high = min(end, position + stop - start)
+        if low < high:
+            part.append((start + low - position, start + high - position))
         position += stop - start
-    return tuple(found)
+    return tuple(part)
 
 
 def _joined(runs: Any) -> Runs:
@@ -220,7 +245,9 @@ def _fragmentations(
     for _, axis, _, num_parts in splits:
         parts[axis] *= num_parts
     is_even = all(size and size % n == 0 for size, n in zip(shape, parts, strict=True))
-    return tuple(parts) if is_even and all(len(axis) == 1 for axis in runs) else None
+    if is_even and all(len(axis) == 1 for axis in runs):
+        return tuple(parts)
+    return None
 
 
 def shard_of_dtensor(
@@ -231,7 +258,7 @@ def shard_of_dtensor(
     replica_id: ReplicaId | None,
     **attributes: Any,
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describe what this rank holds of a DTensor that is itself a part of a larger tensor.
+    """Describe this rank's part of a DTensor in a larger tensor.
 
     `rank_offsets` say which part, as in `ShardedTensor.from_rank_offsets`. `replica_id` numbers
     copies on other meshes; None numbers them by mesh. `attributes` are further ones of the
@@ -239,7 +266,8 @@ def shard_of_dtensor(
     tensor, the result is a factory that makes a shard of each.
     """
     runs, parts_per_axis, place_in_mesh = _find_part(key, dtensor)
-    local, replica = dtensor._local_tensor, _replica_id(dtensor, replica_id, place_in_mesh)
+    local = dtensor._local_tensor
+    replica = _replica_id(dtensor, replica_id, place_in_mesh)
     shape, first, divisions = grid_from_ranks(
         key, tuple(dtensor.shape), rank_offsets, num_prepended
     )
@@ -260,7 +288,11 @@ def shard_of_dtensor(
     fragmentations = None
     if parts_per_axis is not None:
         fragmentations = tuple(map(int.__mul__, divisions, (1,) * num_prepended + parts_per_axis))
-    offset = _moved(first, [axis[0][0] if axis else 0 for axis in runs])
+    starts = [0] * len(runs)
+    for number, axis in enumerate(runs):
+        if axis:
+            starts[number] = axis[0][0]
+    offset = _moved(first, starts)
     place = (tuple(local.shape), shape, offset, fragmentations)
     return ShardedTensor(key, local, local.dtype, *place, replica, num_prepended, **attributes)
 
@@ -273,7 +305,7 @@ def shard_of_parts(
     replica_id: ReplicaId,
     **attributes: Any,
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describe a tensor that says which parts of a global tensor it has, see `has_parts`.
+    """Describe a tensor that has parts of a global tensor, see `has_parts`.
 
     The arguments are those of `shard_of_dtensor`. A tensor with several parts, or with elements
     that belong to none, becomes a factory that makes a shard of each part.
@@ -281,10 +313,9 @@ def shard_of_parts(
     sizes = tuple(map(int, tensor.global_shape))
     shape, first, _ = grid_from_ranks(key, sizes, rank_offsets, num_prepended)
     local_shape = tuple(tensor.shape)
-    parts = [
-        FusedPart(start, size, _moved(first, offset), shape)
-        for offset, start, size in _checked_parts(key, tensor, sizes)
-    ]
+    parts = []
+    for offset, start, size in _checked_parts(key, tensor, sizes):
+        parts.append(FusedPart(start, size, _moved(first, offset), shape))
     if not parts and local_shape:
         # A rank without elements names the tensor, too.
         nothing = (0,) * len(local_shape)
@@ -312,15 +343,15 @@ def shard_of_parts(
 def _checked_parts(
     key: str, tensor: Any, sizes: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """Return the global offset, local offset and size of each part of a tensor.
+    """Return global offset, local offset and size of each part.
 
     Raises:
         InvalidShardingError: they do not fit the tensor, or one another.
     """
-    given = (tensor.global_offsets, tensor.local_offsets, tensor.local_sizes)
-    fits = len({*map(len, given)}) == 1 and len(sizes) == tensor.ndim
+    attributes = (tensor.global_offsets, tensor.local_offsets, tensor.local_sizes)
+    fits = len({*map(len, attributes)}) == 1 and len(sizes) == tensor.ndim
     parts: list[tuple[tuple[int, ...], ...]] = []
-    for part in zip(*given, strict=fits):
+    for part in zip(*attributes, strict=fits):
         offset, start, size = (tuple(map(int, values)) for values in part)
         fits = fits and len(offset) == len(start) == len(size) == tensor.ndim
         axes = zip(offset, start, size, sizes, tensor.shape, strict=fits)
@@ -330,14 +361,14 @@ def _checked_parts(
         raise InvalidShardingError(
             f"Tensor {key!r} of shape {tuple(tensor.shape)} has the attributes of a part of a "
             f"global tensor of shape {sizes}, which contradict one another: global_offsets, "
-            f"local_offsets and local_sizes are {given}. Each part has one of them, with a number "
-            "for each axis, and lies inside both shapes."
+            f"local_offsets and local_sizes are {attributes}. Each part has one of them, with a "
+            "number for each axis, and lies inside both shapes."
         )
     return parts
 
 
 def _is_inside(axis: tuple[int, ...]) -> bool:
-    """Tell whether a part lies inside the global and the local tensor along an axis."""
+    """Tell whether a part lies inside both tensors along an axis."""
     offset, start, size, most, most_local = axis
     is_valid = min(offset, start, size) >= 0
     return is_valid and offset + size <= most and start + size <= most_local
@@ -346,21 +377,27 @@ def _is_inside(axis: tuple[int, ...]) -> bool:
 def _replica_id(
     dtensor: Any, outer: ReplicaId | None, place_in_mesh: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the replica id of a local part: that among copies on other meshes (`outer`), then that
-    among those on this one.
+    """Return the replica id of a local part.
+
+    The number among copies on other meshes (`outer`) comes before that on this one.
     """
     if outer is None:
         # The lowest rank of a mesh distinguishes copies on other meshes.
         outer = OpenReplicaId((0, _lowest_rank(dtensor.device_mesh)))
-    numbers = (*((outer,) if isinstance(outer, int) else outer), *place_in_mesh)
-    return OpenReplicaId(numbers) if isinstance(outer, OpenReplicaId) else numbers
+    if isinstance(outer, int):
+        return (outer, *place_in_mesh)
+    numbers = (*outer, *place_in_mesh)
+    if isinstance(outer, OpenReplicaId):
+        return OpenReplicaId(numbers)
+    return numbers
 
 
 def _parts_of_runs(
     runs: tuple[Runs, ...], first: tuple[int, ...], global_shape: tuple[int, ...]
 ) -> list[FusedPart]:
-    """Return a part for each combination of runs; the tensor begins at `first` in the global
-    tensor.
+    """Return a part for each combination of runs.
+
+    The tensor begins at `first` in the global tensor.
     """
     parts = []
     for start, spans in zip(_starts(runs), itertools.product(*runs), strict=True):
@@ -371,14 +408,18 @@ def _parts_of_runs(
 
 
 def _moved(first: tuple[int, ...], offset: Sequence[int]) -> tuple[int, ...]:
-    """Return where an offset in a tensor lies in one with prepended axes, in which the tensor
-    begins at `first`.
+    """Return an offset in a tensor as one in a larger tensor.
+
+    The larger tensor may have prepended axes; the tensor begins at `first` in it.
     """
     num_prepended = len(first) - len(offset)
     return first[:num_prepended] + tuple(map(int.__add__, first[num_prepended:], offset))
 
 
 def _starts(runs: Sequence[Runs]) -> list[tuple[int, ...]]:
-    """Return where in the local tensor each combination of runs begins, in row-major order."""
-    per_axis = [itertools.accumulate((hi - lo for lo, hi in axis[:-1]), initial=0) for axis in runs]
+    """Return the beginnings of combinations of runs in the local tensor, row-major."""
+    per_axis = []
+    for axis in runs:
+        sizes = [high - low for low, high in axis[:-1]]
+        per_axis.append(itertools.accumulate(sizes, initial=0))
     return list(itertools.product(*per_axis))

@@ -1,4 +1,4 @@
-"""Mixtures of experts. `distckpt.experts` is the public path and tells how they are stored."""
+"""Mixtures of experts. `distckpt.experts` is the public path, with their storage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distckpt._state.megatron_shards import adopt
 def sequential_experts(
     experts: Sequence[ShardedStateDict], ep_rank: int, ep_size: int, *, expert_dp_rank: int | None
 ) -> list[ShardedStateDict]:
-    """Number the experts of a rank that has a module for each of them.
+    """Number the experts of a rank that has one module each.
 
     Args:
         experts: for each expert of this rank, in order, its sharded state dict, in which all
@@ -43,20 +43,21 @@ def sequential_experts(
         InvalidShardingError: no such rank.
     """
     _check_rank(ep_rank, ep_size)
-    first, num_experts = ep_rank * len(experts), ep_size * len(experts)
-    return [
-        _map_shards(
-            expert, partial(_add_axis, number=number, num_experts=num_experts), expert_dp_rank
-        )
-        for number, expert in enumerate(experts, first)
-    ]
+    first = ep_rank * len(experts)
+    num_experts = ep_size * len(experts)
+    numbered = []
+    for number, expert in enumerate(experts, first):
+        add_axis = partial(_add_axis, number=number, num_experts=num_experts)
+        numbered.append(_map_shards(expert, add_axis, expert_dp_rank))
+    return numbered
 
 
 def grouped_experts(
     state_dict: ShardedStateDict, ep_rank: int, ep_size: int, *, expert_dp_rank: int | None
 ) -> ShardedStateDict:
-    """Number the experts of a rank that has all of them in one tensor, one after another along its
-    first axis.
+    """Number the experts of a rank that has all in one tensor.
+
+    They follow one another along its first axis.
 
         # The weight has the shape [local experts, out, in].
         fc2 = ShardedTensor.from_rank_offsets("experts.fc2", weight, (2, tp_rank, tp_size))
@@ -108,7 +109,7 @@ def grouped_mlp_sharded_state_dict(
             used as `weight1.view(local experts, hidden, width)`. The width is the number of
             features on this rank, or twice that if `gated`: all of gate, then all of up.
         weight2: of shape [local experts * features on this rank, hidden].
-        prefix: what the keys start with.
+        prefix: beginning of the keys.
         sharded_offsets: axes to prepend, as (axis, position, size): for layers, say.
         num_local_experts: number of experts that each rank holds.
         gated: whether `weight1` holds gate and up (SwiGLU).
@@ -124,8 +125,11 @@ def grouped_mlp_sharded_state_dict(
     """
     _check_rank(tp_rank, tp_size)
     _check_fused_weights(f"{prefix}experts", weight1, weight2, num_local_experts, gated)
-    num_projections = 2 if gated else 1
-    hidden, features = weight1.shape[0], weight2.shape[0] // num_local_experts
+    num_projections = 1
+    if gated:
+        num_projections = 2
+    hidden = weight1.shape[0]
+    features = weight2.shape[0] // num_local_experts
     layers = sorted(sharded_offsets)
     layer = tuple(position for _, position, _ in layers)
     num_layers = tuple(size for _, _, size in layers)
@@ -147,12 +151,10 @@ def grouped_mlp_sharded_state_dict(
 
     stored = (*num_layers, num_local_experts, num_projections * features * tp_size, hidden)
     local = (num_local_experts, hidden, features)
-    projections = [
-        FusedPart(
-            (0, 0, i * features), local, (*layer, 0, (i * tp_size + tp_rank) * features, 0), stored
-        )
-        for i in range(num_projections)
-    ]
+    projections = []
+    for number in range(num_projections):
+        stored_offset = (*layer, 0, (number * tp_size + tp_rank) * features, 0)
+        projections.append(FusedPart((0, 0, number * features), local, stored_offset, stored))
     stored = (*num_layers, num_local_experts, hidden, features * tp_size)
     local = (num_local_experts, features, hidden)
     part = FusedPart((0, 0, 0), local, (*layer, 0, 0, tp_rank * features), stored)
@@ -166,8 +168,9 @@ def grouped_mlp_sharded_state_dict(
 
 
 def _map_shards(tree: Any, change: Callable[[Any], Any], expert_dp_rank: int | None) -> Any:
-    """Change the shards and objects in nested containers and those that factories build, and all
-    replica ids.
+    """Change the shards and objects in nested containers, and all replica ids.
+
+    The shards that factories build are changed, too.
     """
 
     def changed(_: Position, leaf: Any) -> Any:
@@ -189,7 +192,9 @@ def _with_built(
     """Make the factory of changed shards."""
 
     def changed(_: Position, leaf: Any) -> Any:
-        return change(adopt(leaf)) if isinstance(leaf, ShardedTensor | ShardedObject) else leaf
+        if isinstance(leaf, ShardedTensor | ShardedObject):
+            return change(adopt(leaf))
+        return leaf
 
     def build(
         key: str, tensor: torch.Tensor, replica_id: ReplicaId, flattened_range: slice | None
@@ -203,16 +208,18 @@ def _add_axis(
     shard: ShardedTensor | ShardedObject, number: int, num_experts: int
 ) -> ShardedTensor | ShardedObject:
     if isinstance(shard, ShardedObject):
-        grid, cell = (*shard.global_shape, num_experts), (*shard.global_offset, number)
+        grid = (*shard.global_shape, num_experts)
+        cell = (*shard.global_offset, number)
         return replace(shard, global_shape=grid, global_offset=cell)
-    axis, fragmentations = shard.prepend_axis_num, shard.axis_fragmentations
+    axis = shard.prepend_axis_num
+    fragmentations = shard.axis_fragmentations
+    if fragmentations is not None:
+        fragmentations = _with_inserted(fragmentations, axis, num_experts)
     return replace(
         shard,
         global_shape=_with_inserted(shard.global_shape, axis, num_experts),
         global_offset=_with_inserted(shard.global_offset, axis, number),
-        axis_fragmentations=None
-        if fragmentations is None
-        else _with_inserted(fragmentations, axis, num_experts),
+        axis_fragmentations=fragmentations,
         prepend_axis_num=axis + 1,
     )
 
@@ -224,7 +231,8 @@ def _extend_axis(shard: ShardedTensor | ShardedObject, ep_rank: int, ep_size: in
             "the groups change; make one per expert (sequential_experts numbers them) or leave it "
             "out"
         )
-    axis, fragmentations = shard.prepend_axis_num, shard.axis_fragmentations
+    axis = shard.prepend_axis_num
+    fragmentations = shard.axis_fragmentations
     if axis == len(shard.global_shape):
         fail(shard.key, "has no axis for the experts of this rank; sequential_experts adds one")
     if fragmentations is not None:
@@ -247,13 +255,16 @@ def _check_fused_weights(
     is_matrix = weight1.ndim == weight2.ndim == 2
     features = weight2.shape[0] // max(num_local_experts, 1)
     width = num_local_experts * features
-    hidden = weight2.shape[-1] if weight2.ndim else 0
-    if (
-        not is_matrix
-        or num_local_experts < 1
-        or shapes != ((hidden, width * (2 if gated else 1)), (width, hidden))
-    ):
-        gate = "with" if gated else "without"
+    hidden = 0
+    if weight2.ndim:
+        hidden = weight2.shape[-1]
+    gate = "without"
+    width1 = width
+    if gated:
+        gate = "with"
+        width1 *= 2
+    expected = ((hidden, width1), (width, hidden))
+    if not is_matrix or num_local_experts < 1 or shapes != expected:
         fail(
             key,
             f"weight1 {shapes[0]} and weight2 {shapes[1]} do not hold {num_local_experts} experts "
@@ -272,7 +283,9 @@ def _with_last(replica_id: ReplicaId, value: int | None) -> ReplicaId:
     """Replace the last number of a replica id; None leaves it."""
     if value is None:
         return replica_id
-    return (*replica_id[:-1], value) if isinstance(replica_id, tuple | list) else value
+    if isinstance(replica_id, tuple | list):
+        return (*replica_id[:-1], value)
+    return value
 
 
 def _with_inserted(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:

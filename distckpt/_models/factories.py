@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -33,11 +34,9 @@ def swiglu_factory(
         InvalidShardingError: an odd size or offset along `dim`.
     """
     axis = _global_axis(shard, dim)
-    local, offset, size = (
-        shard.local_shape[dim],
-        shard.global_offset[axis],
-        shard.global_shape[axis],
-    )
+    local = shard.local_shape[dim]
+    offset = shard.global_offset[axis]
+    size = shard.global_shape[axis]
     if local % 2 or offset % 2 or size % 2:
         fail(
             shard.key,
@@ -58,8 +57,9 @@ def apply_swiglu_sharded_factory(
     sharded_offsets: Sequence[tuple[int, int, int]],
     singleton_local_shards: bool = False,
 ) -> ShardedTensorFactory:
-    """Make the factory of a fused gate and up projection: `swiglu_factory` with the arguments of
-    Megatron's function.
+    """Make the factory of a fused gate and up projection.
+
+    It is `swiglu_factory` with the arguments of Megatron's function.
 
     Args:
         original_sh_ten: the fused parameter, divided along its first axis.
@@ -70,15 +70,15 @@ def apply_swiglu_sharded_factory(
         InvalidShardingError: odd sizes, or `sharded_offsets` that are not the prepended axes of the
             shard.
     """
-    shard, prepended = original_sh_ten, original_sh_ten.prepend_axis_num
-    described = [
-        (axis, shard.global_offset[axis], shard.global_shape[axis]) for axis in range(prepended)
-    ]
-    if sorted(map(tuple, sharded_offsets)) != described:
+    shard = original_sh_ten
+    prepended = []
+    for axis in range(shard.prepend_axis_num):
+        prepended.append((axis, shard.global_offset[axis], shard.global_shape[axis]))
+    if sorted(map(tuple, sharded_offsets)) != prepended:
         fail(
             shard.key,
             f"sharded_offsets {tuple(sharded_offsets)} are not its prepended axes "
-            f"{tuple(described)}",
+            f"{tuple(prepended)}",
         )
     return swiglu_factory(shard, separate=singleton_local_shards)
 
@@ -128,11 +128,9 @@ def qkv_factory(
             f"{num_heads} query heads cannot be divided among {num_kv_heads} * {kv_copies} groups",
         )
     axis = _global_axis(shard, dim)
-    local, offset, size = (
-        shard.local_shape[dim],
-        shard.global_offset[axis],
-        shard.global_shape[axis],
-    )
+    local = shard.local_shape[dim]
+    offset = shard.global_offset[axis]
+    size = shard.global_shape[axis]
     num_fused = num_heads + 2 * num_groups
     head_size, rest = divmod(size, num_fused)
     if rest:
@@ -149,18 +147,19 @@ def qkv_factory(
         )
     groups = range(offset // max(group_size, 1), (offset + local) // max(group_size, 1))
     order = _stored_heads(groups, num_heads // num_groups, kv_copies, layout)
-    runs = [
-        _Run(
-            run.start * head_size, run.size * head_size, run.stored_start * head_size, copy=run.copy
-        )
-        for run in _join_heads(order)
-    ]
+    runs = []
+    for run in _join_heads(order):
+        start = run.start * head_size
+        stored_start = run.stored_start * head_size
+        runs.append(_Run(start, run.size * head_size, stored_start, copy=run.copy))
     return _along(shard, dim, runs, (num_heads + 2 * num_kv_heads) * head_size)
 
 
 class _Run(NamedTuple):
-    """Indices along one axis: `size` of them, from `start` in the local tensor and from
-    `stored_start` in the stored one.
+    """Indices along one axis.
+
+    There are `size` of them, from `start` in the local tensor and from `stored_start` in the stored
+    one.
     """
 
     start: int
@@ -173,9 +172,7 @@ class _Run(NamedTuple):
 def _along(
     shard: ShardedTensor, dim: int, runs: Iterable[_Run], stored_size: int
 ) -> ShardedTensorFactory:
-    """Make the factory of a shard that is stored in several places, as runs of indices along one
-    axis.
-    """
+    """Make the factory of a shard stored as runs along an axis."""
     if shard.allow_shape_mismatch:
         fail(
             shard.key,
@@ -183,8 +180,9 @@ def _along(
         )
     axis = _global_axis(shard, dim)
     no_offset = (0,) * len(shard.local_shape)
-    parts = [
-        FusedPart(
+    parts = []
+    for run in runs:
+        part = FusedPart(
             with_item(no_offset, dim, run.start),
             with_item(shard.local_shape, dim, run.size),
             with_item(shard.global_offset, axis, run.stored_start),
@@ -192,8 +190,7 @@ def _along(
             run.suffix,
             run.copy,
         )
-        for run in runs
-    ]
+        parts.append(part)
     return parts_factory(
         shard.key,
         shard.data,  # type: ignore[arg-type]  # None: a description without data
@@ -208,14 +205,17 @@ def _along(
 def _stored_heads(
     groups: range, num_queries: int, kv_copies: int, layout: Literal["grouped", "concatenated"]
 ) -> list[tuple[int, int]]:
-    """List the heads of a rank as they are in memory: for each its position among the stored heads,
-    and which copy it is.
+    """List the heads of a rank as they are in memory.
+
+    Each comes as its position among the stored heads, and the number of the copy.
 
     `groups` are the numbers of the rank's groups, each of `num_queries` query heads. With copies
     these are not the stored groups but their parts, `kv_copies` of each.
     """
     stored_group = num_queries * kv_copies + 2
-    queries, keys, values = [], [], []
+    queries = []
+    keys = []
+    values = []
     for number in groups:
         group, copy = divmod(number, kv_copies)
         first = group * stored_group
@@ -223,25 +223,26 @@ def _stored_heads(
         keys.append([(first + stored_group - 2, copy)])
         values.append([(first + stored_group - 1, copy)])
     if layout == "grouped":
-        blocks = [block for blocks in zip(queries, keys, values, strict=True) for block in blocks]
+        blocks = list(itertools.chain.from_iterable(zip(queries, keys, values, strict=True)))
     else:
         blocks = [*queries, *keys, *values]
-    return [head for block in blocks for head in block]
+    return list(itertools.chain.from_iterable(blocks))
 
 
 def _join_heads(heads: Sequence[tuple[int, int]]) -> list[_Run]:
-    """Join heads that follow one another in memory and in the stored tensor alike; counted in
-    heads.
-    """
+    """Join heads that follow one another in both tensors; counted in heads."""
     runs: list[_Run] = []
     for position, (stored, copy) in enumerate(heads):
-        last = runs[-1] if runs else None
-        if last is not None and last.copy == copy and last.stored_start + last.size == stored:
-            runs[-1] = last._replace(size=last.size + 1)
+        if runs and _continues(runs[-1], stored, copy):
+            runs[-1] = runs[-1]._replace(size=runs[-1].size + 1)
         else:
             runs.append(_Run(position, 1, stored, copy=copy))
     # A rank without heads still names the stored tensor.
     return runs or [_Run(0, 0, 0)]
+
+
+def _continues(run: _Run, stored: int, copy: int) -> bool:
+    return run.copy == copy and run.stored_start + run.size == stored
 
 
 def _global_axis(shard: ShardedTensor, dim: int) -> int:

@@ -1,4 +1,4 @@
-"""Parameters whose parts are stored at different places: the geometry behind the factories."""
+"""Geometry of the factories: parameters whose parts are stored apart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedTensorFa
 
 
 class FusedPart(NamedTuple):
-    """A region of a local tensor, and its place in the tensor in which it is stored.
+    """Region of a local tensor, and its place in a stored one.
 
     Attributes:
         offset: index of the region's first element in the local tensor, per axis.
@@ -47,7 +47,7 @@ def parts_factory(
     replica_id: ReplicaId = 0,
     flattened_range: slice | None = None,
 ) -> ShardedTensorFactory:
-    """Make the factory of a parameter whose parts have different places in stored tensors.
+    """Make the factory of a parameter whose parts are stored apart.
 
     `parts` are regions of a view of the parameter of shape `view_shape`: `local_shape` with some
     axes divided into several. Elements in no part are not stored. `axes` gives, for each axis of
@@ -57,15 +57,18 @@ def parts_factory(
     for each region of a part that its range covers.
     """
     local_shape = tuple(local_shape)
-    view_shape = local_shape if view_shape is None else tuple(view_shape)
-    axes = tuple(range(len(view_shape)) if axes is None else axes)
-    form = _Form(local_shape, view_shape, axes, tuple(parts), prepend_axis_num)
+    if view_shape is None:
+        view_shape = local_shape
+    if axes is None:
+        axes = range(len(view_shape))
+    form = _Form(local_shape, tuple(view_shape), tuple(axes), tuple(parts), prepend_axis_num)
     return ShardedTensorFactory(key, data, form.build, form.merge, replica_id, flattened_range)
 
 
 class _Cell(NamedTuple):
-    """A region of one part that is stored as one shard. It lies in `run`, a region that is
-    contiguous in memory.
+    """A region of one part that is stored as one shard.
+
+    It lies in `run`, a region that is contiguous in memory.
     """
 
     part: FusedPart
@@ -89,38 +92,34 @@ class _Form(NamedTuple):
         bounds = self.bounds(key, tensor, flattened_range)
         cells = list(self.cells(bounds))
         views = self.views(tensor.detach(), cells, bounds)
-        shards = [
-            self.shard(key, cell, view, replica_id) for cell, view in zip(cells, views, strict=True)
-        ]
+        shards = []
+        for cell, view in zip(cells, views, strict=True):
+            shards.append(self.shard(key, cell, view, replica_id))
+        if bounds is None:
+            return shards
         # Merging needs the bounds, which tensors alone do not show.
-        return (
-            shards
-            if bounds is None
-            else {"bounds": LocalNonpersistentObject(bounds), "shards": shards}
-        )
+        return {"bounds": LocalNonpersistentObject(bounds), "shards": shards}
 
     def bounds(
         self, key: str, tensor: torch.Tensor, flattened_range: slice | None
     ) -> tuple[int, int] | None:
-        """Return the first and last + 1 element of a flat parameter, None for one that is not flat.
-        Check the shape.
+        """Check the shape; return the range of elements of a flat parameter.
+
+        The range is that of its first element to the one after its last; None if it is not flat.
         """
-        if flattened_range is None:
-            bounds, expected = None, self.local_shape
-        else:
+        bounds = None
+        expected = self.local_shape
+        flat = ""
+        if flattened_range is not None:
             bounds = flat_bounds(flattened_range, self.local_shape)
             expected = (bounds[1] - bounds[0],)
+            flat = f" for {flattened_range} of local shape {self.local_shape}"
         if tuple(tensor.shape) != expected:
-            flat = (
-                ""
-                if bounds is None
-                else f" for {flattened_range} of local shape {self.local_shape}"
-            )
             fail(key, f"data has shape {tuple(tensor.shape)}, but must have {expected}{flat}")
         return bounds
 
     def cells(self, bounds: tuple[int, int] | None) -> Iterator[_Cell]:
-        """Divide a parameter into what becomes one shard each: at least one, maybe empty."""
+        """Divide a parameter into cells: at least one, maybe empty."""
         if bounds is None:
             for part in self.parts:
                 yield _Cell(part, Region(part.offset, part.shape), whole(self.view_shape))
@@ -139,15 +138,18 @@ class _Form(NamedTuple):
     def views(
         self, tensor: torch.Tensor, cells: Iterable[_Cell], bounds: tuple[int, int] | None
     ) -> list[torch.Tensor]:
-        """Return the view of each cell in a parameter (or in a tensor of its shape), with axes in
-        the stored order.
+        """Return the views of cells in a tensor of the parameter's shape.
+
+        Their axes are in the stored order.
         """
         views = []
         for _, region, run in cells:
             if bounds is None:
                 around = tensor.reshape(self.view_shape)
             else:
-                first = flat_start(self.view_shape, run) - bounds[0] if run.num_elements else 0
+                first = 0
+                if run.num_elements:
+                    first = flat_start(self.view_shape, run) - bounds[0]
                 around = tensor[first : first + run.num_elements].view(run.shape)
             views.append(around[region.relative_to(run.offset).slices()].permute(self.axes))
         return views
@@ -160,13 +162,7 @@ class _Form(NamedTuple):
         within = cell.region.relative_to(part.offset).offset
         moved = (0,) * self.prepend_axis_num + tuple(within[axis] for axis in self.axes)
         if part.copy:
-            numbers = (
-                *(replica_id if isinstance(replica_id, tuple | list) else (replica_id,)),
-                part.copy,
-            )
-            replica_id = (
-                OpenReplicaId(numbers) if isinstance(replica_id, OpenReplicaId) else numbers
-            )
+            replica_id = _with_copy(replica_id, part.copy)
         global_offset = tuple(map(int.__add__, part.global_offset, moved))
         place = (tuple(view.shape), part.global_shape, global_offset, None)
         return ShardedTensor(
@@ -174,12 +170,17 @@ class _Form(NamedTuple):
         )
 
     def merge(self, loaded: Any) -> torch.Tensor:
-        """Put together what `build` gave, each shard replaced by its tensor."""
-        bounds, tensors = None, loaded
+        """Put the tensors of the shards of `build` together."""
+        bounds = None
+        tensors = loaded
+        shape = self.local_shape
         if isinstance(loaded, dict):
-            bounds, tensors = loaded["bounds"], loaded["shards"]
-            bounds = bounds.unwrap() if isinstance(bounds, LocalNonpersistentObject) else bounds
-        shape = self.local_shape if bounds is None else (bounds[1] - bounds[0],)
+            bounds = loaded["bounds"]
+            tensors = loaded["shards"]
+        if isinstance(bounds, LocalNonpersistentObject):
+            bounds = bounds.unwrap()
+        if bounds is not None:
+            shape = (bounds[1] - bounds[0],)
         cells = list(self.cells(bounds))
         # A tensor without memory has strides, too.
         model = torch.empty(shape, dtype=tensors[0].dtype, device="meta")
@@ -191,11 +192,21 @@ class _Form(NamedTuple):
         return merged
 
 
+def _with_copy(replica_id: ReplicaId, copy: int) -> tuple[int, ...]:
+    """Append the number of a copy to a replica id."""
+    if isinstance(replica_id, OpenReplicaId):
+        return OpenReplicaId((*replica_id, copy))
+    if isinstance(replica_id, tuple | list):
+        return (*replica_id, copy)
+    return (replica_id, copy)
+
+
 def _behind(
     tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], model: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the tensor of which `tensors` are views, laid out in memory as `views` are in `model`;
-    None if they are not views of one tensor.
+    """Return the tensor of which `tensors` are views, or None.
+
+    They are laid out in its memory as `views` are in `model`.
     """
     memory = tensors[0].untyped_storage().data_ptr()
     start = tensors[0].storage_offset() - views[0].storage_offset()
@@ -212,7 +223,9 @@ def _behind(
             for tensor, view in zip(tensors, views, strict=True)
         )
     )
-    return tensors[0].as_strided(model.shape, model.stride(), start) if is_shared else None
+    if not is_shared:
+        return None
+    return tensors[0].as_strided(model.shape, model.stride(), start)
 
 
 def fail(key: str, problem: str) -> NoReturn:

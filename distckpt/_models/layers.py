@@ -1,5 +1,6 @@
-"""Shards of the tensors of one layer, divided among tensor parallel ranks. `distckpt.modules` is
-the public path.
+"""Shards of the tensors of one layer, divided among tensor parallel ranks.
+
+`distckpt.modules` is the public path.
 """
 
 from __future__ import annotations
@@ -81,8 +82,7 @@ def make_sharded_tensor_for_checkpoint(
     dp_cp_group: Group | None = None,
     **kwargs: Any,
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describe a tensor that tensor and data parallel ranks have copies of, or that FSDP2 has
-    divided.
+    """Describe a tensor that is copied among ranks, or divided by FSDP2.
 
     Args:
         tensor: the tensor, or a DTensor.
@@ -100,8 +100,11 @@ def make_sharded_tensor_for_checkpoint(
 
 
 def _default_replica_id(dp_cp_group: Group | None, tp_rank: int, dp_rank: int) -> tuple[int, ...]:
-    # Without a group of the ranks with copies, these are found when all shards are known.
-    return (OpenReplicaId if dp_cp_group is None else tuple)((0, tp_rank, dp_rank))
+    numbers = (0, tp_rank, dp_rank)
+    if dp_cp_group is None:
+        # Without a group of the ranks with copies, these are found when all shards are known.
+        return OpenReplicaId(numbers)
+    return numbers
 
 
 def _shard(
@@ -113,16 +116,20 @@ def _shard(
     default_replica_id: tuple[int, ...],
     attributes: dict[str, Any],
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describe a tensor behind prepended axes (`offsets`), which is whole or one part of a
-    `division`.
+    """Describe a tensor that is whole or one part of a `division`.
+
+    It lies behind prepended axes (`offsets`).
     """
     if is_dtensor(tensor):
-        # The mesh numbers its copies itself.
-        default = type(default_replica_id)(default_replica_id[:2])
-        outer = default if replica_id is None else replica_id
+        if replica_id is None:
+            # The mesh numbers its copies itself.
+            replica_id = type(default_replica_id)(default_replica_id[:2])
         prepended_axes(offsets, "prepend_offsets")
-        return shard_of_dtensor(key, tensor, offsets + division, len(offsets), outer, **attributes)
-    replica_id = default_replica_id if replica_id is None else replica_id
+        return shard_of_dtensor(
+            key, tensor, offsets + division, len(offsets), replica_id, **attributes
+        )
+    if replica_id is None:
+        replica_id = default_replica_id
     if has_parts(tensor):
         division = offsets + division
         return shard_of_parts(key, tensor, division, len(offsets), replica_id, **attributes)
@@ -163,7 +170,7 @@ def make_sharded_object_for_checkpoint(
         (tp_rank, _), (dp_rank, _) = _ranks_and_sizes(tp_group, dp_cp_group)
         replica_id = _default_replica_id(dp_cp_group, tp_rank, dp_rank)
     place = prepended_axes(sharded_offsets, "sharded_offsets") or ((0, 1),)
-    shape, offset = tuple(size for _, size in place), tuple(position for position, _ in place)
+    offset, shape = zip(*place, strict=True)
     return ShardedObject(key, obj, shape, offset, replica_id, **kwargs)
 
 
@@ -176,8 +183,7 @@ def make_sharded_tensors_for_checkpoint(
     tp_group: Group | None = None,
     dp_cp_group: Group | None = None,
 ) -> ShardedStateDict:
-    """Describe the state dict of one layer, in which some tensors are divided among tensor parallel
-    ranks.
+    """Describe the state dict of a layer with tensor parallel weights.
 
         def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
             return make_sharded_tensors_for_checkpoint(

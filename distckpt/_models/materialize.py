@@ -18,11 +18,11 @@ from distckpt._models.dtensor import local_part
 from distckpt._state.shards import Shard
 
 _Place: TypeAlias = tuple[torch.nn.Module, str]
-"""A module, and the name of one of its own parameters or buffers."""
+"""A module, and the name of its own parameter or buffer."""
 
 
 class Made(NamedTuple):
-    """A place of a module that got memory, and the tensor on the meta device that was there."""
+    """A place that got memory, and its meta tensor before."""
 
     owner: torch.nn.Module
     name: str
@@ -30,14 +30,14 @@ class Made(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Where its memory is; 0 for an empty tensor."""
+        """Address of its memory; 0 for an empty tensor."""
         return _address(local_part(getattr(self.owner, self.name)))
 
 
 def materialize_module(module: torch.nn.Module, device: Any) -> list[Made]:
     """Give a module on the meta device memory; tied parameters stay tied.
 
-    Returns what has no values yet.
+    Returns the places without values.
 
     Buffers that are not in the state dict are computed: by the `reset_parameters` of the module
     that has them, or by the `_init_weights` of the nearest module around it, as transformers does.
@@ -49,14 +49,20 @@ def materialize_module(module: torch.nn.Module, device: Any) -> list[Made]:
     # Before the parameters have memory: initializing these would take longer than loading them.
     _compute_unsaved(module, tied_places, device)
     places = itertools.chain.from_iterable(tied_places)
-    made = [Made(owner, name, getattr(owner, name)) for owner, name in places]
-    made = [each for each in made if each.on_meta.is_meta]
+    made = []
+    for owner, name in places:
+        tensor = getattr(owner, name)
+        if tensor.is_meta:
+            made.append(Made(owner, name, tensor))
     if not tied_places:
         return made
-    # What has memory keeps its values.
-    module._apply(  # type: ignore[no-untyped-call]
-        lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device)
-    )
+
+    def with_memory(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=device)
+        return tensor.to(device)
+
+    module._apply(with_memory)  # type: ignore[no-untyped-call]
     for (owner, name), *others in tied_places:
         in_huge_pages(local_part(getattr(owner, name)))
         for other, other_name in others:
@@ -67,20 +73,24 @@ def materialize_module(module: torch.nn.Module, device: Any) -> list[Made]:
 def keys_without_values(
     shards: Iterable[Shard], absent: Collection[str], made: Sequence[Made]
 ) -> list[str]:
-    """Return the absent keys of shards that are in memory which has no values yet."""
-    addresses = {each.address for each in made} - {0}
-    shards_of_tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-    return sorted(
-        shard.key
-        for shard in shards_of_tensors
-        if shard.key in absent and shard.data is not None and _address(shard.data) in addresses
-    )
+    """Return the absent keys of shards whose memory has no values yet."""
+    addresses = {place.address for place in made} - {0}
+    keys = []
+    for shard in shards:
+        if not isinstance(shard, ShardedTensor) or shard.key not in absent:
+            continue
+        if shard.data is not None and _address(shard.data) in addresses:
+            keys.append(shard.key)
+    return sorted(keys)
 
 
 def put_back(made: Sequence[Made]) -> None:
-    """Put tensors on the meta device back: what a failed load has made has no values."""
-    for each in made:
-        setattr(each.owner, each.name, each.on_meta)
+    """Put tensors on the meta device back after a failed load.
+
+    Their memory has no values.
+    """
+    for place in made:
+        setattr(place.owner, place.name, place.on_meta)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -107,7 +117,9 @@ def _compute_unsaved(
         for owner, buffers in unsaved.items():
             for name, buffer in buffers.items():
                 setattr(owner, name, buffer)
-        why = f" ({type(failed[0]).__name__}: {failed[0]})" if failed else ""
+        why = ""
+        if failed:
+            why = f" ({type(failed[0]).__name__}: {failed[0]})"
         raise CheckpointingException(
             f"The buffers {summarize_keys(left)} are on the meta device, and no checkpoint holds "
             "them, as they are not persistent: their modules need a method reset_parameters() that "
@@ -119,7 +131,7 @@ def _compute_unsaved(
 def _unsaved_buffers(
     tied_places: Sequence[Sequence[_Place]],
 ) -> dict[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Return the buffers that are not in the state dict, by module and name."""
+    """Return buffers outside of the state dict, by module and name."""
     unsaved: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
     for owner, name in itertools.chain.from_iterable(tied_places):
         if name in owner._non_persistent_buffers_set:
@@ -133,7 +145,7 @@ def _left_by_all(
     initializers: Iterable[Callable[[], object]],
     failed: list[Exception],
 ) -> Sequence[str]:
-    """Return those of a module's buffers that no function computes; note errors in `failed`."""
+    """Return buffers of a module that no function computes; note errors."""
     for initialize in initializers:
         try:
             names = _not_computed(owner, names, initialize)
@@ -147,7 +159,7 @@ def _left_by_all(
 def _initializers(
     paths: Mapping[torch.nn.Module, str], owner: torch.nn.Module
 ) -> Iterator[Callable[[], object]]:
-    """Yield what may compute the buffers of a module, the nearest first."""
+    """Yield functions that may compute a module's buffers, the nearest first."""
     if hasattr(owner, "reset_parameters"):
         yield owner.reset_parameters  # type: ignore[misc]
     for around in (owner, *_around(paths, owner)):
@@ -161,32 +173,41 @@ def _initializers(
 def _around(paths: Mapping[torch.nn.Module, str], owner: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules around one, the nearest first."""
     own = paths[owner]
-    around = [other for other, path in paths.items() if not path or own.startswith(f"{path}.")]
-    return [other for other in reversed(around) if other is not owner]
+    around = []
+    for other, path in paths.items():
+        if other is not owner and (not path or own.startswith(f"{path}.")):
+            around.append(other)
+    return around[::-1]
 
 
 def _not_computed(
     owner: torch.nn.Module, names: Sequence[str], initialize: Callable[[], object]
 ) -> list[str]:
-    """Return those of a module's buffers that depend on what was in their memory before a function
-    has computed them: NaN, or zeros.
+    """Return the buffers of a module that a function does not compute.
+
+    Their values after the call depend on those before it: NaN, or zeros.
     """
-    state, values = torch.get_rng_state(), []
+    state = torch.get_rng_state()
+    values = []
     for mark in (255, 0):
         torch.set_rng_state(state)
         for name in names:
             buffer = local_part(owner.get_buffer(name))
-            flat_bytes(buffer).fill_(min(mark, 1) if buffer.dtype is torch.bool else mark)
+            is_bool = buffer.dtype is torch.bool
+            flat_bytes(buffer).fill_(min(mark, 1) if is_bool else mark)
         with torch.no_grad():
             initialize()
-        buffers = {name: local_part(owner.get_buffer(name)) for name in names}
-        values.append({name: flat_bytes(buffer).clone() for name, buffer in buffers.items()})
+        computed = {}
+        for name in names:
+            buffer = local_part(owner.get_buffer(name))
+            computed[name] = flat_bytes(buffer).clone()
+        values.append(computed)
     marked, zeroed = values
     return [name for name in names if not torch.equal(marked[name], zeroed[name])]
 
 
 def _places_on_meta(module: torch.nn.Module) -> list[list[_Place]]:
-    """Return, for each tensor of a module that is on the meta device, all its places."""
+    """Return the places of each tensor on the meta device."""
     places: dict[int, list[_Place]] = {}
     for owner in module.modules():
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):

@@ -29,8 +29,9 @@ from distckpt._ranks.groups import own_rank
 from distckpt._state.stored_form import StoredEntry
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_original_module")
-"""Names under which torch.compile, activation checkpointing and Fabric hold the module that they
-wrap. A module of any class may have such a child, see `_wrapped_name`.
+"""Names of the module in wrappers of torch.compile, activation checkpointing and Fabric.
+
+A module of any class may have such a child, see `_wrapped_name`.
 """
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"})
 """Classes that have the module itself as `module`."""
@@ -85,26 +86,26 @@ def sharded_state_dict(
         if name.endswith(EXTRA_STATE) or not isinstance(value, torch.Tensor):
             state[key] = make_sharded_object_for_checkpoint(value, key, offsets, copy)
         elif not is_dtensor(value):
-            own = copy if isinstance(value, torch.nn.Parameter) else buffer_copy
+            is_param = isinstance(value, torch.nn.Parameter)
+            own = copy if is_param else buffer_copy
             state[key] = make_sharded_tensor_for_checkpoint(value, key, offsets, own)
         elif is_in_mesh(value):
             state[key] = shard_of_dtensor(key, value, offsets, len(offsets), replica_id)
     for name, child in delegates:
-        described = sharded_state_dict_default(child, prefix + name, offsets, metadata)
-        _add(
-            state,
-            described if replica_id is None else _with_replica_id(described, replica_id),
-        )
+        below = sharded_state_dict_default(child, prefix + name, offsets, metadata)
+        if replica_id is not None:
+            below = _with_replica_id(below, replica_id)
+        _add(state, below)
     return state
 
 
-def _add(state: ShardedStateDict, described: ShardedStateDict) -> None:
-    """Add what a module has described itself.
+def _add(state: ShardedStateDict, description: ShardedStateDict) -> None:
+    """Add the sharded state dict of a module inside.
 
     Raises:
         InvalidShardingError: another tensor has the same name.
     """
-    for name, part in described.items():
+    for name, part in description.items():
         other = state.setdefault(name, part)
         if getattr(other, "data", other) is not getattr(part, "data", part):
             raise InvalidShardingError(
@@ -120,9 +121,11 @@ def _copies(replica_id: ReplicaId | None) -> tuple[ReplicaId, ReplicaId]:
     return OpenReplicaId((0, own_rank())), BufferReplicaId((0, own_rank()))
 
 
-def _with_replica_id(described: ShardedStateDict, replica_id: ReplicaId) -> ShardedStateDict:
-    """Say which copy it is of what a module has described itself, where it has left that open."""
-    first = 0 if is_main_replica(replica_id) else 1
+def _with_replica_id(description: ShardedStateDict, replica_id: ReplicaId) -> ShardedStateDict:
+    """Number the copy of a sharded state dict, where that is open."""
+    first = 1
+    if is_main_replica(replica_id):
+        first = 0
 
     def changed(_: Position, part: Any) -> Any:
         own = getattr(part, "replica_id", None)
@@ -130,7 +133,7 @@ def _with_replica_id(described: ShardedStateDict, replica_id: ReplicaId) -> Shar
             return part
         return replace(part, replica_id=OpenReplicaId((first, *own[1:])))
 
-    state: ShardedStateDict = map_leaves(changed, described)
+    state: ShardedStateDict = map_leaves(changed, description)
     return state
 
 
@@ -141,8 +144,9 @@ def sharded_state_dict_default(
     metadata: dict[str, Any] | None = None,
     tp_group: Group | None = None,
 ) -> ShardedStateDict:
-    """Call a module's `sharded_state_dict`, or describe its state as copied on tensor and data
-    parallel ranks.
+    """Call a module's `sharded_state_dict`, or describe its state as copies.
+
+    Tensor and data parallel ranks have the copies.
 
     Args:
         module: a module, usually part of another one that puts its sharded state dict together.
@@ -154,13 +158,13 @@ def sharded_state_dict_default(
     offsets = tuple(sharded_offsets)
     own = getattr(module, "sharded_state_dict", None)
     if callable(own):
-        described: ShardedStateDict = own(prefix=prefix, sharded_offsets=offsets, metadata=metadata)
-        return described
+        own_state: ShardedStateDict = own(prefix=prefix, sharded_offsets=offsets, metadata=metadata)
+        return own_state
     entries, delegates = _entries(module)
-    own_state = {name: value for name, (_, value) in entries.items()}
+    values = {name: value for name, (_, value) in entries.items()}
     copies = (metadata or {}).get("dp_cp_group")
     state = make_sharded_tensors_for_checkpoint(
-        own_state, prefix, {}, offsets, tp_group=tp_group, dp_cp_group=copies
+        values, prefix, {}, offsets, tp_group=tp_group, dp_cp_group=copies
     )
     for name, child in delegates:
         _add(state, sharded_state_dict_default(child, prefix + name, offsets, metadata, tp_group))
@@ -168,20 +172,23 @@ def sharded_state_dict_default(
 
 
 def with_stored_buffers(
-    module: torch.nn.Module, described: ShardedStateDict, entries: Mapping[str, StoredEntry]
+    module: torch.nn.Module, description: ShardedStateDict, entries: Mapping[str, StoredEntry]
 ) -> ShardedStateDict:
-    """Request buffers that are stored in other shapes in these, where the code of the module that
-    has them may take any, as observers of ranges do.
+    """Request buffers in their stored shapes, where their module may take any.
+
+    Observers of ranges do.
     """
     resized = _resized_buffers(module)
     changed = {
         name: _in_shape(shard, entries[shard.key].shape)
-        for name, shard in described.items()
+        for name, shard in description.items()
         if id(getattr(shard, "data", None)) in resized
         and _is_whole(shard)
         and _has_other_shape(shard, entries.get(shard.key))
     }
-    return {**described, **changed} if changed else described
+    if not changed:
+        return description
+    return {**description, **changed}
 
 
 def _in_shape(shard: ShardedTensor, shape: tuple[int, ...]) -> ShardedTensor:
@@ -202,30 +209,28 @@ def _has_other_shape(shard: ShardedTensor, entry: StoredEntry | None) -> bool:
 
 
 def _resized_buffers(module: torch.nn.Module) -> set[int]:
-    """Return the `id()` of the buffers of modules that load their state in a way of their own."""
+    """Return the `id()` of buffers whose modules customize loading."""
     plain = torch.nn.Module._load_from_state_dict
-    owners = [
-        owner
-        for owner in module.modules()
-        if type(owner)._load_from_state_dict is not plain or owner._load_state_dict_pre_hooks
-    ]
-    buffers = (buffer for owner in owners for buffer in owner._buffers.values())
-    return {id(buffer) for buffer in buffers if buffer is not None}
+    buffers: set[int] = set()
+    for owner in module.modules():
+        if type(owner)._load_from_state_dict is not plain or owner._load_state_dict_pre_hooks:
+            buffers.update(id(buffer) for buffer in owner._buffers.values() if buffer is not None)
+    return buffers
 
 
 def load_sharded_state_dict(
     module: torch.nn.Module, loaded: StateDict, prefix: str = "", *, strict: bool = True
 ) -> tuple[set[str], set[str]]:
-    """Give a module what was loaded into its sharded state dict.
+    """Restore a module from its loaded sharded state dict.
 
     Tensors that were loaded in place, as happens with `sharded_state_dict`, are left alone; others
     are copied. Extra state is handed to `set_extra_state`.
 
     Args:
         module: the module whose `sharded_state_dict` was loaded.
-        loaded: what `load` returned in its place: tensors (the local parts of DTensors) and
-            objects, by name.
-        prefix: what the names begin with; other names are ignored.
+        loaded: the entry that `load` returned in its place: tensors (the local parts of DTensors)
+            and objects, by name.
+        prefix: beginning of the names; other names are ignored.
         strict: whether names that only one side has are an error.
 
     Returns:
@@ -237,29 +242,29 @@ def load_sharded_state_dict(
             tensor has another shape.
     """
     entries, _ = _entries(module, delegate=False)
-    given = {
+    by_name = {
         name[len(prefix) :]: value for name, value in loaded.items() if name.startswith(prefix)
     }
-    missing = {prefix + name for name in _missing(entries, given)}
-    unexpected = {prefix + name for name in given.keys() - entries.keys()}
+    missing = {prefix + name for name in _missing(entries, by_name)}
+    unexpected = {prefix + name for name in by_name.keys() - entries.keys()}
     if strict and (missing or unexpected):
         raise LoadMismatchError(
             _mismatch(type(module).__name__, missing, unexpected), missing, unexpected
         )
-    _fill(module, entries, given, prefix)
+    _fill(module, entries, by_name, prefix)
     return missing, unexpected
 
 
 def _fill(
     module: torch.nn.Module,
     entries: Mapping[str, tuple[str, Any]],
-    given: StateDict,
+    by_name: StateDict,
     prefix: str,
 ) -> None:
     owned = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    owned -= _resized_now(module, entries, given)
+    owned -= _resized_now(module, entries, by_name)
     others: StateDict = {}
-    for name, value in given.items():
+    for name, value in by_name.items():
         if name not in entries:
             continue
         own_name, target = entries[name]
@@ -280,14 +285,17 @@ def _fill(
 
 
 def _resized_now(
-    module: torch.nn.Module, entries: Mapping[str, tuple[str, Any]], given: StateDict
+    module: torch.nn.Module, entries: Mapping[str, tuple[str, Any]], by_name: StateDict
 ) -> set[int]:
-    """Return the `id()` of the buffers that were stored in other shapes. The modules that have them
-    get them with the rest of their state.
+    """Return the `id()` of the buffers that were stored in other shapes.
+
+    Their modules get them with the rest of their state.
     """
-    targets = {name: entries[name][1] for name in given.keys() & entries.keys()}
-    resized = [name for name, target in targets.items() if _is_resized(target, given[name])]
-    possible = _resized_buffers(module) if resized else set()
+    targets = {name: entries[name][1] for name in by_name.keys() & entries.keys()}
+    resized = [name for name, target in targets.items() if _is_resized(target, by_name[name])]
+    if not resized:
+        return set()
+    possible = _resized_buffers(module)
     owners = {name.rpartition(".")[0] for name in resized if id(targets[name]) in possible}
     return {id(target) for name, target in targets.items() if name.rpartition(".")[0] in owners}
 
@@ -297,21 +305,19 @@ def _is_resized(target: Any, value: Any) -> bool:
     return are_tensors and not is_dtensor(target) and target.shape != value.shape
 
 
-def _missing(entries: Mapping[str, tuple[str, Any]], given: Collection[str]) -> set[str]:
-    """Return the names of entries that were not given, neither themselves nor as the same tensor
-    under another name.
-    """
-    values = [entries[name][1] for name in given if name in entries]
+def _missing(entries: Mapping[str, tuple[str, Any]], by_name: Collection[str]) -> set[str]:
+    """Return the names of entries that are not loaded, under any name."""
+    values = [entries[name][1] for name in by_name if name in entries]
     reached = {id(value) for value in values if isinstance(value, torch.Tensor)}
     return {
         name
         for name, (_, value) in entries.items()
-        if name not in given and id(value) not in reached and not _is_elsewhere(value)
+        if name not in by_name and id(value) not in reached and not _is_elsewhere(value)
     }
 
 
 def _is_elsewhere(value: Any) -> bool:
-    """Tell whether a value is a DTensor of which this rank has no part."""
+    """Tell whether a value is a DTensor of other ranks."""
     return is_dtensor(value) and not is_in_mesh(value)
 
 
@@ -326,7 +332,8 @@ def _mismatch(module: str, missing: set[str], unexpected: set[str]) -> str:
 
 
 def _copy_into(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
-    local, value = local_part(target).detach(), local_part(value).detach()
+    local = local_part(target).detach()
+    value = local_part(value).detach()
     if (
         value.device == local.device
         and value.data_ptr() == local.data_ptr()
@@ -352,14 +359,15 @@ def _copy_into(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
 def _entries(
     module: torch.nn.Module, delegate: bool = True
 ) -> tuple[dict[str, tuple[str, Any]], list[tuple[str, torch.nn.Module]]]:
-    """Return the state of a module by name, each entry with the name that the module itself has for
-    it.
+    """Return the state of a module by name, with original names.
 
     With `delegate`, the modules in it that define `sharded_state_dict` are left out and returned
     besides, with their prefixes.
     """
     module = bare_module(module)
-    delegates = list(_delegates(module)) if delegate else []
+    delegates: list[tuple[str, torch.nn.Module]] = []
+    if delegate:
+        delegates += _delegates(module)
     plain_names = _PlainNames(module)
     entries: dict[str, tuple[str, Any]] = {}
     # Not walked by hand: hooks rename entries, and FSDP takes its parameters apart again in one.
@@ -377,14 +385,13 @@ def _entries(
 
 
 def _delegates(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the outermost modules in a module that define `sharded_state_dict`, with the prefixes
-    of their names.
-    """
+    """Yield the outermost modules that define `sharded_state_dict`, by prefix."""
     # A module that is in two places has two names, so not named_modules().
     for name, child in module._modules.items():
         if child is None:
             continue
-        below, inner = f"{prefix}{name}.", bare_module(child)
+        below = f"{prefix}{name}."
+        inner = bare_module(child)
         if callable(getattr(inner, "sharded_state_dict", None)):
             yield below, inner
         else:
@@ -399,9 +406,9 @@ def bare_module(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _wrapped_name(module: torch.nn.Module) -> str | None:
-    """Return the name of the module that this one is a wrapper of, None if it is not a wrapper.
+    """Return the name of the module in a wrapper, or None.
 
-    A wrapper stores nothing but what it wraps. Any other module that has a child of such a name is
+    A wrapper stores nothing but that module. Any other module that has a child of such a name is
     a layer with state of its own.
     """
     names: tuple[str, ...] = _WRAPPED
@@ -415,17 +422,19 @@ def _wrapped_name(module: torch.nn.Module) -> str | None:
 
 
 def _stores_only(module: torch.nn.Module, inner: torch.nn.Module) -> bool:
-    """Tell whether all state of a module is that of one of its children."""
+    """Tell whether all state of a module is in one child."""
     if _has_own_state(module):
         return False
     # Fabric has the module a second time, as it is called in forward().
     children = [child for child in module._modules.values() if child is not None]
-    inside = {id(below) for below in inner.modules()} if len(children) > 1 else {id(inner)}
+    inside = {id(inner)}
+    if len(children) > 1:
+        inside = set(map(id, inner.modules()))
     return not any(_has_state_outside(child, inside) for child in children if child is not inner)
 
 
 def _has_state_outside(module: torch.nn.Module, inside: Collection[int]) -> bool:
-    """Tell whether some module in this one stores something and is not among those `inside`."""
+    """Tell whether a module in this one, and not `inside`, stores something."""
     return any(_has_own_state(below) for below in module.modules() if id(below) not in inside)
 
 
@@ -446,10 +455,10 @@ def _lies_below(name: str, prefixes: set[str]) -> bool:
 
 
 class _PlainNames:
-    """Names in the state dict of a module, without what the wrappers in it add to them."""
+    """Names in the state dict of a module, without those of wrappers."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._found: dict[str, tuple[str, torch.nn.Module | None]] = {"": ("", module)}
+        self._modules: dict[str, tuple[str, torch.nn.Module | None]] = {"": ("", module)}
 
     def of(self, name: str) -> str:
         """Return the plain name of an entry."""
@@ -457,23 +466,26 @@ class _PlainNames:
         return self._at(path)[0] + last
 
     def _at(self, path: str) -> tuple[str, torch.nn.Module | None]:
-        """Return the plain prefix of a path and the module there, None if none is there."""
-        if path not in self._found:
+        """Return the plain prefix of a path, and its module."""
+        if path not in self._modules:
             above, _, part = path.rpartition(".")
-            self._found[path] = _below(*self._at(above), part)
-        return self._found[path]
+            self._modules[path] = _below(*self._at(above), part)
+        return self._modules[path]
 
 
 def _below(
     prefix: str, module: torch.nn.Module | None, part: str
 ) -> tuple[str, torch.nn.Module | None]:
-    """Return the plain prefix of a part of a module at `prefix`, and the module that it is."""
+    """Return the plain prefix and module of a child."""
     while module is not None and (name := _wrapped_name(module)):
         module = module._modules[name]
         if part == name:
             return prefix, module
         # A hook of the wrapper has removed its name already.
-    return f"{prefix}{part}.", None if module is None else module._modules.get(part)
+    child = None
+    if module is not None:
+        child = module._modules.get(part)
+    return f"{prefix}{part}.", child
 
 
 def _same_name(module: torch.nn.Module, name: str, first: str, second: str) -> InvalidShardingError:

@@ -1,9 +1,9 @@
-"""Objects in a state dict: described before a save or load as what the rest of the package knows.
+"""Descriptions of the objects in a state dict.
 
 An `nn.Module` becomes its sharded state dict, an optimizer the sharded state dict of its state, a
-DTensor its shards, and any other object that has `state_dict()` and `load_state_dict()` what
-`state_dict()` returns. What iterates (data loaders, samplers), and the state of random number
-generators, is stored once for each rank. `restore` fills the objects after a load.
+DTensor its shards, and any other object that has `state_dict()` and `load_state_dict()` the return
+value of `state_dict()`. Iterables (data loaders, samplers), and the state of random number
+generators, are stored once for each rank. `restore` fills the objects after a load.
 
 The names in the module at the entry `model` stay as they are. At another entry they get the path to
 it in front, as in `ema.layers.0.weight`. Positions in lists do not count, so that the stages of a
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -24,23 +24,21 @@ import torch
 from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import (
-    CONTAINERS,
-    HOLE,
     Position,
     at,
     dotted,
-    leaves,
-    map_leaves,
+    listed,
     replaced,
+    with_leaves,
 )
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._format.codec.encode import is_object_of_state, nodes_of_any
 from distckpt._format.codec.tree import REGISTERED
 from distckpt._format.marker import first_name
-from distckpt._mapping.base import OpenReplicaId, ShardedBase
+from distckpt._mapping.base import OpenReplicaId, ReplicaId, ShardedBase
 from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, StateDict
+from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject
 from distckpt._models.bound_state import BoundState
 from distckpt._models.dtensor import (
     has_parts,
@@ -53,29 +51,30 @@ from distckpt._models.modules import (
     bare_module,
     sharded_state_dict,
     sharded_state_dict_default,
-    with_stored_buffers,
 )
-from distckpt._models.optimizer.description import (
+from distckpt._models.optimizer.describe import (
     OptimizerState,
     describe_optimizer,
     fill_gaps,
-    optimizer_targets,
 )
-from distckpt._models.optimizer.state import check_one_rest, storable_entries, unite
-from distckpt._models.optimizer.view import is_optimizer
-from distckpt._models.per_rank import PerRank, cell_of, state_of, warn_of_shared, warn_of_skipped
+from distckpt._models.optimizer.read import is_optimizer
+from distckpt._models.optimizer.settings import check_one_rest, storable_entries, unite
+from distckpt._models.per_rank import PerRank, cell_of, state_of
 from distckpt._ranks.collectives import Ranks
-from distckpt._state.stored_form import StoredEntry
 
 # The most frequent types, looked up first.
 _VALUES = frozenset(
     {bool, int, float, str, bytes, type(None), torch.Tensor, torch.Size, ShardedTensor}
 )
+_LEAVES = (OptimizerState, BoundState)
+"""Classes of dicts that are described as a whole."""
+_SHARDED = (ShardedBase, LocalNonpersistentObject, OptimizerState)
 
 
 class Kind(IntEnum):
-    """Kinds of objects, in the order in which they are filled: schedulers come after what they
-    schedule.
+    """Kinds of objects, in the order in which they are filled.
+
+    Schedulers come after their optimizers.
     """
 
     DTENSOR = 0
@@ -99,19 +98,21 @@ class Place(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """What the names of its tensors begin with, without a dot at the end; empty for `model`."""
+        """Beginning of the names of its tensors, without a dot; empty for `model`."""
         parts = [str(part) for part in self.path if not isinstance(part, int)]
-        return "" if parts == ["model"] else ".".join(parts)
+        if parts == ["model"]:
+            return ""
+        return ".".join(parts)
 
     @property
     def is_model(self) -> bool:
-        """Tell whether this is the module whose tensors have no path in their names."""
+        """Whether this is the module whose tensors have no path in front."""
         return self.kind is Kind.MODULE and not self.prefix
 
 
 @dataclass(frozen=True)
-class Described:
-    """A state dict without objects, and where these were.
+class Description:
+    """State dict with descriptions of objects, and their places.
 
     Attributes:
         state_dict: of descriptions, and of values other than objects.
@@ -144,22 +145,45 @@ class Described:
         return any(place.kind is Kind.STATEFUL for place in self.places)
 
     def digest(self) -> int:
-        """Return a hash, of 61 bits, of what all ranks agree on in the end."""
+        """Return a hash of 61 bits of names and settings."""
         return checksum(codec.encode([list(self.names), dict(self.settings)])) >> 3
 
 
-def with_storable_settings(described: Described) -> Described:
+def with_storable_settings(description: Description) -> Description:
     """A description without settings of optimizers that cannot be stored."""
-    settings = dict(described.settings)
+    settings = dict(description.settings)
     for prefix, entries in settings.items():
         try:
             codec.encode(entries, refuses_left_out=True)
         except UnsupportedObjectError:
             settings[prefix] = storable_entries(prefix, entries)
-    return replace(described, settings=settings)
+    return replace(description, settings=settings)
 
 
 # --- Describing -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of `describe_objects` beside the state dict."""
+
+    ranks: Ranks
+    loads: bool
+    materialize: Any
+    made: list[Any]
+    breaks_cycles: bool
+
+
+class _Tree(NamedTuple):
+    """A tree without objects, and their places.
+
+    Optimizers, and objects that each rank has of its own, are still in it: their descriptions
+    depend on all modules of the state dict.
+    """
+
+    tree: Any
+    places: list[Place]
+    optimizers: list[tuple[Position, OptimizerState]]
 
 
 def describe_objects(
@@ -170,135 +194,175 @@ def describe_objects(
     materialize: Any = None,
     made: list[Any] | None = None,
     breaks_cycles: bool = False,
-) -> Described:
+) -> Description:
     """Describe the objects in a state dict, which is not changed.
 
     For a load, settings of optimizers and values are left out: they come from the checkpoint.
-    Modules on the meta device get memory on the device `materialize`, if it is given; what has
-    no values then is added to `made`. With `breaks_cycles`, containers that hold themselves are
-    left out.
+    Modules on the meta device get memory on the device `materialize`, if it is given; tensors that
+    have no values then are added to `made`. With `breaks_cycles`, containers that hold themselves
+    are left out.
     """
-    walk = _Walk(ranks, loads, materialize, [] if made is None else made, breaks_cycles)
+    if made is None:
+        made = []
+    options = _Options(ranks, loads, materialize, made, breaks_cycles)
     try:
-        tree = walk.described(state_dict, ())
+        tree, places, optimizers = _describe_tree(state_dict, (), options)
     except RecursionError as error:
         raise UnsupportedObjectError(
             "The state dict contains itself, or is nested too deeply."
         ) from error
-    tree = walk.with_cells(tree)
-    tree, settings = walk.with_optimizers(tree)
+    shards = _list_shards(tree, places)
+    names: list[str] = []
+    if not loads:
+        names = _names_of_model(shards, places)
+    cells = _describe_per_rank(places, options)
+    states, settings = _describe_optimizers(places, shards, options)
+    for path, description in (*cells, *states):
+        tree = replaced(tree, path, description)
+    optimizers += states
     if loads:
-        return Described(tree, walk.places, walk.optimizers)
-    names = _names_of_model(tree, walk.places)
-    return Described(tree, walk.places, walk.optimizers, names, settings)
+        return Description(tree, places, optimizers)
+    return Description(tree, places, optimizers, names, settings)
 
 
-@dataclass
-class _Walk:
-    """The settings of a description, and the objects found so far."""
-
-    ranks: Ranks
-    loads: bool
-    materialize: Any
-    made: list[Any]
-    breaks_cycles: bool
-    places: list[Place] = field(default_factory=list)
-    optimizers: list[tuple[Position, OptimizerState]] = field(default_factory=list)
-
-    def described(self, node: Any, path: Position) -> Any:
-        """Return a part of the state dict without objects, except optimizers and what each rank has
-        of its own.
-        """
-        num_places, num_optimizers = len(self.places), len(self.optimizers)
-        try:
-            return map_leaves(self._described_leaf, node, _is_walked, path)
-        except RecursionError:
-            if not self.breaks_cycles:
-                raise
-        del self.places[num_places:], self.optimizers[num_optimizers:]
-        return map_leaves(self._described_leaf, codec.without_cycles(node), _is_walked, path)
-
-    def _described_leaf(self, path: Position, leaf: Any) -> Any:
+def _describe_tree(
+    tree: Any, path: Position, options: _Options, *, is_state: bool = False
+) -> _Tree:
+    """Describe the objects in a tree: a state dict, or an object's state."""
+    tree, items = _list_leaves(tree, path, options.breaks_cycles)
+    values = [leaf for _, leaf in items]
+    places: dict[int, Place] = {}
+    optimizers: list[tuple[Position, OptimizerState]] = []
+    for number, (position, leaf) in enumerate(items):
         if type(leaf) in _VALUES and not has_parts(leaf):
-            return leaf
+            continue
         if isinstance(leaf, OptimizerState):
-            self.optimizers.append((path, leaf))
-            return leaf
-        if isinstance(leaf, BoundState):
+            optimizers.append((position, leaf))
+        elif isinstance(leaf, BoundState):
             leaf.check_memory()
-            return dict(leaf)
-        kind = _kind_of(leaf)
-        if kind is None:
-            _refuse_plain_loader(path, leaf)
-            if self.loads:
-                _refuse_hidden_objects(path, leaf)
-            return leaf
-        place = Place(path, kind, leaf)
-        self.places.append(place)
-        return self._description_of(place)
+            values[number] = dict(leaf)
+        elif (kind := _kind_of(leaf)) is not None:
+            places[number] = Place(position, kind, leaf)
+        else:
+            _check_value(position, leaf, options.loads)
+    all_places = list(places.values())
+    for number, place in _of_kind(places, Kind.MODULE):
+        values[number] = _describe_module(place, options)
+    for number, place in _of_kind(places, Kind.DTENSOR):
+        values[number] = _describe_dtensor(place, options.ranks.rank)
+    # After the modules, whose tensors may be in the states.
+    for number, place in _of_kind(places, Kind.STATEFUL):
+        state = state_of(place.value, place.name)
+        inner = _describe_tree(state, place.path, options, is_state=True)
+        values[number] = inner.tree
+        all_places += inner.places
+        optimizers += inner.optimizers
+    if is_state and options.loads:
+        values = [_only_shards(value) for value in values]
+    return _Tree(with_leaves(tree, iter(values), _LEAVES), all_places, optimizers)
 
-    def _description_of(self, place: Place) -> Any:
-        if place.kind is Kind.MODULE:
-            return self._described_module(place)
-        if place.kind is Kind.DTENSOR:
-            if has_parts(place.value):
-                copy = OpenReplicaId((0, self.ranks.rank))
-                return shard_of_parts(place.name, place.value, (), 0, copy)
-            if not is_in_mesh(place.value):
-                return LocalNonpersistentObject(place.value)
-            return shard_of_dtensor(place.name, place.value, (), 0, None)
-        if place.kind is Kind.STATEFUL:
-            described = self.described(state_of(place.value, place.name), place.path)
-            return _only_shards(described) if self.loads else described
-        return place.value
 
-    def _described_module(self, place: Place) -> Any:
-        module, prefix = bare_module(place.value), place.prefix and f"{place.prefix}."
-        if self.materialize is not None:
-            # Imported when it is needed: most modules have memory.
-            from distckpt._models.materialize import materialize_module
+def _list_leaves(
+    tree: Any, path: Position, breaks_cycles: bool
+) -> tuple[Any, list[tuple[Position, Any]]]:
+    """Return a tree without cycles, and its leaves with their paths."""
+    try:
+        return tree, listed(tree, _LEAVES, path)
+    except RecursionError:
+        if not breaks_cycles:
+            raise
+    tree = codec.without_cycles(tree)
+    return tree, listed(tree, _LEAVES, path)
 
-            self.made += materialize_module(module, self.materialize)
+
+def _of_kind(places: Mapping[int, Place], kind: Kind) -> Iterator[tuple[int, Place]]:
+    """Yield the places of one kind, with their numbers among the leaves."""
+    for number, place in places.items():
+        if place.kind is kind:
+            yield number, place
+
+
+def _describe_module(place: Place, options: _Options) -> Any:
+    module = bare_module(place.value)
+    prefix = _with_dot(place.prefix)
+    if options.materialize is not None:
+        # Imported when it is needed: most modules have memory.
+        from distckpt._models.materialize import materialize_module
+
+        options.made.extend(materialize_module(module, options.materialize))
+    if callable(getattr(module, "sharded_state_dict", None)):
         # Its own method is called here, unlike by sharded_state_dict.
-        has_own = callable(getattr(module, "sharded_state_dict", None))
-        return (sharded_state_dict_default if has_own else sharded_state_dict)(module, prefix)
+        return sharded_state_dict_default(module, prefix)
+    return sharded_state_dict(module, prefix)
 
-    def with_cells(self, tree: Any) -> Any:
-        """Return a tree with descriptions of the values that each rank has of its own."""
-        places = [place for place in self.places if place.kind is Kind.PER_RANK]
-        meshes = _meshes(self.places) if places else []
-        for place in places:
-            cell = cell_of(place.value, place.name, self.ranks, meshes, self.loads)
-            tree = replaced(tree, place.path, cell)
-        return tree
 
-    def with_optimizers(self, tree: Any) -> tuple[Any, dict[str, list[Any]]]:
-        """Return a tree with descriptions of the optimizers, and their settings by prefix."""
-        settings: dict[str, list[Any]] = {}
-        for place in self.places:
-            if place.kind is not Kind.OPTIMIZER:
-                continue
-            described, entries = describe_optimizer(place.value, tree, place.prefix)
-            if self.loads or place.prefix not in settings:
-                key, rank = f"{place.prefix}.settings", self.ranks.rank
-                # A load may have several optimizers of one prefix.
-                copy = OpenReplicaId((1, rank)) if place.prefix in settings else rank
-                described["settings"] = ShardedObject(key, None, (1,), (0,), copy)
-            settings.setdefault(place.prefix, []).extend(entries)
-            self.optimizers.append((place.path, described))
-            tree = replaced(tree, place.path, described)
-        for prefix, entries in () if self.loads else settings.items():
+def _with_dot(prefix: str) -> str:
+    return prefix and f"{prefix}."
+
+
+def _describe_dtensor(place: Place, rank: int) -> Any:
+    if has_parts(place.value):
+        return shard_of_parts(place.name, place.value, (), 0, OpenReplicaId((0, rank)))
+    if not is_in_mesh(place.value):
+        return LocalNonpersistentObject(place.value)
+    return shard_of_dtensor(place.name, place.value, (), 0, None)
+
+
+def _list_shards(tree: Any, places: Iterable[Place]) -> list[tuple[Position, Any]]:
+    """List shards with their paths, if there are modules or optimizers."""
+    if {Kind.MODULE, Kind.OPTIMIZER}.isdisjoint(place.kind for place in places):
+        return []
+    return [(path, leaf) for path, leaf in listed(tree) if isinstance(leaf, ShardedBase)]
+
+
+def _describe_per_rank(
+    places: Sequence[Place], options: _Options
+) -> list[tuple[Position, ShardedObject]]:
+    """Describe the values that each rank has of its own."""
+    own = [place for place in places if place.kind is Kind.PER_RANK]
+    if not own:
+        return []
+    meshes = _meshes(places)
+    cells = []
+    for place in own:
+        cell = cell_of(place.value, place.name, options.ranks, meshes, options.loads)
+        cells.append((place.path, cell))
+    return cells
+
+
+def _describe_optimizers(
+    places: Iterable[Place], shards: Iterable[tuple[Position, Any]], options: _Options
+) -> tuple[list[tuple[Position, OptimizerState]], dict[str, list[Any]]]:
+    """Describe the optimizers: states with their paths, settings by prefix."""
+    states: list[tuple[Position, OptimizerState]] = []
+    settings: dict[str, list[Any]] = {}
+    rank = options.ranks.rank
+    model = [shard for _, shard in shards]
+    for place in places:
+        if place.kind is not Kind.OPTIMIZER:
+            continue
+        state, entries = describe_optimizer(place.value, model, place.prefix)
+        is_first = place.prefix not in settings
+        if options.loads or is_first:
+            # A load may have several optimizers of one prefix.
+            key = f"{place.prefix}.settings"
+            replica_id: ReplicaId = rank
+            if not is_first:
+                replica_id = OpenReplicaId((1, rank))
+            state["settings"] = ShardedObject(key, None, (1,), (0,), replica_id)
+        settings.setdefault(place.prefix, []).extend(entries)
+        states.append((place.path, state))
+    if not options.loads:
+        for prefix, entries in settings.items():
             check_one_rest(prefix, entries)
-        return tree, settings
-
-
-def _is_walked(node: Any) -> bool:
-    return isinstance(node, CONTAINERS) and not isinstance(node, OptimizerState | BoundState)
+    return states, settings
 
 
 def _kind_of(node: Any) -> Kind | None:
     if isinstance(node, torch.Tensor):
-        return Kind.DTENSOR if is_dtensor(node) or has_parts(node) else None
+        if is_dtensor(node) or has_parts(node):
+            return Kind.DTENSOR
+        return None
     if isinstance(node, torch.nn.Module):
         return Kind.MODULE
     if isinstance(node, type | ShardedBase) or type(node) in REGISTERED:
@@ -312,22 +376,25 @@ def _kind_of_stateful(node: Any) -> Kind | None:
     names = ("state_dict", "load_state_dict")
     if not all(callable(getattr(node, name, None)) for name in names):
         return None
-    is_per_rank = isinstance(node, PerRank) or hasattr(node, "__iter__")
-    return Kind.PER_RANK if is_per_rank else Kind.STATEFUL
+    if isinstance(node, PerRank) or hasattr(node, "__iter__"):
+        return Kind.PER_RANK
+    return Kind.STATEFUL
 
 
-def _refuse_plain_loader(path: Position, leaf: Any) -> None:
+def _check_value(path: Position, leaf: Any, loads: bool) -> None:
+    """Refuse a value that is, or holds, an object without a description."""
     if isinstance(leaf, torch.utils.data.DataLoader):
         raise UnsupportedObjectError(
             f"{dotted(path)!r} is a torch.utils.data.DataLoader, which has no state: leave it "
             "out, or use torchdata's StatefulDataLoader, which goes on where it was."
         )
+    if loads:
+        # A save refuses these when it encodes them.
+        _refuse_hidden_objects(path, leaf)
 
 
 def _refuse_hidden_objects(path: Position, leaf: Any) -> None:
-    """Refuse a target of a load that holds objects where none are looked for, such as a deque. A
-    save refuses these when it encodes them.
-    """
+    """Refuse objects in containers of other types, such as a deque."""
     for place, node in nodes_of_any(leaf, path):
         if node is not leaf and is_object_of_state(node):
             raise UnsupportedObjectError(
@@ -337,40 +404,47 @@ def _refuse_hidden_objects(path: Position, leaf: Any) -> None:
             )
 
 
-def _only_shards(described: Any) -> Any:
-    """Return a described tree with None for all values that are not sharded."""
-    return map_leaves(_shard_or_none, described, _is_walked)
+def _only_shards(value: Any) -> Any:
+    """Return a description with None for all values that are not sharded."""
+    values: list[Any] = []
+    for _, leaf in listed(value, _LEAVES):
+        # Optimizers are described when all modules have been.
+        if isinstance(leaf, _SHARDED) or is_optimizer(leaf):
+            values.append(leaf)
+        else:
+            values.append(None)
+    return with_leaves(value, iter(values), _LEAVES)
 
 
-def _shard_or_none(_: Position, leaf: Any) -> Any:
-    kept = (ShardedBase, LocalNonpersistentObject, OptimizerState)
-    # Optimizers are described when all modules have been.
-    return leaf if isinstance(leaf, kept) or is_optimizer(leaf) else None
-
-
-def _meshes(places: list[Place]) -> list[str]:
-    """Name the device meshes of the modules in a state dict, by their axes and sizes."""
-    modules = [place.value for place in places if place.kind is Kind.MODULE]
-    params = (param for module in modules for param in module.parameters())
-    meshes = {param.device_mesh for param in params if is_dtensor(param)}
+def _meshes(places: Sequence[Place]) -> list[str]:
+    """Name the device meshes of modules, by their axes and sizes."""
+    meshes: set[Any] = set()
+    for place in places:
+        if place.kind is Kind.MODULE:
+            params = place.value.parameters()
+            meshes.update(param.device_mesh for param in params if is_dtensor(param))
     return sorted({f"{mesh.mesh_dim_names or ''}{tuple(mesh.shape)}" for mesh in meshes})
 
 
-def _names_of_model(tree: Any, places: list[Place]) -> list[str]:
+def _names_of_model(shards: Iterable[tuple[Position, Any]], places: Iterable[Place]) -> list[str]:
     """Return the first names in the keys of the module at `model`."""
-    models = [at(tree, place.path) for place in places if place.is_model]
-    if not models:
-        return []
-    shards = [shard for _, shard in leaves(models) if isinstance(shard, ShardedBase)]
-    return sorted({first_name(shard.key) for shard in shards})
+    names: set[str] = set()
+    for place in places:
+        if not place.is_model:
+            continue
+        depth = len(place.path)
+        for path, shard in shards:
+            if path[:depth] == place.path:
+                names.add(first_name(shard.key))
+    return sorted(names)
 
 
 # --- Saving ---------------------------------------------------------------------------------------
 
 
 def united(
-    ranks: Ranks, described: Described, *, first_has_all: bool = True, warns: bool = False
-) -> Described:
+    ranks: Ranks, description: Description, *, first_has_all: bool = True, warns: bool = False
+) -> Description:
     """Unite the names and settings of all ranks for a save.
 
     `first_has_all` refuses objects that rank 0, which saves their states, does not have. `warns`
@@ -378,20 +452,20 @@ def united(
 
     Collective operation: all ranks must call it.
     """
-    stateful = [place.name for place in described.places if place.kind is Kind.STATEFUL]
-    own = json.dumps([described.names, stateful]).encode()
+    stateful = [place.name for place in description.places if place.kind is Kind.STATEFUL]
+    own = json.dumps([description.names, stateful]).encode()
     sent = map(json.loads, ranks.all_gather(own))
     names, stateful_names = zip(*sent, strict=True)
     if first_has_all:
         _check_first_has_all(stateful_names)
-    settings = unite(ranks, dict(described.settings), warns)
-    for place in described.places:
-        state = at(described.state_dict, place.path)
+    settings = unite(ranks, dict(description.settings), warns)
+    for place in description.places:
+        state = at(description.state_dict, place.path)
         if place.kind is Kind.OPTIMIZER and "settings" in state:
             # Rank 0 may have no such optimizer.
             state["settings"].replica_id = OpenReplicaId((0, ranks.rank))
     united_names = sorted(set(itertools.chain.from_iterable(names)))
-    return replace(described, names=united_names, settings=settings)
+    return replace(description, names=united_names, settings=settings)
 
 
 def _check_first_has_all(stateful: Sequence[list[str]]) -> None:
@@ -404,92 +478,18 @@ def _check_first_has_all(stateful: Sequence[list[str]]) -> None:
             )
 
 
-def completed(described: Described) -> Any:
-    """Return the state dict of a save with the settings of optimizers, and zeros for states that
-    only others have.
+def completed(description: Description) -> Any:
+    """Return the state dict of a save, with the settings of optimizers.
+
+    Zeros stand for states that only other ranks have.
     """
-    for place in described.places:
+    for place in description.places:
         if place.kind is Kind.OPTIMIZER:
-            state = at(described.state_dict, place.path)
-            fill_gaps(state, described.settings[place.prefix])
+            state = at(description.state_dict, place.path)
+            fill_gaps(state, description.settings[place.prefix])
             if "settings" in state:
-                state["settings"].data = described.settings[place.prefix]
+                state["settings"].data = description.settings[place.prefix]
             if not state["state"]:
                 # An empty dict would be a value, which ranks with other parameters do not have.
                 state["state"] = LocalNonpersistentObject({})
-    return described.state_dict
-
-
-# --- Loading --------------------------------------------------------------------------------------
-
-
-def needs_stored(described: Described) -> int:
-    """Return 1 when a load needs to know the keys of the checkpoint, 2 when it also needs the
-    settings of optimizers, else 0.
-    """
-    if described.optimizers:
-        return 2
-    return int(any(place.kind is not Kind.DTENSOR for place in described.places))
-
-
-def settings_of(
-    described: Described, stored: Mapping[str, StoredEntry]
-) -> dict[str, ShardedObject]:
-    """Return the stored settings of the optimizers of a load, which `resolve` needs."""
-    keys = {f"{state.prefix}.settings" for _, state in described.optimizers}
-    return {key: ShardedObject(key, None, (1,), (0,)) for key in sorted(keys & stored.keys())}
-
-
-def resolve(
-    rank: int,
-    described: Described,
-    stored: Mapping[str, StoredEntry],
-    settings: StateDict,
-    shared_value: Callable[[str], Any],
-) -> Described:
-    """Complete the description of a load from stored entries and settings."""
-    tree = _with_optimizer_targets(rank, described, stored, settings)
-    for place in described.places:
-        if place.kind is Kind.MODULE:
-            module, shards = bare_module(place.value), at(tree, place.path)
-            requested = with_stored_buffers(module, shards, stored)
-            tree = tree if requested is shards else replaced(tree, place.path, requested)
-    places = []
-    for place in described.places:
-        entry, cell = stored.get(place.name), at(tree, place.path, HOLE)
-        if place.kind is not Kind.PER_RANK or entry is None or entry.shape == cell.global_shape:
-            places.append(place)
-            continue
-        shared = shared_value(place.name)
-        if shared is not HOLE:
-            warn_of_shared(place.value, cell)
-            # From now on a state that all ranks have in common.
-            places.append(place._replace(kind=Kind.STATEFUL))
-            tree = replaced(tree, place.path, LocalNonpersistentObject(shared["value"]))
-        else:
-            grids = f"grid {tuple(entry.shape)}", f"grid {cell.global_shape}"
-            warn_of_skipped(place.value, cell, *grids)
-            tree = replaced(tree, place.path, LocalNonpersistentObject(place.value))
-    return Described(tree, places, described.optimizers)
-
-
-def _with_optimizer_targets(
-    rank: int,
-    described: Described,
-    stored: Mapping[str, StoredEntry],
-    settings: StateDict,
-) -> Any:
-    """Return the state dict with targets for stored optimizer states."""
-    tree = described.state_dict
-    unrequested = set(settings)
-    for path, state in described.optimizers:
-        key = f"{state.prefix}.settings"
-        if key not in settings:
-            continue
-        targets = optimizer_targets(state, settings[key], stored)
-        if key in unrequested:
-            # Requested once more, by the first with this prefix, as all that is loaded is.
-            unrequested.remove(key)
-            targets["settings"] = ShardedObject(key, None, (1,), (0,), OpenReplicaId((0, rank)))
-        tree = replaced(tree, path, targets)
-    return tree
+    return description.state_dict

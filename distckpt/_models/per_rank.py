@@ -1,4 +1,4 @@
-"""Values that each rank has of its own, as objects of a state dict."""
+"""Values of each rank's own, as objects of a state dict."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class PerRank:
     several; where it iterates, with a warning, since equal counts of data that are divided among
     the ranks mean other places among fewer or more of them. Values that differed have no meaning
     there: the value stays as it is, with a warning that names it. `PerRank(value, {"all": (0, 1)})`
-    says that the value is the same on all ranks under any layout: one is stored, and what a single
-    rank has stored is loaded on all.
+    says that the value is the same on all ranks under any layout: one is stored, and the value of a
+    single rank is loaded on all.
 
     Args:
         value: something that `save` can store, or has `state_dict()` and `load_state_dict()`. After
-            a load the attribute `value` is what was stored.
-        grid: what the value depends on: for each axis of the layout (tensor, pipeline, data
-            parallel) by name, the position of this rank and the number of positions. Ranks at the
-            same position have copies, of which one is stored. Only `save(validate_replicas=True)`
-            compares them: without it, copies that differ are lost silently. By default every rank
-            has its own value, and the layout is the number of ranks and the device meshes of the
-            modules in the same state dict.
+            a load the attribute `value` is the stored one.
+        grid: the place that the value depends on: for each axis of the layout (tensor, pipeline,
+            data parallel) by name, the position of this rank and the number of positions. Ranks at
+            the same position have copies, of which one is stored. Only
+            `save(validate_replicas=True)` compares them: without it, copies that differ are lost
+            silently. By default every rank has its own value, and the layout is the number of ranks
+            and the device meshes of the modules in the same state dict.
     """
 
     _if_skipped: ClassVar[str] = (
@@ -52,14 +52,17 @@ class PerRank:
                     f"The place {axis!r} of a PerRank is (position, number of positions), got "
                     f"{place!r}."
                 )
-        self.value, self.grid = value, grid
+        self.value = value
+        self.grid = grid
 
     def state_dict(self) -> Any:
-        """Return what is stored."""
-        return self.value.state_dict() if hasattr(self.value, "load_state_dict") else self.value
+        """Return the value to store."""
+        if hasattr(self.value, "load_state_dict"):
+            return self.value.state_dict()
+        return self.value
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restore the value from what was stored."""
+        """Restore the value from the stored one."""
         if hasattr(self.value, "load_state_dict"):
             self.value.load_state_dict(state_dict)
         else:
@@ -76,8 +79,9 @@ def _is_place(place: Any) -> bool:
 
 
 def state_of(node: Any, name: str) -> Any:
-    """Return the state of an object; CheckpointingException that names it if `state_dict()` is
-    there and does not work.
+    """Return the state of an object.
+
+    CheckpointingException names the object if its `state_dict()` does not work.
     """
     try:
         return node.state_dict()
@@ -90,10 +94,13 @@ def state_of(node: Any, name: str) -> Any:
 
 
 def cell_of(node: Any, key: str, ranks: Ranks, meshes: list[str], loads: bool) -> ShardedObject:
-    """Describe the value of this rank as a cell of the grid of all; for a load, its layout only."""
+    """Describe the value of this rank as a cell of a grid; for a load, its layout."""
     grid = node.grid if isinstance(node, PerRank) else None
     axes = grid or {"rank": (ranks.rank, ranks.size)}
-    data: dict[str, Any] = {"layout": list(axes) if grid else [*axes, *meshes]}
+    layout = list(axes)
+    if not grid:
+        layout += meshes
+    data: dict[str, Any] = {"layout": layout}
     if loads:
         data["is_of_all"] = bool(grid) and all(size == 1 for _, size in axes.values())
     else:
@@ -104,8 +111,8 @@ def cell_of(node: Any, key: str, ranks: Ranks, meshes: list[str], loads: bool) -
 
 
 def warn_of_shared(node: Any, cell: ShardedObject) -> None:
-    """Warn, once for all copies, of a loader whose state was equal on other ranks."""
-    value = node.value if isinstance(node, PerRank) else node
+    """Warn once of a loader whose state was equal on other ranks."""
+    value = _value_of(node)
     if _iterates(value) and not any(cell.replica_id):  # type: ignore[arg-type]  # Of rank 0.
         logger.warning(
             "%r goes on from the state that was equal on all ranks of another layout. If ranks "
@@ -116,12 +123,18 @@ def warn_of_shared(node: Any, cell: ShardedObject) -> None:
         )
 
 
+def _value_of(node: Any) -> Any:
+    if isinstance(node, PerRank):
+        return node.value
+    return node
+
+
 def _iterates(value: Any) -> bool:
     return hasattr(value, "load_state_dict") and hasattr(value, "__iter__")
 
 
 def warn_of_skipped(node: Any, cell: ShardedObject, saved: str, own: str) -> None:
-    """Warn, once for all copies, of a value that was saved under another layout."""
+    """Warn once of a value that was saved under another layout."""
     if not any(cell.replica_id):  # type: ignore[arg-type]  # Of rank 0.
         logger.warning(
             "%r is not restored: each rank has its own, and it was saved under the %s, while "
@@ -134,8 +147,8 @@ def warn_of_skipped(node: Any, cell: ShardedObject, saved: str, own: str) -> Non
 
 
 def _consequence(node: Any) -> str:
-    """Say what becomes of a value that is not restored, and what to do."""
-    value = node.value if isinstance(node, PerRank) else node
+    """Return the consequence of an unrestored value, and the way out."""
+    value = _value_of(node)
     if _iterates(value):
         return (
             f"The {type(value).__name__} begins with its first element: skip what was used. Where "

@@ -1,4 +1,4 @@
-"""The state of random number generators, as an object of a state dict."""
+"""State of random number generators, as an object of a state dict."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from distckpt._models.per_rank import PerRank
 
 
 class RngState(PerRank):
-    """The state of this process's random number generators: of Python, numpy, torch, and its
-    accelerator.
+    """State of the random number generators of this process.
+
+    They are those of Python, numpy, torch, and its accelerator.
 
         state = {"model": model, "rng": distckpt.RngState()}
 
@@ -42,8 +43,9 @@ class RngState(PerRank):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the states. An accelerator's is set only if this process uses one of the same
-        kind.
+        """Set the states.
+
+        An accelerator's is set only if this process uses one of the same kind.
         """
         random.setstate(state_dict["python"])
         np.random.set_state(state_dict["numpy"])
@@ -54,10 +56,14 @@ class RngState(PerRank):
 
 
 def _accelerator() -> dict[str, Any]:
-    """Return the module of the accelerator that this process uses, by the name of its kind."""
+    """Return the module of the accelerator in use, by kind."""
     # Torch that is built for an accelerator raises, or names it, on a machine without one.
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    module = None if device is None else torch.get_device_module(device)
+    if not torch.accelerator.is_available():
+        return {}
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return {}
+    module = torch.get_device_module(device)
     # An accelerator that has not been used yet is not started for this.
     is_used = getattr(module, "is_initialized", bool)()
-    return {device.type: module} if device is not None and is_used else {}
+    return {device.type: module} if is_used else {}

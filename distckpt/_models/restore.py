@@ -1,4 +1,4 @@
-"""Objects in a state dict, filled with what was loaded."""
+"""Restoring the objects in a state dict from loaded values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, at, replaced
 from distckpt._mapping.wrappers import ShardedObject, StateDict
 from distckpt._models.modules import bare_module, load_sharded_state_dict
-from distckpt._models.objects import Described, Kind, Place
-from distckpt._models.optimizer.sharded import load_sharded_optimizer_state_dict
+from distckpt._models.objects import Description, Kind, Place
+from distckpt._models.optimizer.restore import load_sharded_optimizer_state_dict
 from distckpt._models.per_rank import warn_of_shared, warn_of_skipped
 from distckpt._models.schedulers import check_scheduler
 
@@ -23,7 +23,7 @@ class Saved(NamedTuple):
     Attributes:
         location: its path or URL.
         schedulers: the classes of learning rate schedulers, by place.
-        shared_value: what several ranks have stored under a key, if that is the same, else `HOLE`.
+        shared_value: the value that several ranks have stored under a key, `HOLE` if theirs differ.
     """
 
     location: str
@@ -32,19 +32,21 @@ class Saved(NamedTuple):
 
 
 def restore_objects(
-    described: Described, loaded: StateDict, saved: Saved, is_strict: bool
+    description: Description, loaded: StateDict, saved: Saved, is_strict: bool
 ) -> StateDict:
-    """Put what was loaded into the objects; return it with the objects in their places, those for
-    which nothing was loaded included.
+    """Put loaded values into the objects.
+
+    Returns the loaded state dict with the objects in their places, those for which nothing was
+    loaded included.
 
     Raises:
         LoadMismatchError: nothing was loaded for an object, unless `is_strict` is False; or an
-            object does not take what was loaded.
+            object does not take the values.
     """
-    for place in sorted(described.places, key=lambda place: (place.kind, -len(place.path))):
+    for place in sorted(description.places, key=lambda place: (place.kind, -len(place.path))):
         value = at(loaded, place.path, HOLE)
         if value is not HOLE:
-            _restore(place, value, at(described.state_dict, place.path), saved, is_strict)
+            _restore(place, value, at(description.state_dict, place.path), saved, is_strict)
             loaded = replaced(loaded, place.path, place.value)
         elif not is_strict:
             loaded = _with_object(loaded, place)
@@ -59,18 +61,21 @@ def restore_objects(
 
 
 def _with_object(loaded: StateDict, place: Place) -> StateDict:
-    """Put an object where nothing was loaded; what is in a list is left out, as its items are."""
+    """Put an object where nothing was loaded; in lists it is left out."""
     if any(isinstance(step, int) for step in place.path):
         return loaded
     missing: Any = place.value
     for depth in range(len(place.path) - 1, -1, -1):
         above = at(loaded, place.path[:depth], HOLE)
-        missing = {**(above if isinstance(above, dict) else {}), place.path[depth]: missing}
+        siblings: dict[Any, Any] = {}
+        if isinstance(above, dict):
+            siblings = above
+        missing = {**siblings, place.path[depth]: missing}
     whole: StateDict = missing
     return whole
 
 
-def _restore(place: Place, value: Any, described: Any, saved: Saved, is_strict: bool) -> None:
+def _restore(place: Place, value: Any, description: Any, saved: Saved, is_strict: bool) -> None:
     if place.kind is Kind.MODULE:
         _restore_module(place, value, is_strict)
     elif place.kind is Kind.OPTIMIZER:
@@ -78,46 +83,47 @@ def _restore(place: Place, value: Any, described: Any, saved: Saved, is_strict: 
             with _naming(place, "the state of an optimizer", saved):
                 load_sharded_optimizer_state_dict(place.value, value)
     elif place.kind is Kind.PER_RANK:
-        _restore_per_rank(place, value, described, saved)
+        _restore_per_rank(place, value, description, saved)
     elif place.kind is Kind.STATEFUL:
         stored = saved.schedulers.get(place.name, "")
         check_scheduler(place.name, place.value, stored, value, is_strict)
-        _load_state(place, value, saved, isinstance(described, dict))
+        _load_state(place, value, saved, isinstance(description, dict))
 
 
 def _load_state(place: Place, state: Any, saved: Saved, has_dict: bool) -> None:
-    kept = repr(state)
+    content = repr(state)
     if isinstance(state, dict):
-        kept = f"a dict of {summarize_keys(map(str, state)) or 'nothing'}"
+        content = f"a dict of {summarize_keys(map(str, state)) or 'nothing'}"
     elif has_dict and state is not None:
-        raise _refused_state(place, kept, saved, "its own state is a dict")
-    with _naming(place, kept, saved):
+        raise _refused_state(place, content, saved, "its own state is a dict")
+    with _naming(place, content, saved):
         place.value.load_state_dict(state)
 
 
 @contextlib.contextmanager
-def _naming(place: Place, kept: str, saved: Saved) -> Iterator[None]:
-    """Name an object, and what was saved in its place, if it does not take that."""
+def _naming(place: Place, content: str, saved: Saved) -> Iterator[None]:
+    """Name an object that does not take its saved content."""
     try:
         yield
     except CheckpointingException:
         raise
     except (TypeError, LookupError, AttributeError, ValueError, RuntimeError) as error:
-        what = f"its load_state_dict() failed: {type(error).__name__}: {error}"
-        raise _refused_state(place, kept, saved, what) from error
+        reason = f"its load_state_dict() failed: {type(error).__name__}: {error}"
+        raise _refused_state(place, content, saved, reason) from error
 
 
-def _refused_state(place: Place, kept: str, saved: Saved, why: str) -> LoadMismatchError:
+def _refused_state(place: Place, content: str, saved: Saved, reason: str) -> LoadMismatchError:
     return LoadMismatchError(
         f"The {type(place.value).__name__} at {place.name!r} does not take what the checkpoint "
-        f"{saved.location!r} holds there, {kept:.500} ({why}): create the object that was saved, "
-        "or leave it out of the state dict.",
+        f"{saved.location!r} holds there, {content:.500} ({reason}): create the object that "
+        "was saved, or leave it out of the state dict.",
         unexpected=[place.name],
     )
 
 
 def _restore_module(place: Place, value: StateDict, is_strict: bool) -> None:
-    module, prefix = bare_module(place.value), place.prefix and f"{place.prefix}."
+    module = bare_module(place.value)
+    prefix = place.prefix and f"{place.prefix}."
     try:
         load_sharded_state_dict(module, value, prefix, strict=is_strict)
     except LoadMismatchError as error:
@@ -134,7 +140,8 @@ def _restore_module(place: Place, value: StateDict, is_strict: bool) -> None:
 def _restore_per_rank(
     place: Place, value: Mapping[str, Any], cell: ShardedObject, saved: Saved
 ) -> None:
-    stored, own = value["layout"], cell.data["layout"]
+    stored = value["layout"]
+    own = cell.data["layout"]
     is_known = stored == own or cell.data["is_of_all"]
     is_shared = not is_known and saved.shared_value(place.name) is not HOLE
     if is_shared:

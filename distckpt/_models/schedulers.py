@@ -24,19 +24,24 @@ _OF_ALL = {
 
 
 def scheduler_class(value: Any) -> str:
-    """Name the class of a scheduler, with those of the schedulers in it: `SequentialLR[LinearLR,
-    StepLR]`; an empty string for other objects.
+    """Name the class of a scheduler, and those in it.
+
+    An example is `SequentialLR[LinearLR, StepLR]`; the name is empty for other objects.
     """
     if type(value).__name__ == "AcceleratedScheduler":
         value = value.scheduler
     if not isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         return ""
     inner = ", ".join(map(scheduler_class, getattr(value, "_schedulers", ())))
-    return f"{type(value).__name__}[{inner}]" if inner else type(value).__name__
+    if inner:
+        return f"{type(value).__name__}[{inner}]"
+    return type(value).__name__
 
 
 def check_scheduler(name: str, scheduler: Any, stored: str, state: Any, is_strict: bool) -> None:
-    """Warn of a scheduler that gets the state of one of another class, `stored` if it is known.
+    """Warn of a scheduler that gets the state of another class.
+
+    `stored` is that class, if it is known.
 
     LoadMismatchError when each has something that the other lacks. Other releases may add to a
     state, so that less than that is no mistake where the class is not known.
@@ -44,10 +49,12 @@ def check_scheduler(name: str, scheduler: Any, stored: str, state: Any, is_stric
     own = scheduler_class(scheduler)
     if not own or not isinstance(state, Mapping):
         return
-    expected, given = scheduler.state_dict().keys() - _OF_ALL, state.keys() - _OF_ALL
-    if stored == own or (not stored and expected == given):
+    expected = scheduler.state_dict().keys() - _OF_ALL
+    loaded = state.keys() - _OF_ALL
+    if stored == own or (not stored and expected == loaded):
         return
-    lacking, more = expected - given, given - expected
+    lacking = expected - loaded
+    more = loaded - expected
     text = (
         f"the state that was saved at {name!r} has {summarize_keys(more) or 'nothing'} in place of "
         f"{own}'s {summarize_keys(lacking) or 'nothing'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._format.marker import first_name
-from distckpt._models.objects import Described, Kind, Place
+from distckpt._models.objects import Description, Kind, Place
 from distckpt._quantization.names import places_of
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.stored_form import StoredEntry
@@ -20,8 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Coverage(NamedTuple):
-    """Keys of a checkpoint that a rank requests, and keys that it leaves out of modules and
-    optimizers.
+    """Keys of a checkpoint that a rank requests and leaves out.
 
     `unclaimed` tensors may belong to the module at `model`: the checkpoint does not say which
     module was saved there.
@@ -34,7 +34,7 @@ class Coverage(NamedTuple):
 
 
 def coverage_of(
-    described: Described,
+    description: Description,
     requested: Collection[str],
     entries: Mapping[str, StoredEntry],
     wanted: Collection[str],
@@ -54,16 +54,18 @@ def coverage_of(
     for key in entries.keys() & taken:
         taken.update(entries[key].parts)
     left = _without_taken(wanted, taken, entries)
-    of_optimizers = _below(_prefixes(described, Kind.OPTIMIZER), left)
-    prefixes = _prefixes(described, Kind.MODULE, Kind.STATEFUL, Kind.OPTIMIZER)
+    of_optimizers = _below(_prefixes(description, Kind.OPTIMIZER), left)
+    prefixes = _prefixes(description, Kind.MODULE, Kind.STATEFUL, Kind.OPTIMIZER)
     own = _below(prefixes, left)
     unclaimed: set[str] = set()
-    if any(place.is_model for place in described.places):
+    if any(place.is_model for place in description.places):
         of_model = set(requested) - _below(prefixes, requested)
         beginnings = {*names, *map(first_name, of_model)}
         own |= {key for key in left if first_name(key) in beginnings}
-        unclaimed = set() if names else _tensors(left, entries) - own
-        unclaimed -= optimizer_keys() if unclaimed else set()
+        if not names:
+            unclaimed = _tensors(left, entries) - own
+        if unclaimed:
+            unclaimed -= optimizer_keys()
     return Coverage(taken, own - of_optimizers, of_optimizers, unclaimed)
 
 
@@ -71,18 +73,24 @@ def _without_taken(
     wanted: Iterable[str], taken: Collection[str], entries: Mapping[str, StoredEntry]
 ) -> set[str]:
     """Return the stored keys that are not taken."""
-    left = {key for key in wanted if key not in taken}
-    # Others are computed from their parts.
-    return {key for key in left if not entries[key].parts or key in entries[key].parts}
+    left = set()
+    for key in wanted:
+        if key in taken:
+            continue
+        parts = entries[key].parts
+        # Others are computed from their parts.
+        if not parts or key in parts:
+            left.add(key)
+    return left
 
 
-def _prefixes(described: Described, *kinds: Kind) -> tuple[str, ...]:
-    """Return what the keys of objects of some kinds begin with."""
+def _prefixes(description: Description, *kinds: Kind) -> tuple[str, ...]:
+    """Return the beginnings of the keys of objects of some kinds."""
 
     def has_prefix(place: Place) -> bool:
         return place.kind in kinds and bool(place.prefix)
 
-    return tuple(f"{place.prefix}." for place in filter(has_prefix, described.places))
+    return tuple(f"{place.prefix}." for place in filter(has_prefix, description.places))
 
 
 def _below(prefixes: tuple[str, ...], keys: Iterable[str]) -> set[str]:
@@ -96,18 +104,21 @@ def _tensors(keys: Iterable[str], entries: Mapping[str, StoredEntry]) -> set[str
 def left_out_of_all(
     ranks: Ranks, coverage: Coverage, entries: Mapping[str, StoredEntry]
 ) -> tuple[list[str], list[str], list[str]]:
-    """Return the keys of modules, of optimizers, and unclaimed ones that no rank takes.
+    """Return keys that no rank takes: of modules, of optimizers, unclaimed ones.
 
-    Collective operation: all ranks must call it. What one rank leaves out another may take.
+    Collective operation: all ranks must call it. A key that one rank leaves out another may take.
     """
     keys = sorted(entries)
-    bits = np.array([[key in some for key in keys] for some in coverage], np.bool_)
+    rows = []
+    for some in coverage:
+        rows.append([key in some for key in keys])
+    bits = np.array(rows, np.bool_)
     gathered = ranks.all_gather(np.packbits(bits).tobytes())
     of_all = np.bitwise_or.reduce([np.frombuffer(sent, np.uint8) for sent in gathered])
     unpacked = np.unpackbits(of_all, count=bits.size).reshape(bits.shape)
     is_taken, *is_own = unpacked.astype(np.bool_)
     of_modules, of_optimizers, unclaimed = (
-        [keys[i] for i in np.flatnonzero(has & ~is_taken)] for has in is_own
+        list(itertools.compress(keys, has & ~is_taken)) for has in is_own
     )
     return of_modules, of_optimizers, unclaimed
 
@@ -119,9 +130,10 @@ def refuse_left_out(
     location: str,
     is_live: bool = False,
 ) -> frozenset[str]:
-    """Refuse a load that leaves out a part of what is stored for a module; warn of what else it
-    leaves out, and return that. With `is_live`, it is not stored, and other ranks give it: the plan
-    of the move knows what nobody takes.
+    """Refuse a load that leaves out stored tensors of a module.
+
+    Returns the other keys that it leaves out, of which a warning is logged. With `is_live`, other
+    ranks give the tensors: the plan of the move knows those that nobody takes.
 
     Collective operation: all ranks must call it.
     """
@@ -151,8 +163,12 @@ def _left_out_of_modules(
 ) -> LoadMismatchError:
     scales = next((key for key in left_out if any(places_of(key))), None)
     quantized = f", or a quantized one in a form that distckpt does not decode ({scales!r})"
-    or_quantized = quantized if scales else ""
-    besides = f", and does not hold {summarize_keys(absent)}, which they have" if absent else ""
+    or_quantized = ""
+    if scales:
+        or_quantized = quantized
+    besides = ""
+    if absent:
+        besides = f", and does not hold {summarize_keys(absent)}, which they have"
     return LoadMismatchError(
         f"The checkpoint {location!r} holds {summarize_keys(left_out)}, which the objects of the "
         f"state dict do not have{besides}: was a larger model saved{or_quantized}? Create the "

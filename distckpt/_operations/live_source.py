@@ -24,7 +24,7 @@ from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict
 from distckpt._models import objects
 from distckpt._models.bound_state import BoundState
 from distckpt._models.dtensor import has_parts
-from distckpt._models.optimizer.description import OptimizerState
+from distckpt._models.optimizer.describe import OptimizerState
 from distckpt._move.agreements import Agreement, Agreements
 from distckpt._move.assignment import MoveSettings
 from distckpt._move.carry import carry

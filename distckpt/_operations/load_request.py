@@ -19,6 +19,7 @@ from distckpt._format.marker import names_of_module
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedStateDict, StateDict
 from distckpt._models import objects
+from distckpt._models.resolve import needs_stored, resolve, settings_of
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
 from distckpt._operations.shard_source import ShardSource
 from distckpt._plan.translate import decide_ties, match_flags, stored_names
@@ -126,8 +127,8 @@ class Targets:
         rules: rules from the keys of the request to the keys of the checkpoint.
     """
 
-    described: objects.Described
-    resolved: objects.Described
+    described: objects.Description
+    resolved: objects.Description
     split: flatten.SplitState
     entries: Mapping[str, StoredEntry]
     stored: Mapping[str, StoredEntry]
@@ -196,7 +197,7 @@ def describe_targets(
         vote.number = _how_much_is_needed(described, request.mode, depends)
     source, entries, settings = _look_up(ranks, source, described, request, vote.largest)
     with ranks.phase("describe the targets"):
-        resolved = objects.resolve(ranks.rank, described, entries, settings, source.shared_value)
+        resolved = resolve(ranks.rank, described, entries, settings, source.shared_value)
         if resolved.state_dict is not described.state_dict or are_complex:
             split = flatten.split(resolved.state_dict, {} if rules else entries)
             ties = find_ties(split.shards)
@@ -210,7 +211,7 @@ def describe_targets(
     return source, Targets(described, resolved, split, entries, stored, absent, table, rules)
 
 
-def _check_modules_are_different(described: objects.Described, split: flatten.SplitState) -> None:
+def _check_modules_are_different(described: objects.Description, split: flatten.SplitState) -> None:
     """Refuse modules of a list that would all get the same tensors.
 
     Lists hold stages, which may have copies of a tensor, but not of all.
@@ -262,13 +263,13 @@ def _rules(
     return decide_ties(request.rules, family_rules, shapes, shared, stored)
 
 
-def _how_much_is_needed(described: objects.Described, mode: StrictHandling, depends: bool) -> int:
+def _how_much_is_needed(described: objects.Description, mode: StrictHandling, depends: bool) -> int:
     """Return 2, 1 or 0: which stored data this rank needs.
 
     With 0 the keys of the checkpoint need not be known; with 2 stored settings are needed as well.
     `depends` says whether the shards depend on the keys.
     """
-    object_needs = objects.needs_stored(described)
+    object_needs = needs_stored(described)
     compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
     return object_needs or compares or depends
 
@@ -276,7 +277,7 @@ def _how_much_is_needed(described: objects.Described, mode: StrictHandling, depe
 def _look_up(
     ranks: Ranks,
     source: ShardSource,
-    described: objects.Described,
+    described: objects.Description,
     request: LoadRequest,
     needed: int,
 ) -> tuple[ShardSource, Mapping[str, StoredEntry], StateDict]:
@@ -303,17 +304,19 @@ def _are_of_other_keys(ties: Mapping[int, int], split: flatten.SplitState) -> bo
 def _stored_settings(
     ranks: Ranks,
     source: ShardSource,
-    described: objects.Described,
+    described: objects.Description,
     entries: Mapping[str, StoredEntry],
 ) -> StateDict:
     with ranks.phase("read the settings of optimizers"):
-        cells = objects.settings_of(described, entries)
+        cells = settings_of(described, entries)
         values = source.read_objects(list(cells.values()))
     return dict(zip(cells, values, strict=True))
 
 
 def _without_skipped(
-    entries: Mapping[str, StoredEntry], described: objects.Described, resolved: objects.Described
+    entries: Mapping[str, StoredEntry],
+    described: objects.Description,
+    resolved: objects.Description,
 ) -> dict[str, StoredEntry]:
     """Leave out states of another number of ranks.
 

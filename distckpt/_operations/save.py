@@ -179,7 +179,7 @@ class _LocalSave:
     """
 
     target: _Target
-    objects: objects.Described
+    objects: objects.Description
     state: _DescribedState
     ready: ReadyShards | None
     digest: int = 0
@@ -223,7 +223,7 @@ class DescribedShards(NamedTuple):
 
     shards: list[Shard]
     common: CommonStateDict
-    objects: objects.Described
+    objects: objects.Description
     settings: ShardSettings
 
 
@@ -293,7 +293,7 @@ def _describe_own(
 
 def _described_objects(
     ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
-) -> tuple[objects.Described, int]:
+) -> tuple[objects.Description, int]:
     """The objects of this rank and their digest, without settings that cannot be stored."""
     warns = request.options.unsupported == "warn"
     described = objects.describe_objects(ranks, state_dict, breaks_cycles=warns)
@@ -362,7 +362,7 @@ def _united(ranks: Ranks, own: _LocalSave, request: SaveRequest) -> _LocalSave:
 
 
 def _flatten(
-    ranks: Ranks, with_objects: objects.Described, request: SaveRequest
+    ranks: Ranks, with_objects: objects.Description, request: SaveRequest
 ) -> _DescribedState:
     state_dict = objects.completed(with_objects)
     split = _split(state_dict, request)

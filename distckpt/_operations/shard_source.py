@@ -21,7 +21,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._mapping.wrappers import ShardedObject
-from distckpt._models.objects import Described
+from distckpt._models.objects import Description
 from distckpt._ranks.collectives import Ranks
 from distckpt._rules.rule import Rule
 from distckpt._state.common_state import COMMON_KEY
@@ -50,7 +50,7 @@ class ShardSource(ABC):
     is_live = False
     overwritten: Collection[str] = frozenset()
 
-    def for_objects(self, described: Described, has_optimizers: bool) -> ShardSource:
+    def for_objects(self, described: Description, has_optimizers: bool) -> ShardSource:
         """Return the source under the names of the described objects.
 
         It is another one if the source has other names for them; some rank `has_optimizers`, or
@@ -180,7 +180,7 @@ class _OpenCheckpoint(ShardSource):
                 visible[key] = entry
         return visible
 
-    def for_objects(self, described: Described, has_optimizers: bool) -> ShardSource:
+    def for_objects(self, described: Description, has_optimizers: bool) -> ShardSource:
         from distckpt._operations.state_dict_names import translated
 
         translation = translated(self.ranks, self.stored, described, has_optimizers)

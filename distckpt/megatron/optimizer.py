@@ -2,7 +2,7 @@
 
 import logging
 
-from distckpt._models.optimizer.ids import KEEP_VARS_HINT as KEEP_VARS_HINT
+from distckpt._models.optimizer.read import KEEP_VARS_HINT as KEEP_VARS_HINT
 from distckpt.optimizer import *  # noqa: F403
 from distckpt.optimizer import __all__ as __all__
 

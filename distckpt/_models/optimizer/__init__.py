@@ -1,1 +1,1 @@
-"""Optimizers: what their states are stored as, and how they are restored."""
+"""Optimizers: their states as shards and settings, and back."""

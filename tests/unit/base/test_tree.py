@@ -23,11 +23,13 @@ from distckpt._base.tree import (
     is_dict,
     is_plain_container,
     leaves,
+    listed,
     map_leaves,
     map_nodes,
     nodes,
     on_the_way,
     replaced,
+    with_leaves,
 )
 
 
@@ -99,6 +101,24 @@ def test_mapped_trees_have_the_same_containers(tree):
     mapped = map_leaves(negated, tree)
     assert [type(node) for node in walk(mapped)] == [type(node) for node in walk(tree)]
     assert list(leaves(map_leaves(lambda _, leaf: -leaf, mapped))) == list(leaves(tree))
+
+
+@given(TREES)
+def test_a_tree_with_other_leaves_is_the_mapped_tree(tree):
+    assert listed(tree, (), ("at",)) == list(leaves(tree, position=("at",)))
+    negated = (-leaf for _, leaf in listed(tree))
+    assert with_leaves(tree, negated) == map_leaves(lambda _, leaf: -leaf, tree)
+
+
+def test_containers_of_opaque_classes_are_leaves():
+    ordered = OrderedDict(a=1)
+    tree = {"list": [1, ordered], "pair": Pair(2, [])}
+    items = listed(tree, (OrderedDict, Pair))
+    assert items == [(("list", 0), 1), (("list", 1), ordered), (("pair",), Pair(2, []))]
+    changed = with_leaves(tree, iter([3, {"b": [4]}, 5]), (OrderedDict, Pair))
+    assert changed == {"list": [3, {"b": [4]}], "pair": 5}
+    assert listed(ordered, (OrderedDict,)) == [((), ordered)]
+    assert with_leaves(ordered, iter([6]), (OrderedDict,)) == 6
 
 
 def walk(node):
