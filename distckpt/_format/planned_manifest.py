@@ -1,26 +1,23 @@
-"""The manifest of a save that is planned: what of it is known before the chunks are written."""
+"""The manifest of a planned save, and its division into parts when it is large."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._format.checksum import BLOCK_BYTES
-from distckpt._format.columns import narrow, unpack
-from distckpt._format.manifest import (
-    CHECKSUM_BYTES,
-    MAX_TABLE_BYTES,
-    MAX_TABLE_NUMBERS,
-    ChunkTable,
-    Manifest,
-    blocks_of,
-    too_large,
-)
+from distckpt._format.checksum import BLOCK_BYTES, CHECKSUM_BYTES, checksum
+from distckpt._format.chunk_table import MAX_TABLE_NUMBERS, TABLE_COLUMNS, ChunkTable, blocks_of
+from distckpt._format.columns import narrow, pack_table, unpack
+from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, too_large
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import IntArray
+
+PART_ROWS = 1 << 20
+"""With more chunks, a manifest is divided into parts of about as many."""
 
 
 class PlannedManifest(NamedTuple):
@@ -103,7 +100,7 @@ def planned_manifest(
     """
     joined = ChunkTable.join(tables, max(map(len, manifest.global_shapes), default=0))
     order = joined.sorted_rows
-    chunks = joined.without_blocks(order)
+    chunks = joined.rows(order)
     is_open = np.array([not file.header_bytes for file in chunks.files], bool)
     open_files = np.flatnonzero(is_open)
     open_rows = np.flatnonzero(is_open[chunks.file_ids])
@@ -174,3 +171,58 @@ def _check_size(planned: PlannedManifest) -> None:
             f"at least {at_least} bytes ({len(manifest.keys)} keys, {len(chunks.key_ids)} chunks, "
             f"{int(num_blocks.sum())} blocks of {block_bytes} bytes)"
         )
+
+
+# --- Parts ----------------------------------------------------------------------------------------
+
+
+def with_parts(planned: PlannedManifest, chunks: ChunkTable) -> tuple[ChunkTable, dict[str, bytes]]:
+    """Divide the completed chunks of a plan, which may have parts already.
+
+    Returns the chunks that the manifest itself holds, all of them if they are few, and the contents
+    of its parts by name.
+    """
+    if planned.parts:
+        parts = dict(planned.parts)
+        return chunks._replace(files=[*chunks.files, *_files_of(parts)]), parts
+    return divided(chunks)
+
+
+def divided(chunks: ChunkTable) -> tuple[ChunkTable, dict[str, bytes]]:
+    """Divide chunks that are sorted by key, unless they are few; see `with_parts`."""
+    if len(chunks.key_ids) <= PART_ROWS:
+        return chunks, {}
+    parts = parts_by_name(cut_into_parts(chunks))
+    rest = chunks.rows(np.zeros(0, np.int64))
+    rest = rest._replace(files=[*chunks.files, *_files_of(parts)])
+    return rest._replace(block_checksums=chunks.block_checksums), parts
+
+
+def parts_by_name(parts: Iterable[bytes]) -> dict[str, bytes]:
+    """Name parts, in their order."""
+    return {
+        f"objects/chunks-{number:05d}.safetensors": part for number, part in enumerate(parts, 1)
+    }
+
+
+def cut_into_parts(chunks: ChunkTable) -> list[bytes]:
+    """Return the contents of the parts that hold some chunks, which are sorted by key."""
+    edges = [0, *_cuts(chunks.key_ids), len(chunks.key_ids)]
+    return [_part_of(chunks, slice(*edge)) for edge in itertools.pairwise(edges) if edge[1]]
+
+
+def _part_of(chunks: ChunkTable, rows: slice) -> bytes:
+    """Encode some rows of chunks as the content of a part."""
+    return pack_table({name: narrow(getattr(chunks, name)[rows]) for name in TABLE_COLUMNS})
+
+
+def _files_of(parts: Mapping[str, bytes]) -> list[ShardFile]:
+    """Describe the files of parts."""
+    return [ShardFile(name, len(p), len(p), checksum(p)) for name, p in parts.items()]
+
+
+def _cuts(key_ids: IntArray) -> list[int]:
+    """Return where to cut chunks, between keys, into parts of at least `PART_ROWS`."""
+    begins = np.flatnonzero(key_ids[1:] != key_ids[:-1]) + 1
+    cuts: list[int] = begins[np.diff(begins // PART_ROWS, prepend=0) > 0].tolist()
+    return cuts

@@ -31,7 +31,7 @@ from distckpt._checkpoint.opening import (
 from distckpt._checkpoint.stored_values import object_keys, read_encoded
 from distckpt._commit import posix
 from distckpt._format.checksum import BLOCK_BYTES, checksum
-from distckpt._format.manifest import NO_FINGERPRINT, OBJECT, Manifest, needs_checksum_files
+from distckpt._format.manifest import OBJECT, Manifest, needs_checksum_files, take_figures
 from distckpt._format.marker import (
     CheckpointingConfig,
     names_of_module,
@@ -357,13 +357,13 @@ def _content_of(
         objects=_read_objects(stored, common_state),
         quantization=None if stored.quantized else _settings(stored, outputs),
         source=stored.manifest,
-        unchanged={} if stored.quantized else _unchanged(stored.manifest, outputs),
+        unchanged=_unchanged(stored.manifest, outputs),
     )
 
 
 def _unchanged(manifest: Manifest, outputs: Sequence[OutputTensor]) -> Mapping[str, int]:
-    """Return the tensors that stay as they are, if something is stored about their values."""
-    if manifest.fingerprints is None and manifest.stats is None:
+    """Return the tensors that stay as they are, if figures of their values are stored."""
+    if not manifest.figures:
         return {}
     found = {}
     for output in outputs:
@@ -510,10 +510,12 @@ def _lay_out(content: _Content, division: Division) -> _Layout:
     table = _on_first_ranks(merge_tables([described]), [each.ranks for each in held])
     holders = [held[shard_id].ranks for shard_id in table.shard_ids.tolist()]
     manifest = manifest_of_keys(table, {})
-    manifest.aliases.update(content.aliases)
-    manifest.quantization = content.quantization
-    if content.unchanged:
-        _keep_what_is_known(content, manifest)
+    places = [content.unchanged.get(key, -1) for key in manifest.keys]
+    manifest = manifest.replaced(
+        aliases=content.aliases,
+        quantization=content.quantization,
+        figures=take_figures(content.source.figures, places),
+    )
     files: list[list[PlannedFile]] = []
     object_files: dict[str, NewFile] = {}
     for rank, pieces in enumerate(plan_held(table, division.num_ranks, holders)):
@@ -524,17 +526,6 @@ def _lay_out(content: _Content, division: Division) -> _Layout:
             object_files[planned.name] = new_file
         files.append(of_rank)
     return _Layout(manifest, files, object_files)
-
-
-def _keep_what_is_known(content: _Content, manifest: Manifest) -> None:
-    """Take over what is stored about the values of tensors that stay as they are."""
-    places = [content.unchanged.get(key, -1) for key in manifest.keys]
-    source = content.source
-    if source.fingerprints is not None:
-        numbers = np.append(source.fingerprints, np.uint64(NO_FINGERPRINT))
-        manifest.fingerprints = numbers[places]
-    if source.stats is not None:
-        manifest.stats = source.stats.take(places)
 
 
 def _hold_tensors(outputs: Iterable[OutputTensor], division: Division) -> Iterator[_Held]:

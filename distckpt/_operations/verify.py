@@ -29,9 +29,9 @@ from distckpt._checkpoint.consistent_read import ReadAttempt, read_attempts
 from distckpt._checkpoint.opening import identify, open_checkpoint
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._commit.conditional_put import stray_files
-from distckpt._format.checksum import checksum
+from distckpt._format.checksum import CHECKSUM_BYTES, checksum
 from distckpt._format.checksum_files import Checksums, read_checksums
-from distckpt._format.manifest import CHECKSUM_BYTES, NO_FINGERPRINT, Manifest, is_manifest_name
+from distckpt._format.manifest import FINGERPRINTS, NO_FINGERPRINT, Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
@@ -299,12 +299,13 @@ def _check_content(
 def keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:
     """Return the keys of tensors that were stored with their fingerprints, and without gaps."""
     manifest = stored.manifest
-    if manifest.fingerprints is None:
+    numbers = manifest.figures.get(FINGERPRINTS)
+    if numbers is None:
         return []
-    table = manifest.chunks
+    table = manifest.all_chunks
     counts = np.bincount(table.key_ids, table.shapes.prod(axis=1), len(manifest.keys))
     are_whole = counts >= np.array([math.prod(shape) for shape in manifest.global_shapes])
-    chosen = (manifest.fingerprints != NO_FINGERPRINT) & are_whole
+    chosen = (numbers != NO_FINGERPRINT) & are_whole
     return list(itertools.compress(manifest.keys, chosen.tolist()))
 
 
@@ -434,7 +435,7 @@ def list_blocks(
         holders = [holder for holder in manifest.checksum_files.tolist() if holder in file_ids]
         known, unread = _readable_checksums(stored, holders, num_threads)
         if keeps_checksums:
-            manifest.fetched_checksums.update(known)
+            manifest.fetched.contents.update(known)
         return _with_known(manifest, blocks, holders, known)._replace(unread=unread)
     if manifest.has_checksums:
         first_blocks = manifest.block_starts[blocks.chunks]
@@ -446,7 +447,7 @@ def _readable_checksums(
     stored: StoredCheckpoint, holders: Sequence[int], num_threads: int | None
 ) -> tuple[dict[int, Checksums], list[Problem]]:
     """Return what files of checksums hold, and which of them cannot be read or are damaged."""
-    fetched = stored.manifest.fetched_checksums
+    fetched = stored.manifest.fetched.contents
     known = {holder: fetched[holder] for holder in holders if holder in fetched}
     unread: list[Problem] = []
 

@@ -18,7 +18,8 @@ from distckpt._checkpoint.opening import BACKEND, VERSION, open_undisturbed
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, continued_output
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import MANIFEST_NAME, ChunkTable
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.manifest import MANIFEST_NAME
 from distckpt._format.marker import (
     CONFIG_FNAME,
     CheckpointingConfig,

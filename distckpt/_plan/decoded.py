@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, ITEM_BYTES
-from distckpt._format.manifest import OBJECT, ChunkTable, LazyChunks, Manifest
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.manifest import OBJECT, Manifest, take_figures
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import cut_region
@@ -49,16 +50,14 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
         return stored
     manifest, tensors = stored.manifest, list(found.values())
     names = {key: key + AS_STORED for each in tensors for key in each.keys}
-    view = Manifest(
-        [*(names.get(key, key) for key in manifest.keys), *found],
-        [*manifest.dtypes, *(each.dtype for each in tensors)],
-        [*manifest.global_shapes, *(each.model_shape for each in tensors)],
-        _with_chunks(manifest, tensors),
-        _aliases_in_view(manifest.aliases, found, names),
-        manifest.block_bytes,
-        manifest.has_checksums,
-        manifest.origin,
-        manifest.quantization,
+    view = manifest.replaced(
+        keys=[*(names.get(key, key) for key in manifest.keys), *found],
+        dtypes=[*manifest.dtypes, *(each.dtype for each in tensors)],
+        global_shapes=[*manifest.global_shapes, *(each.model_shape for each in tensors)],
+        chunks=manifest.chunks.followed_by(_chunks_of(manifest, tensors)),
+        aliases=_aliases_in_view(manifest.aliases, found, names),
+        # Nothing is stored about the values that codes stand for.
+        figures=take_figures(manifest.figures, [*range(len(manifest.keys)), *(-1 for _ in found)]),
     )
     renamed = [_with_names(each, names) for each in tensors]
     quantized = dict(enumerate(renamed, len(manifest.key_ids)))
@@ -83,14 +82,14 @@ def _with_names(quantized: QuantizedTensor, names: Mapping[str, str]) -> Quantiz
     return replace(quantized, parts=parts, companions=companions)
 
 
-def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> ChunkTable | LazyChunks:
-    """Add a chunk for each tensor, whose key follows those of the manifest."""
+def _chunks_of(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> ChunkTable:
+    """Return a chunk for each tensor, whose key follows those of the manifest."""
     ndim, first_key = manifest.offsets.shape[1], len(manifest.keys)
     shapes = np.ones((len(tensors), ndim), np.int64)
     for row, quantized in enumerate(tensors):
         shapes[row, : len(quantized.shape)] = quantized.model_shape
     items = np.array([ITEM_BYTES[each.dtype] for each in tensors], np.int64)
-    added = ChunkTable.empty()._replace(
+    return ChunkTable.empty()._replace(
         key_ids=np.arange(first_key, first_key + len(tensors)),
         file_ids=np.zeros(len(tensors), np.int64),
         # Nowhere, and each elsewhere.
@@ -99,7 +98,6 @@ def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> Chun
         offsets=np.zeros((len(tensors), ndim), np.int64),
         shapes=shapes,
     )
-    return manifest.table.followed_by(added)
 
 
 def name_in_view(view: StoredCheckpoint, key: str, dtype: torch.dtype) -> str:
