@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from distckpt._format.file_table import FileTable
 
 FILE_PATTERNS = "file_patterns"
-"""Takes the place of the field `files` in manifests that have parts, see `file_table`."""
+"""Field in the place of `files` in manifests in parts, see `file_table`."""
 MAX_TABLE_NUMBERS = 1 << 31
-"""Limit of the numbers in the parts of a chunk table, which may take less than they are."""
+"""Limit of the numbers in a chunk table, whose parts may be compressed."""
 Files: TypeAlias = "list[ShardFile] | FileTable"
-"""A list, or, in manifests that have parts, a sequence that computes files."""
+"""A list, or, in manifests in parts, a sequence that computes files."""
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ class Chunks(Protocol):
     def block_checksums(self) -> npt.NDArray[np.uint64]: ...
 
     def key_starts(self, num_keys: int) -> IntArray:
-        """Return the first row of each key, and the number of all rows."""
+        """Return the first row of each key, and the number of rows."""
 
     def rows(self, rows: IntArray) -> ChunkTable:
         """Return the chunks in some rows, in their order, without checksums."""
@@ -80,13 +80,13 @@ class Chunks(Protocol):
     def rows_near(
         self, key_ids: IntArray, offsets: IntArray, shapes: IntArray, key_starts: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return, for each of some regions of keys, a range of rows with all chunks it may meet."""
+        """Return the range of rows that each of some regions may meet."""
 
     def rows_in_files(self, file_ids: IntArray) -> IntArray:
         """Return the rows of the chunks in some files, in ascending order."""
 
     def in_files(self, file_ids: IntArray) -> tuple[IntArray, ChunkTable]:
-        """Return the rows of the chunks in some whole files, and these chunks, checked."""
+        """Return rows and chunks of whole files, checked."""
 
     def check_rows(self, rows: IntArray) -> None:
         """Check that some chunks lie inside of their tensors and files."""
@@ -95,13 +95,13 @@ class Chunks(Protocol):
         """Check the chunks of a key once."""
 
     def parts(self) -> Iterator[ChunkTable]:
-        """Yield all chunks in order, in one or several tables, checked and without checksums."""
+        """Yield all chunks in order, checked, in one or several tables."""
 
     def whole(self) -> ChunkTable:
         """Return all chunks in one table."""
 
     def followed_by(self, more: ChunkTable) -> Chunks:
-        """Return the chunks with further ones at the end, which lie in no file."""
+        """Return the chunks with further ones that lie in no file."""
 
 
 class ChunkTable(NamedTuple):
@@ -149,7 +149,7 @@ class ChunkTable(NamedTuple):
 
     @classmethod
     def empty(cls) -> ChunkTable:
-        """Return a table without chunks, to be filled with `_replace` as columns become known."""
+        """Return a table without chunks; `_replace` fills its columns."""
         numbers = np.zeros(0, np.int64)
         regions = np.zeros((0, 0), np.int64)
         checksums = np.zeros(0, np.uint64)
@@ -183,11 +183,11 @@ class ChunkTable(NamedTuple):
 
     @property
     def file_order(self) -> IntArray:
-        """The rows in the order of the files and of the bytes in them."""
+        """The rows in the order of files and of bytes in them."""
         return np.lexsort((self.first_bytes, self.file_ids))
 
     def take(self, rows: IntArray, block_bytes: int) -> ChunkTable:
-        """Return the chunks in some rows, in their order, with the checksums of their blocks."""
+        """Return the chunks in some rows with the checksums of their blocks."""
         blocks = blocks_of(rows, self.num_bytes, block_bytes)
         return self.rows(rows)._replace(block_checksums=self.block_checksums[blocks])
 
@@ -208,13 +208,13 @@ class ChunkTable(NamedTuple):
         return self._replace(**columns)
 
     def key_starts(self, num_keys: int) -> IntArray:
-        """Return the first row of each key, and the number of all rows."""
+        """Return the first row of each key, and the number of rows."""
         return np.searchsorted(self.key_ids, np.arange(num_keys + 1))
 
     def rows_near(
         self, key_ids: IntArray, offsets: IntArray, shapes: IntArray, key_starts: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return, for each of some regions of keys, a range of rows with all chunks it may meet."""
+        """Return the range of rows that each of some regions may meet."""
         return key_starts[key_ids], key_starts[key_ids + 1]
 
     def rows_in_files(self, file_ids: IntArray) -> IntArray:
@@ -238,7 +238,7 @@ class ChunkTable(NamedTuple):
         """Check the chunks of a key once."""
 
     def in_files(self, file_ids: IntArray) -> tuple[IntArray, ChunkTable]:
-        """Return the rows of the chunks in some whole files, and these chunks, checked."""
+        """Return rows and chunks of whole files, checked."""
         rows = self.rows_in_files(file_ids)
         return rows, self.rows(rows)
 
@@ -249,10 +249,10 @@ NO_CHECKSUMS: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
 
 
 def blocks_of(rows: IntArray, num_bytes: IntArray, block_bytes: int) -> IntArray:
-    """Return the numbers of the blocks of the chunks in some rows, in their order."""
-    counts = -(-num_bytes // block_bytes)
-    starts = np.cumsum(counts) - counts
-    counts, starts = counts[rows], starts[rows]
+    """Return the numbers of the blocks of some chunks, in their order."""
+    all_counts = -(-num_bytes // block_bytes)
+    starts = (np.cumsum(all_counts) - all_counts)[rows]
+    counts = all_counts[rows]
     # For each block: the first block of its chunk, plus its number within the chunk.
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(starts, counts) + within
@@ -274,7 +274,7 @@ def json_of_files(files: Files) -> dict[str, Any]:
 
 
 def columns_of_files(files: Files) -> dict[str, Column]:
-    """Return the columns of a manifest that hold its files, in addition to fields."""
+    """Return the columns of a manifest that hold its files."""
     return {} if isinstance(files, list) else files.columns()
 
 
@@ -345,7 +345,7 @@ class ChunkChecks:
             pass
 
     def check_places(self, chunks: ChunkTable) -> None:
-        """Check that some chunks, each by itself, lie inside of their tensors and files."""
+        """Check each of some chunks: it lies inside its tensor and file."""
         if not len(chunks.key_ids):
             return
         key_ids = chunks.key_ids
@@ -378,7 +378,7 @@ class ChunkChecks:
         require(bool((is_exact | (per_item == 0)).all()), "a chunk's size contradicts its shape")
 
     def check_room(self, num_bytes: npt.NDArray[Any]) -> None:
-        """Check that the chunks in the first files have no more bytes than these.
+        """Check that chunks take no more bytes than their files.
 
         No byte is in two chunks, so a small file cannot claim large tensors.
         """

@@ -36,26 +36,30 @@ from distckpt._geometry.region import IntArray, Region
 FORMAT_VERSION = 3
 MIN_READER_VERSION = 3
 DIVIDED_VERSION = 4
-"""Version of manifests that have parts, and of the oldest reader of these."""
+"""Version of manifests in parts, and of their oldest reader."""
 MANIFEST_NAME = "manifest.safetensors"
 _MANIFEST_NAMES = re.compile(r"manifest(-[0-9a-f]{16})?\.safetensors")
-"""The name has a nonce where an object store already holds another manifest."""
+"""With a nonce where an object store already holds another manifest."""
 MAX_TABLE_BYTES = 4 << 30
-"""Limit of manifests, of files of checksums, and of all other files that say where the tensors of a
-checkpoint lie.
+"""Limit of the bytes of a manifest.
+
+It holds for files of checksums, too, and for indices of other formats.
 """
 CHUNKS_AT_ONCE = 1 << 19
-"""Of a checkpoint in more chunks or blocks, about so many are gone through at a time: in memory,
-they take some 100 MB.
+"""Number of chunks or blocks that are processed at a time.
+
+In memory, they take some 100 MB.
 """
 MAX_BLOCKS = 1 << 16
-"""With more blocks (16 GiB of data), their checksums are in files of their own, beside the shards;
-otherwise in the manifest, which takes no further file.
+"""Limit of the blocks whose checksums are in the manifest (16 GiB of data).
+
+The checksums of more are in files of their own, beside the shards.
 """
 CHECKSUM = "xxh3-64"
 OBJECT = "OBJECT"
-"""Takes the place of a dtype name where the chunks of a key are encoded objects, one for each cell
-of the global shape.
+"""Takes the place of a dtype name for keys of objects.
+
+Each chunk of such a key is an encoded object, one for each cell of the global shape.
 """
 
 
@@ -66,7 +70,7 @@ STATS_VALUES = "stats_values"
 
 
 def padded_shapes(global_shapes: Sequence[tuple[int, ...]], num_axes: int) -> IntArray:
-    """Return shapes as an array, padded with 1 to a number of axes."""
+    """Return shapes as an array, padded with 1."""
     padded = np.ones((len(global_shapes), num_axes), np.int64)
     for row, shape in enumerate(global_shapes):
         padded[row, : len(shape)] = shape
@@ -74,7 +78,7 @@ def padded_shapes(global_shapes: Sequence[tuple[int, ...]], num_axes: int) -> In
 
 
 class KeyColumn(NamedTuple):
-    """A column with a row of figures for each key, about the values of its tensor.
+    """A column with figures of each key about its values.
 
     Attributes:
         name: in the manifest.
@@ -207,7 +211,7 @@ class Manifest:
         return self.chunks.whole()
 
     def parts(self) -> Iterator[ChunkTable]:
-        """Yield all chunks in order, one part of the manifest after the other.
+        """Yield all chunks in order, part by part.
 
         Parts are checked when they are yielded, and their sums at the end. They have no checksums.
 
@@ -231,7 +235,7 @@ class Manifest:
     def rows_near(
         self, key_ids: IntArray, offsets: IntArray, shapes: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return, for each of some regions of keys, a range of rows with all chunks it may meet."""
+        """Return the range of rows that each of some regions may meet."""
         return self.chunks.rows_near(key_ids, offsets, shapes, self.key_starts)
 
     def rows_in_files(self, file_ids: IntArray) -> IntArray:
@@ -243,7 +247,7 @@ class Manifest:
         return self.chunks.rows(rows)
 
     def in_file_order(self, file_ids: IntArray) -> tuple[IntArray, ChunkTable]:
-        """Return the rows and the chunks in some files, in the order of their bytes.
+        """Return rows and chunks of files, in the order of their bytes.
 
         The chunks have no checksums.
 
@@ -268,7 +272,7 @@ class Manifest:
         return [range(*edge) for edge in itertools.pairwise(edges)]
 
     def check_rows(self, rows: IntArray) -> None:
-        """Check that some chunks lie inside of their tensors and files, unless it is known.
+        """Check that chunks lie inside of their tensors and files.
 
         Raises:
             CorruptCheckpointError: a chunk does not.
@@ -338,7 +342,7 @@ class Manifest:
 
     @functools.cached_property
     def scales_key(self) -> str | None:
-        """A key of scales that belong to codes, None if there is no such key."""
+        """Some key of scales that belong to codes; None without any."""
         # Few checkpoints hold codes.
         from distckpt._quantization import names
 
@@ -394,7 +398,7 @@ class Manifest:
 
 
 class FetchedChecksums:
-    """The checksums of a manifest that were fetched from files beside the shards.
+    """Checksums that were fetched from files beside the shards.
 
     Attributes:
         contents: of these files, by number.
@@ -409,17 +413,17 @@ class FetchedChecksums:
 
 
 def version_of(files: Files) -> int:
-    """Return the version of the format of a manifest that has some files."""
+    """Return the format version of a manifest with these files."""
     return FORMAT_VERSION if isinstance(files, list) else DIVIDED_VERSION
 
 
 def needs_checksum_files(num_blocks: int) -> bool:
-    """Tell whether checksums of this number of blocks are stored beside the shards."""
+    """Tell whether so many checksums are stored beside the shards."""
     return num_blocks > MAX_BLOCKS
 
 
 def num_blocks_of(manifest: Manifest) -> int:
-    """Return how many blocks the tensors of a manifest have at least, however they are divided."""
+    """Return the least number of blocks of the tensors, however divided."""
     sizes = (
         math.prod(shape) * ITEM_BYTES[dtype]
         for shape, dtype in zip(manifest.global_shapes, manifest.dtypes, strict=True)
@@ -450,9 +454,7 @@ def is_manifest_name(name: object) -> bool:
 def marker_fields(
     data: bytes, name: str = MANIFEST_NAME, version: int = FORMAT_VERSION
 ) -> dict[str, Any]:
-    """Return the fields by which a marker names a manifest that has these bytes, of a version of
-    the format.
-    """
+    """Return the fields by which a marker names a manifest."""
     return {
         "format_version": version,
         "min_reader_version": max(version, MIN_READER_VERSION),

@@ -41,7 +41,7 @@ from distckpt._storage import locations
 MAX_BLOCK_BYTES = 64 << 20
 """Readers hold a few whole blocks in memory."""
 CARRIED_PART = "part:"
-"""Begins the name of a column with the bytes of a part of the chunk table.
+"""Prefix of columns with the bytes of parts of the chunk table.
 
 Manifests that are sent to other ranks carry their parts.
 """
@@ -109,10 +109,10 @@ def _damaged(path: str, message: str) -> CorruptCheckpointError:
 
 
 def manifest_from_bytes(data: bytes, location: str) -> Manifest:
-    """Decode a manifest, which may carry parts, and check that it does not contradict itself.
+    """Decode a manifest, which may carry parts, and check it.
 
     Raises:
-        CorruptCheckpointError: it does, or is none.
+        CorruptCheckpointError: it contradicts itself, or is none.
     """
     with judging_manifest(location):
         fields, columns = unpack(data)

@@ -1,4 +1,4 @@
-"""Rewriting a checkpoint as other ranks would have saved it, within bounded memory."""
+"""Rewriting a checkpoint as other ranks would have saved it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def reshard(
 
     A load needs none of this: it takes any division. Rewriting makes few files of many, lets a job
     of another layout read whole chunks, and makes a checkpoint of distckpt, which has checksums and
-    opens faster, of what another program wrote. Objects and common state are kept. The new
+    opens faster, of one that another program wrote. Objects and common state are kept. The new
     checkpoint appears in one step; memory is bounded whatever the size of a tensor.
 
         distckpt.reshard("checkpoints/step_100", "resharded/step_100", num_ranks=8,
@@ -113,8 +113,7 @@ def reshard(
     well. Arguments that are not described here are those of `consolidate`.
 
     Args:
-        source_dir: what `load` reads: a checkpoint of distckpt, a Hugging Face directory, and those
-            of others.
+        source_dir: any checkpoint that `load` reads: of distckpt, of Hugging Face, and others.
         checkpoint_dir: location of the new checkpoint.
         num_ranks: as many ranks' files are written, each with the same share of the bytes as far as
             grids allow. None for as many ranks as call.
@@ -122,7 +121,7 @@ def reshard(
             goes to rank i, from the first rank again after the last; with more ranks than parts,
             several share it as replicas do. The first pattern that fits counts. Other tensors are
             held by all ranks.
-        rules: as in `consolidate`; what no rule matches is kept as it is.
+        rules: as in `consolidate`; tensors that no rule matches are kept as they are.
         common_state: stored in the place of the source's, which is not read then: for sources whose
             common state is refused.
         overwrite: replace a checkpoint that is there.
@@ -134,7 +133,7 @@ def reshard(
         progress: called with the bytes this rank has written so far and the bytes it will have.
 
     Returns:
-        What was written.
+        Facts about the new checkpoint.
 
     Raises:
         CheckpointNotFoundError: there is nothing that can be read.
@@ -189,7 +188,8 @@ def reshard(
 def report_of_reshard(
     target: str, plan: ReshardPlan, overflows: Mapping[str, int], seconds: float
 ) -> ReshardReport:
-    content, files = plan.content, plan.layout.all_files
+    content = plan.content
+    files = plan.layout.all_files
     return ReshardReport(
         target,
         num_tensors=len(content.outputs),
@@ -219,7 +219,7 @@ def _sums(ranks: Ranks, counts: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass
 class _Rewriting(ShardSave):
-    """The part of one rank in a save that is made of another checkpoint, its `source`."""
+    """One rank's part of a save that is made of another checkpoint."""
 
     source: StoredCheckpoint | None = None
     open_files: OpenFiles = field(default_factory=OpenFiles)

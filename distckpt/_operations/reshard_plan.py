@@ -59,7 +59,7 @@ from distckpt._storage import locations
 
 @dataclass(frozen=True)
 class ReshardOptions:
-    """Options of `reshard`, see there: content of the new checkpoint, its division, its writing."""
+    """Options of `reshard`, see there."""
 
     num_ranks: int = 1
     grids: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class ReshardOptions:
         return self.keys is None or matches(key, self.keys)
 
     def of_all_ranks(self) -> dict[str, object]:
-        """Return the options that are the same on all ranks, and in all parts of offline work."""
+        """Return the options that are the same on all ranks."""
         own = ("common_state", "max_inflight_bytes")
         return {name: value for name, value in vars(self).items() if name not in own}
 
@@ -117,7 +117,7 @@ def _check_grids(grids: object) -> None:
 
 @dataclass(frozen=True)
 class ReshardRequest:
-    """A call of `reshard`: locations of the source and of the new checkpoint, and its options."""
+    """A call of `reshard`: two locations, and options."""
 
     source: str
     target: str
@@ -196,7 +196,7 @@ def plan_reshard(ranks: Ranks, stored: StoredCheckpoint, request: ReshardRequest
 
 
 def _check_place(stored: StoredCheckpoint, request: ReshardRequest) -> None:
-    """Refuse to rewrite files of other programs in their own place, where they would stay."""
+    """Refuse other formats in their own place, where files would stay."""
     if request.is_in_place and not stored.manifest.has_checksums:
         raise CheckpointingException(
             f"A checkpoint of another format cannot be rewritten in its own place "
@@ -220,11 +220,11 @@ class _Content:
 
     Attributes:
         outputs: its tensors.
-        aliases: further keys of tied tensors, and which of the tensors each is.
+        aliases: further keys of tied tensors, and the tensor of each.
         objects: encoded, common state among them.
-        quantization: what configurations say of it.
-        source: the manifest of what is read.
-        unchanged: for each tensor that stays as it is, which key of the source it is.
+        quantization: settings of its codes.
+        source: the manifest of the source.
+        unchanged: for each tensor that stays as it is, the number of its key in the source.
     """
 
     outputs: Sequence[OutputTensor]
@@ -253,7 +253,7 @@ def _content_of(stored: StoredCheckpoint, options: ReshardOptions) -> _Content:
 
 
 def _unchanged(manifest: Manifest, outputs: Sequence[OutputTensor]) -> Mapping[str, int]:
-    """Return the tensors that stay as they are, if figures of their values are stored."""
+    """Return the tensors that keep the figures that are stored of them."""
     if not manifest.figures:
         return {}
     found = {}
@@ -269,11 +269,13 @@ def _unchanged(manifest: Manifest, outputs: Sequence[OutputTensor]) -> Mapping[s
 def _settings(
     stored: StoredCheckpoint, outputs: Sequence[OutputTensor]
 ) -> Mapping[str, Any] | None:
-    """Return what configurations say of codes, with the new keys of their shapes."""
+    """Return the settings of codes, with the new keys of their shapes."""
     settings = stored.manifest.quantization
     if settings is None or "shapes" not in settings:
         return settings
-    names = {part.key: output.name for output in outputs for part in output.mapped.parts}
+    names: dict[str, str] = {}
+    for output in outputs:
+        names.update((part.key, output.name) for part in output.mapped.parts)
     shapes = {names[key]: shape for key, shape in settings["shapes"].items() if key in names}
     return {**settings, "shapes": shapes}
 
@@ -336,8 +338,8 @@ def _read_objects(
 # --- Division -------------------------------------------------------------------------------------
 
 
-class _Held(NamedTuple):
-    """A shard, without data for a tensor, and the new ranks that would hold it."""
+class _NewShard(NamedTuple):
+    """A shard, for a tensor without data, and its new ranks."""
 
     shard: Shard
     ranks: range
@@ -345,7 +347,7 @@ class _Held(NamedTuple):
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where everything is written.
+    """The files of the new checkpoint.
 
     Attributes:
         manifest: of the new checkpoint, without chunks.
@@ -367,18 +369,18 @@ class _Layout:
         return list(itertools.chain(*self.files[rank::num_ranks]))
 
     def digest(self) -> int:
-        """Return a number that is the same on all ranks that have planned the same."""
+        """Return a number that is the same for equal plans."""
         content = [(file.name, file.chunk_bytes) for file in self.all_files]
         return checksum(json.dumps([self.manifest.keys, content]).encode()) >> 3
 
 
 def _lay_out(content: _Content, options: ReshardOptions) -> _Layout:
-    """Give every byte an owner among the new ranks, and a place in one of its files."""
-    held = [*_hold_tensors(content.outputs, options), *_hold_objects(content.objects, options)]
-    shards = [each.shard for each in held]
+    """Give every byte an owner and a place in one of its files."""
+    new = [*_divide_tensors(content.outputs, options), *_divide_objects(content.objects, options)]
+    shards = [each.shard for each in new]
     described = shard_table(shards)
-    table = _on_first_ranks(merge_tables([described]), [each.ranks for each in held])
-    holders = [held[shard_id].ranks for shard_id in table.shard_ids.tolist()]
+    table = _on_first_ranks(merge_tables([described]), [each.ranks for each in new])
+    holders = [new[shard_id].ranks for shard_id in table.shard_ids.tolist()]
     manifest = manifest_of_keys(table, {})
     places = [content.unchanged.get(key, -1) for key in manifest.keys]
     manifest = manifest.replaced(
@@ -398,13 +400,16 @@ def _lay_out(content: _Content, options: ReshardOptions) -> _Layout:
     return _Layout(manifest, files, object_files)
 
 
-def _hold_tensors(outputs: Iterable[OutputTensor], options: ReshardOptions) -> Iterator[_Held]:
+def _divide_tensors(
+    outputs: Iterable[OutputTensor], options: ReshardOptions
+) -> Iterator[_NewShard]:
     """Divide tensors as their grids say."""
     num_ranks = options.num_ranks
     grids = options.grids
     used: set[str] = set()
     for output in outputs:
-        shape, dtype = output.mapped.shape, FROM_NAME[output.dtype]
+        shape = output.mapped.shape
+        dtype = FROM_NAME[output.dtype]
         pattern = next((p for p in grids if matches(output.name, p)), None)
         regions = [whole(shape)]
         if pattern is not None:
@@ -415,7 +420,7 @@ def _hold_tensors(outputs: Iterable[OutputTensor], options: ReshardOptions) -> I
                 output.name, None, dtype, region.shape, shape, region.offset, None
             )
             step = min(len(regions), num_ranks)
-            yield _Held(shard, range(index % num_ranks, num_ranks, step))
+            yield _NewShard(shard, range(index % num_ranks, num_ranks, step))
     unused = sorted(grids.keys() - used)
     if unused:
         raise CheckpointingException(
@@ -423,15 +428,17 @@ def _hold_tensors(outputs: Iterable[OutputTensor], options: ReshardOptions) -> I
         )
 
 
-def _hold_objects(objects: Iterable[ShardedObject], options: ReshardOptions) -> Iterator[_Held]:
+def _divide_objects(
+    objects: Iterable[ShardedObject], options: ReshardOptions
+) -> Iterator[_NewShard]:
     """Give each object to one rank."""
     for index, shard in enumerate(objects):
         first = index % options.num_ranks
-        yield _Held(shard, range(first, first + 1))
+        yield _NewShard(shard, range(first, first + 1))
 
 
 def _grid_regions(key: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> list[Region]:
-    """Divide a tensor into a grid whose parts differ by at most one index along each axis."""
+    """Divide a tensor evenly into a grid."""
     if len(grid) != len(shape) or any(
         not 1 <= n <= max(1, size) for n, size in zip(grid, shape, strict=False)
     ):
@@ -449,7 +456,7 @@ def _grid_regions(key: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> li
 
 
 def _on_first_ranks(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
-    """Give each shard of one rank to the first of the ranks that are to hold it."""
+    """Give each shard of one rank to the first of its new ranks."""
     ranks = np.array([holders[shard_id].start for shard_id in table.shard_ids.tolist()], np.int64)
     order = np.argsort(ranks, kind="stable")
     columns: dict[str, Any] = {
@@ -460,7 +467,7 @@ def _on_first_ranks(table: GlobalTable, holders: Sequence[range]) -> GlobalTable
 
 
 def _plan_save(ranks: Ranks, layout: _Layout) -> SavePlan:
-    """Plan the files that describe what the ranks write."""
+    """Plan the manifest of the files that the ranks write."""
     tables = [chunk_table(layout.share(rank, ranks.size)) for rank in range(ranks.size)]
     num_blocks = sum(int((-(-table.num_bytes // BLOCK_BYTES)).sum()) for table in tables)
     names: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Checkpoints in parts: `reshard`, and what is converted by it."""
+"""`reshard` in parts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ class _ReshardWork(Work):
         return continued_output(self.place, attempt.nonce, attempt.journal, settings)
 
     def files(self, attempt: Attempt) -> list[str]:
-        suffix, planned = self._output(attempt).folder_suffix, self._plan.save.manifest
+        suffix = self._output(attempt).folder_suffix
+        planned = self._plan.save.manifest
         assert planned is not None
         return [in_folder(file.name, suffix) for file in planned.chunks.files]
 
@@ -177,8 +178,11 @@ class _ReshardWork(Work):
         self, output: Output, results: Sequence[Any]
     ) -> tuple[dict[str, Any], list[tuple[str, int]]]:
         """Write the manifest; return the fields of the marker, and names and sizes of all files."""
-        checksums = [number for result in results for number in result["checksums"]]
-        plan, suffix = self._plan.save, output.folder_suffix
+        checksums: list[int] = []
+        for result in results:
+            checksums += result["checksums"]
+        plan = self._plan.save
+        suffix = output.folder_suffix
         assert plan.manifest is not None
         report = report_of_written(
             output.location, plan, ChunkTable.empty(), np.array(checksums, np.uint64), suffix
