@@ -41,8 +41,7 @@ from report import Cell, Report, parser_of
 
 from distckpt._base.garbage import paused_garbage_collection
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import Manifest
-from distckpt._format.manifest_parts import joined
+from distckpt._format.manifest_reading import joined, manifest_from_bytes
 from distckpt._format.planned_manifest import report_of
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._io.save_shards import write_manifest
@@ -144,7 +143,7 @@ def open_it(folder: str) -> dict[str, Any]:
     seconds: list[float] = []
 
     def decode() -> None:
-        seconds.append(cpu_timed(lambda: Manifest.from_bytes(data, folder))[1])
+        seconds.append(cpu_timed(lambda: manifest_from_bytes(data, folder))[1])
 
     return {
         f"{COORDINATOR}: read the manifest, s": reading,

@@ -11,7 +11,9 @@ from measure import timed
 from planning_layouts import LAYER
 
 from distckpt._base.garbage import paused_garbage_collection
-from distckpt._format.manifest import ChunkTable, Manifest
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.manifest import Manifest
+from distckpt._format.manifest_reading import manifest_from_bytes
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
@@ -29,7 +31,7 @@ def write_and_open_a_manifest(num_chunks: int) -> dict[str, Any]:
         _, writing = timed(lambda: locations.write_bytes(location, manifest.to_bytes()))
         num_bytes = Path(location).stat().st_size
         opened, opening = timed(
-            lambda: Manifest.from_bytes(locations.read_bytes(location), location)
+            lambda: manifest_from_bytes(locations.read_bytes(location), location)
         )
     requests = [
         # One of 4 ranks that share a tensor by columns, where it was saved in 16 parts by rows.

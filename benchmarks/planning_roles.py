@@ -14,8 +14,8 @@ from measure import peak_memory_bytes
 from distckpt import InvalidShardingError
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._format.checksum import BLOCK_BYTES
+from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.columns import pack
-from distckpt._format.manifest import ChunkTable
 from distckpt._format.planned_manifest import planned_manifest
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import IntArray
@@ -314,7 +314,7 @@ class _Divided:
         )
 
     def _lay_out(self) -> None:
-        from distckpt._format.manifest_parts import parts_by_name
+        from distckpt._format.planned_manifest import parts_by_name
         from distckpt._ranks.exchanges import pack_parts, unpack_parts
 
         divided, edges = self._functions, self._own_keys[0].edges

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from measure import peak_memory_bytes
 
-from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.manifest import Manifest, ShardFile
 from distckpt._geometry.region import Region
 from distckpt._plan.load import Copy
 from distckpt._plan.share import ReadCosts, SharePlan, Units, describe_units

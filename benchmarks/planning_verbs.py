@@ -24,7 +24,12 @@ from distckpt._io.export import output_file
 from distckpt._operations.diff import plan_diff
 from distckpt._operations.export_plan import plan_export, stored_source
 from distckpt._operations.export_request import OpenedSources
-from distckpt._operations.reshard import Division, Selection, plan_reshard, tensor_file
+from distckpt._operations.reshard import tensor_file
+from distckpt._operations.reshard_plan import (
+    ReshardOptions,
+    ReshardRequest,
+    plan_reshard,
+)
 from distckpt._operations.verify import Problem, list_blocks, open_or_describe, units_of_blocks
 from distckpt._plan.layout import checksum_file_name
 from distckpt._plan.load import Request, plan_load
@@ -84,9 +89,9 @@ def _consolidate(folder: str) -> None:
 
 
 def _reshard(folder: str) -> None:
-    selection, division = Selection(None, (), {}, None), Division(RESHARDED_RANKS, {})
-    ranks, stored, target = Ranks.alone(), _opened(folder), f"{folder}-resharded"
-    plan = plan_reshard(ranks, stored, target, selection, division, {})
+    options = ReshardOptions(num_ranks=RESHARDED_RANKS, common_state={})
+    request = ReshardRequest(folder, f"{folder}-resharded", options)
+    plan = plan_reshard(Ranks.alone(), _opened(folder), request)
     for file in plan.layout.all_files:
         if file.name not in plan.layout.objects:
             tensor_file(plan.stored, plan, file, {})

@@ -23,7 +23,8 @@ from report import Cell, Report, parser_of
 
 from distckpt._base.dtypes import FROM_NAME, ITEM_BYTES
 from distckpt._base.memory import Copier
-from distckpt._format.manifest import ChunkTable, Manifest
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.manifest import Manifest
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray, Region

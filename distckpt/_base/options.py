@@ -25,6 +25,9 @@ ParallelLoad = Literal["auto", "on", "off"]
 DEFAULT_MOVE_BYTES = 64 << 20
 """Memory for tensors on their way between ranks; more is not faster."""
 
+FIGURES = ("fingerprint", "stats")
+"""Options of saves that store figures about the values of each tensor."""
+
 _Options = TypeVar("_Options", "SaveOptions", "LoadOptions", "MoveOptions", "ExportOptions")
 
 

@@ -24,7 +24,7 @@ from distckpt._commit.presence import check_marker
 from distckpt._format.checksum import checksum
 from distckpt._format.foreign_formats import FORMATS, is_export
 from distckpt._format.manifest import MANIFEST_NAME, MAX_TABLE_BYTES, Manifest, is_manifest_name
-from distckpt._format.manifest_parts import joined
+from distckpt._format.manifest_reading import joined, manifest_from_bytes
 from distckpt._format.marker import CONFIG_FNAME, read_file, read_marker, replaced
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._ranks.collectives import Ranks
@@ -377,7 +377,7 @@ def _manifest_checksum(marker: Mapping[str, Any]) -> str | None:
 
 def decode_manifest(location: str, data: bytes, verify: bool = True) -> StoredCheckpoint:
     """Open a checkpoint whose manifest was read already."""
-    return StoredCheckpoint(location, Manifest.from_bytes(data, location), verify)
+    return StoredCheckpoint(location, manifest_from_bytes(data, location), verify)
 
 
 def open_export(location: str) -> StoredCheckpoint:

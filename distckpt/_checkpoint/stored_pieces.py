@@ -13,7 +13,8 @@ import numpy as np
 
 from distckpt._base.dtypes import ITEM_BYTES, is_known
 from distckpt._base.errors import CorruptCheckpointError
-from distckpt._format.manifest import OBJECT, ChunkTable, Manifest
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.marker import file_size
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import IntArray, Region, find_tiling_faults, regions_to_arrays

@@ -13,6 +13,7 @@ from distckpt._checkpoint.model_keys import optimizer_keys
 from distckpt._checkpoint.opening import opened
 from distckpt._cli.charts import heat_map, html_table, ramp
 from distckpt._cli.output import count_text
+from distckpt._format.manifest import STATS_VALUES
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._format.tensor_stats import TensorStats
 from distckpt._manager.listing import CheckpointInfo
@@ -158,7 +159,7 @@ def _map_of_norms(drawn: _Drawn) -> str:
 def _saved_layers(location: str, keys: Sequence[str] | None) -> dict[str, _Layer] | None:
     """Return the layers that a save stored with its checkpoint, or None."""
     with opened(Ranks.alone(), location) as stored:
-        if stored.manifest.stats is None:
+        if STATS_VALUES not in stored.manifest.figures:
             return None
         if _has_none(stored, keys):
             return {}

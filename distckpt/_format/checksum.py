@@ -13,7 +13,7 @@ BLOCK_BYTES = 256 << 10
 """Size of the blocks of new chunks' checksums. It is large enough to keep manifests small, and
 small enough to read a whole block where only a part of it is requested.
 """
-
+CHECKSUM_BYTES = 8
 
 checksum: Callable[[bytes | memoryview | Bytes], int] = xxhash.xxh3_64_intdigest
 """Return the xxh3-64 digest of some bytes."""

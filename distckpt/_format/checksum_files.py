@@ -11,15 +11,13 @@ import numpy.typing as npt
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import (
-    CHUNKS_AT_ONCE,
-    ChunkTable,
-    Manifest,
+from distckpt._format.chunk_table import (
+    NO_CHECKSUMS,
     blocks_of,
     check_size_of_checksums,
-    file_of_checksums,
     judging_manifest,
 )
+from distckpt._format.manifest import CHUNKS_AT_ONCE, Manifest, file_of_checksums
 from distckpt._format.marker import read_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
@@ -42,19 +40,18 @@ def fetch_checksums(stored: StoredCheckpoint, file_ids: IntArray) -> None:
     groups = np.flatnonzero(np.bincount(np.searchsorted(manifest.checksum_files, file_ids)))
     with judging_manifest(stored.location):
         holders = manifest.checksum_files[groups].tolist()
-    if manifest.located.issuperset(holders):
+    if manifest.fetched.located.issuperset(holders):
         return
     # Threads that read parts of one tensor need the same files: of many, each reads none twice.
-    num_missing = len(set(holders).difference(manifest.fetched_checksums))
-    with manifest.locating if num_missing > NUM_REQUESTS else contextlib.nullcontext():
+    num_missing = len(set(holders).difference(manifest.fetched.contents))
+    with manifest.fetched.lock if num_missing > NUM_REQUESTS else contextlib.nullcontext():
         _read_missing(stored, holders)
-    with manifest.locating, judging_manifest(stored.location):
-        _locate(manifest, [holder for holder in holders if holder not in manifest.located])
+    with manifest.fetched.lock, judging_manifest(stored.location):
+        _locate(manifest, [holder for holder in holders if holder not in manifest.fetched.located])
 
 
 def _read_missing(stored: StoredCheckpoint, holders: Sequence[int]) -> None:
-    fetched = stored.manifest.fetched_checksums
-    contents = dict[int, Checksums]()
+    fetched, contents = stored.manifest.fetched.contents, dict[int, Checksums]()
 
     def read(holder: int) -> None:
         contents[holder] = read_checksums(stored, holder)
@@ -69,7 +66,7 @@ def _locate(manifest: Manifest, holders: Sequence[int]) -> None:
     step = max(1, CHUNKS_AT_ONCE * len(manifest.checksum_files) // max(1, len(manifest.key_ids)))
     for start in range(0, len(holders), step):
         _find_first_blocks(manifest, np.array(holders[start : start + step], np.int64))
-    manifest.located.update(holders)
+    manifest.fetched.located.update(holders)
 
 
 def checksums_of_blocks(manifest: Manifest, file_ids: IntArray, blocks: IntArray) -> Checksums:
@@ -84,7 +81,7 @@ def checksums_of_blocks(manifest: Manifest, file_ids: IntArray, blocks: IntArray
     checksums = np.empty(len(blocks), np.uint64)
     for group in np.unique(groups).tolist():
         first, stop = np.searchsorted(groups, [group, group + 1]).tolist()
-        fetched = manifest.fetched_checksums[int(holders[group])]
+        fetched = manifest.fetched.contents[int(holders[group])]
         checksums[first:stop] = fetched[blocks[first:stop]]
     return checksums
 
@@ -139,40 +136,20 @@ def with_checksums(stored: StoredCheckpoint) -> Manifest:
     manifest = stored.manifest
     if not len(manifest.checksum_files):
         return manifest
-    chunks = manifest.chunks
+    chunks = manifest.all_chunks
     fetch_checksums(stored, chunks.file_ids)
     holders = manifest.checksum_files.tolist()
-    known = np.concatenate([manifest.fetched_checksums.get(h, _NONE) for h in holders])
+    known = np.concatenate([manifest.fetched.contents.get(h, NO_CHECKSUMS) for h in holders])
     checksums = np.empty_like(known)
     checksums[blocks_of(chunks.file_order, chunks.num_bytes, manifest.block_bytes)] = known
-    return _with_chunks(manifest, chunks._replace(block_checksums=checksums))
+    return manifest.replaced(chunks=chunks._replace(block_checksums=checksums))
 
 
 def moved_beside(manifest: Manifest, name: str) -> tuple[Manifest, bytes]:
-    """Return the manifest without checksums, and a file with them.
-
-    The file is the content of a new one.
-    """
-    blocks = blocks_of(manifest.chunks.file_order, manifest.chunks.num_bytes, manifest.block_bytes)
-    data = manifest.block_checksums[blocks].astype("<u8").tobytes()
-    chunks = manifest.chunks._replace(
-        files=[*manifest.files, file_of_checksums(name, data)], block_checksums=_NONE
-    )
-    return _with_chunks(manifest, chunks), data
-
-
-_NONE: Checksums = np.zeros(0, np.uint64)
-
-
-def _with_chunks(manifest: Manifest, chunks: ChunkTable) -> Manifest:
-    return Manifest(
-        manifest.keys,
-        manifest.dtypes,
-        manifest.global_shapes,
-        chunks,
-        manifest.aliases,
-        manifest.block_bytes,
-        quantization=manifest.quantization,
-        fingerprints=manifest.fingerprints,
-        stats=manifest.stats,
-    )
+    """Return the manifest without its checksums, and the content of a new file that holds them."""
+    chunks = manifest.all_chunks
+    blocks = blocks_of(chunks.file_order, chunks.num_bytes, manifest.block_bytes)
+    data = chunks.block_checksums[blocks].astype("<u8").tobytes()
+    files = [*manifest.files, file_of_checksums(name, data)]
+    without = chunks._replace(files=files, block_checksums=NO_CHECKSUMS)
+    return manifest.replaced(chunks=without), data

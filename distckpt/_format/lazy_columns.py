@@ -1,4 +1,4 @@
-"""Columns of a large chunk table, computed on demand.
+"""A large chunk table whose numbers are computed and checked on demand.
 
 Parts of the table store regular columns as runs, which take a thousandth of the room, and a rank
 needs few rows of many.
@@ -6,13 +6,23 @@ needs few rows of many.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._format.columns import COUNTS, DELTAS, Column, unpack
+from distckpt._format.chunk_table import (
+    MAX_TABLE_NUMBERS,
+    NO_CHECKSUMS,
+    TABLE_COLUMNS,
+    ChunkChecks,
+    ChunkTable,
+    Files,
+    judging_manifest,
+)
+from distckpt._format.columns import COUNTS, DELTAS, Column, require, unpack
 from distckpt._geometry.region import IntArray
 
 _STORED = (np.uint8, np.uint16, np.uint32, np.int64)
@@ -41,7 +51,7 @@ class _Runs(NamedTuple):
 
     @property
     def counts(self) -> IntArray:
-        """Count of numbers of each run."""
+        """Number of numbers in each run."""
         return np.diff(self.ends, prepend=0)
 
     def at(self, places: IntArray) -> IntArray:
@@ -363,3 +373,153 @@ def starts_of_keys(key_ids: LazyColumn, num_keys: int) -> IntArray:
         np.add.at(num_rows, runs.at(runs.places_in(~is_constant)), 1)
         last = int(runs.deltas @ runs.counts)
     return np.append(0, np.cumsum(num_rows))
+
+
+class LazyChunks:
+    """The chunks of a manifest in parts; has the columns and methods of a `ChunkTable`.
+
+    Args:
+        location: of the manifest, for errors about it.
+        columns: by name.
+        block_checksums: see `ChunkTable`.
+        num_unplaced: so many of the last rows were added by `followed_by`.
+    """
+
+    def __init__(
+        self,
+        location: str,
+        files: Files,
+        columns: Mapping[str, LazyColumn],
+        block_checksums: npt.NDArray[np.uint64],
+        checks: ChunkChecks,
+        num_unplaced: int = 0,
+    ) -> None:
+        self.files = files
+        self.key_ids = columns["key_ids"]
+        self.file_ids = columns["file_ids"]
+        self.first_bytes = columns["first_bytes"]
+        self.num_bytes = columns["num_bytes"]
+        self.offsets = columns["offsets"]
+        self.shapes = columns["shapes"]
+        self.block_checksums = block_checksums
+        self._location = location
+        self._columns = columns
+        self._checks = checks
+        self._num_placed = len(self.key_ids) - num_unplaced
+        self._checked_keys: set[int] = set()
+        self._sorted_rows: SortedRows | None = None
+
+    @classmethod
+    def of_parts(
+        cls,
+        location: str,
+        files: Files,
+        parts: Sequence[bytes],
+        rest: Mapping[str, Column],
+        checks: ChunkChecks,
+    ) -> LazyChunks:
+        """Decode a table from its parts, and from the columns of the manifest that holds the rest.
+
+        Raises:
+            ValueError: they are something else.
+        """
+        # Each is decoded into as much again.
+        tables = [Part.from_bytes(part) for part in parts]
+        tables.append(Part(len(rest["key_ids"]), rest))
+        num_axes = checks.key_shapes.shape[1]
+        num_rows = sum(table.num_rows for table in tables)
+        is_possible = num_rows * (4 + 2 * num_axes) <= MAX_TABLE_NUMBERS
+        require(is_possible, f"{num_rows} chunks are too many")
+        axes = dict.fromkeys(("offsets", "shapes"), num_axes)
+        columns = {name: LazyColumn.of(tables, name, axes.get(name)) for name in TABLE_COLUMNS}
+        return cls(location, files, columns, rest["block_checksums"], checks)
+
+    def rows(self, rows: IntArray) -> ChunkTable:
+        """Return the chunks in some rows, in their order, without checksums."""
+        columns = {name: column[rows] for name, column in self._columns.items()}
+        return ChunkTable(self.files, **columns, block_checksums=NO_CHECKSUMS)
+
+    def followed_by(self, more: ChunkTable) -> LazyChunks:
+        """Return the table with further chunks at its end, which lie in no file."""
+        columns = {
+            name: column.followed_by(getattr(more, name)) for name, column in self._columns.items()
+        }
+        return LazyChunks(
+            self._location,
+            self.files,
+            columns,
+            self.block_checksums,
+            self._checks,
+            len(more.key_ids),
+        )
+
+    def key_starts(self, num_keys: int) -> IntArray:
+        """Return the first row of each key, and the number of all rows.
+
+        Raises:
+            ValueError: the rows are not sorted by key, or a key does not exist.
+        """
+        return starts_of_keys(self.key_ids, num_keys)
+
+    def rows_near(
+        self, key_ids: IntArray, offsets: IntArray, shapes: IntArray, key_starts: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Return, for each of some regions of keys, a range of rows with all chunks it may meet."""
+        if self._sorted_rows is None:
+            self._sorted_rows = SortedRows.of(key_starts, self.offsets, self.shapes)
+        return self._sorted_rows.near(key_ids, offsets, shapes)
+
+    def rows_in_files(self, file_ids: IntArray) -> IntArray:
+        """Return the rows of the chunks in some files, in ascending order."""
+        return self.file_ids.rows_of(file_ids)
+
+    def parts(self) -> Iterator[ChunkTable]:
+        """Yield the checked chunks of each part that has some, without added chunks."""
+        with judging_manifest(self._location):
+            yield from self._checks.checked(self._tables())
+
+    def whole(self) -> ChunkTable:
+        """Return all chunks, checked, in one table, which takes much more memory."""
+        columns = {name: column.whole() for name, column in self._columns.items()}
+        chunks = ChunkTable(self.files, **columns, block_checksums=self.block_checksums)
+        with judging_manifest(self._location):
+            self._checks.check(chunks.rows(np.arange(self._num_placed)))
+        return chunks
+
+    def check_rows(self, rows: IntArray) -> None:
+        """Check that some chunks lie inside of their tensors and files.
+
+        Raises:
+            CorruptCheckpointError: a chunk does not.
+        """
+        with judging_manifest(self._location):
+            self._checks.check_places(self.rows(rows[rows < self._num_placed]))
+
+    def check_key(self, key_id: int, rows: slice) -> None:
+        """Check the chunks of a key, see `check_rows`; once."""
+        if key_id not in self._checked_keys:
+            self.check_rows(np.arange(rows.start, rows.stop))
+            self._checked_keys.add(key_id)
+
+    def in_files(self, file_ids: IntArray) -> tuple[IntArray, ChunkTable]:
+        """Return the rows of the chunks in some whole files, and these chunks, checked.
+
+        Raises:
+            CorruptCheckpointError: a chunk does not lie inside of its tensor and file, or all of a
+                file take more room than it has.
+        """
+        rows = self.rows_in_files(file_ids)
+        chunks = self.rows(rows)
+        placed = chunks.rows(np.flatnonzero(rows < self._num_placed))
+        with judging_manifest(self._location):
+            self._checks.check_places(placed)
+            self._checks.check_room(np.bincount(placed.file_ids, placed.num_bytes))
+        return rows, chunks
+
+    def _tables(self) -> Iterator[ChunkTable]:
+        has_unplaced = self._num_placed < len(self.key_ids)
+        num_parts = len(self.key_ids.starts) - 1 - has_unplaced
+        parts = zip(*(column.parts() for column in self._columns.values()), strict=True)
+        for numbers in itertools.islice(parts, num_parts):
+            columns = dict(zip(self._columns, numbers, strict=True))
+            yield ChunkTable(self.files, **columns, block_checksums=NO_CHECKSUMS)

@@ -1,31 +1,29 @@
-"""The manifest of a save that is planned: what of it is known before the chunks are written."""
+"""The manifest of a planned save, and its division into parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._format.checksum import BLOCK_BYTES
-from distckpt._format.columns import narrow, unpack
-from distckpt._format.manifest import (
-    CHECKSUM_BYTES,
-    MAX_TABLE_BYTES,
-    MAX_TABLE_NUMBERS,
-    ChunkTable,
-    Manifest,
-    blocks_of,
-    too_large,
-)
+from distckpt._format.checksum import BLOCK_BYTES, CHECKSUM_BYTES, checksum
+from distckpt._format.chunk_table import MAX_TABLE_NUMBERS, TABLE_COLUMNS, ChunkTable, blocks_of
+from distckpt._format.columns import narrow, pack_table, unpack
+from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, too_large
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import IntArray
 
+PART_ROWS = 1 << 20
+"""Number of chunks from which on a manifest has parts, and of each."""
+
 
 class PlannedManifest(NamedTuple):
-    """A manifest without what is known only when the chunks are written. Repeated saves keep its
-    order, and its columns in the form in which they are stored.
+    """A manifest without the sizes and checksums that only writing tells.
+
+    Repeated saves keep its order, and its columns in the form in which they are stored.
 
     Attributes:
         manifest: of the keys, without chunks.
@@ -49,20 +47,21 @@ class PlannedManifest(NamedTuple):
     parts: Mapping[str, bytes] = {}
 
     def completed(self, reports: Sequence[bytes]) -> ChunkTable:
-        """Return the chunks with what each rank has written.
+        """Return the chunks, completed by the reports of the ranks.
 
         Args:
-            reports: by rank, what `report_of` has made.
+            reports: by rank, see `report_of`.
         """
         parts = [_parts_of(data, *counts) for data, counts in self._with_counts(reports)]
-        of_files, of_chunks, checksums = map(np.concatenate, zip(*parts, strict=True))
-        of_files, sizes = of_files.reshape(-1, 3), of_chunks.astype(np.int64)
+        file_numbers, chunk_sizes, checksums = map(np.concatenate, zip(*parts, strict=True))
+        file_numbers = file_numbers.reshape(-1, 3)
+        sizes = chunk_sizes.astype(np.int64)
         files = list(self.chunks.files)
-        for file_id, numbers in zip(self.open_files.tolist(), of_files.tolist(), strict=True):
+        for file_id, numbers in zip(self.open_files.tolist(), file_numbers.tolist(), strict=True):
             files[file_id] = ShardFile(files[file_id].name, *numbers)
         chunks = self.chunks._replace(
             files=files,
-            first_bytes=self._filled(self.chunks.first_bytes, self._positions(of_files, sizes)),
+            first_bytes=self._filled(self.chunks.first_bytes, self._positions(file_numbers, sizes)),
             num_bytes=self._filled(self.chunks.num_bytes, sizes),
         )
         if not len(self.order):
@@ -75,10 +74,12 @@ class PlannedManifest(NamedTuple):
     def _with_counts(self, reports: Sequence[bytes]) -> Iterator[tuple[bytes, list[int]]]:
         return zip(reports, self.num_open.tolist(), strict=True)
 
-    def _positions(self, of_files: npt.NDArray[np.uint64], sizes: IntArray) -> IntArray:
-        """Return where the chunks of open files begin: they follow the header without gaps."""
+    def _positions(self, file_numbers: npt.NDArray[np.uint64], sizes: IntArray) -> IntArray:
+        """Return first bytes of the chunks of open files, without gaps."""
         file_ids = self.chunks.file_ids[self.open_rows]
-        headers: IntArray = of_files[np.searchsorted(self.open_files, file_ids), 1].astype(np.int64)
+        headers: IntArray = file_numbers[np.searchsorted(self.open_files, file_ids), 1].astype(
+            np.int64
+        )
         before: IntArray = np.cumsum(sizes) - sizes
         return headers + before - before[np.searchsorted(file_ids, file_ids)]
 
@@ -93,17 +94,17 @@ class PlannedManifest(NamedTuple):
 def planned_manifest(
     manifest: Manifest, tables: Sequence[ChunkTable], parts: Mapping[str, bytes] | None = None
 ) -> PlannedManifest:
-    """Sort the chunks that the ranks are going to write, which the tables list by rank, into a
-    manifest without chunks.
+    """Sort the chunks of all ranks into a manifest without chunks.
 
-    A file that is not laid out yet has no header. For `parts` see `PlannedManifest`.
+    The tables list them by rank. A file that is not laid out yet has no header. For `parts` see
+    `PlannedManifest`.
 
     Raises:
         CheckpointingException: the manifest would be larger than readers accept.
     """
     joined = ChunkTable.join(tables, max(map(len, manifest.global_shapes), default=0))
     order = joined.sorted_rows
-    chunks = joined.without_blocks(order)
+    chunks = joined.rows(order)
     is_open = np.array([not file.header_bytes for file in chunks.files], bool)
     open_files = np.flatnonzero(is_open)
     open_rows = np.flatnonzero(is_open[chunks.file_ids])
@@ -128,15 +129,15 @@ def planned_manifest(
 def report_of(
     files: Sequence[ShardFile], num_bytes: IntArray, checksums: npt.NDArray[np.uint64]
 ) -> bytes:
-    """Encode what the coordinator learns from a rank that has written its files.
+    """Encode the report of a rank that has written its files.
 
     Args:
         files: those that were not laid out when the save was planned, in their order.
         num_bytes: the sizes of their chunks.
         checksums: of the blocks of all files of the rank, unless a file holds them.
     """
-    of_files = np.array([numbers for _, *numbers in files], np.uint64).reshape(-1)
-    return np.concatenate([of_files, num_bytes.astype(np.uint64), checksums]).tobytes()
+    file_numbers = np.array([numbers for _, *numbers in files], np.uint64).reshape(-1)
+    return np.concatenate([file_numbers, num_bytes.astype(np.uint64), checksums]).tobytes()
 
 
 def _parts_of(
@@ -144,13 +145,15 @@ def _parts_of(
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """Undo `report_of`."""
     words = np.frombuffer(report, np.uint64)
-    first, second = 3 * num_files, 3 * num_files + num_chunks
-    return words[:first], words[first:second], words[second:]
+    sizes = 3 * num_files
+    checksums = sizes + num_chunks
+    return words[:sizes], words[sizes:checksums], words[checksums:]
 
 
 def _check_size(planned: PlannedManifest) -> None:
-    """Refuse what readers would refuse, before anything is written."""
-    chunks, block_bytes = planned.chunks, planned.manifest.block_bytes
+    """Refuse a manifest that readers would refuse, before anything is written."""
+    chunks = planned.chunks
+    block_bytes = planned.manifest.block_bytes
     num_blocks = -(-chunks.num_bytes.astype(np.int64) // block_bytes)
     if len(planned.order):
         in_columns = CHECKSUM_BYTES * int(num_blocks.sum())
@@ -174,3 +177,58 @@ def _check_size(planned: PlannedManifest) -> None:
             f"at least {at_least} bytes ({len(manifest.keys)} keys, {len(chunks.key_ids)} chunks, "
             f"{int(num_blocks.sum())} blocks of {block_bytes} bytes)"
         )
+
+
+# --- Parts ----------------------------------------------------------------------------------------
+
+
+def with_parts(planned: PlannedManifest, chunks: ChunkTable) -> tuple[ChunkTable, dict[str, bytes]]:
+    """Divide the completed chunks of a plan.
+
+    Returns the chunks that the manifest itself holds, all of them if they are few, and the contents
+    of its parts by name. The plan may have parts already.
+    """
+    if planned.parts:
+        parts = dict(planned.parts)
+        return chunks._replace(files=[*chunks.files, *_files_of(parts)]), parts
+    return divided(chunks)
+
+
+def divided(chunks: ChunkTable) -> tuple[ChunkTable, dict[str, bytes]]:
+    """Divide many chunks, sorted by key; see `with_parts`."""
+    if len(chunks.key_ids) <= PART_ROWS:
+        return chunks, {}
+    parts = parts_by_name(cut_into_parts(chunks))
+    rest = chunks.rows(np.zeros(0, np.int64))
+    rest = rest._replace(files=[*chunks.files, *_files_of(parts)])
+    return rest._replace(block_checksums=chunks.block_checksums), parts
+
+
+def parts_by_name(parts: Iterable[bytes]) -> dict[str, bytes]:
+    """Name parts, in their order."""
+    return {
+        f"objects/chunks-{number:05d}.safetensors": part for number, part in enumerate(parts, 1)
+    }
+
+
+def cut_into_parts(chunks: ChunkTable) -> list[bytes]:
+    """Return the contents of the parts of chunks sorted by key."""
+    edges = [0, *_cuts(chunks.key_ids), len(chunks.key_ids)]
+    return [_part_of(chunks, slice(*edge)) for edge in itertools.pairwise(edges) if edge[1]]
+
+
+def _part_of(chunks: ChunkTable, rows: slice) -> bytes:
+    """Encode some rows of chunks as the content of a part."""
+    return pack_table({name: narrow(getattr(chunks, name)[rows]) for name in TABLE_COLUMNS})
+
+
+def _files_of(parts: Mapping[str, bytes]) -> list[ShardFile]:
+    """Describe the files of parts."""
+    return [ShardFile(name, len(p), len(p), checksum(p)) for name, p in parts.items()]
+
+
+def _cuts(key_ids: IntArray) -> list[int]:
+    """Return rows between keys that cut parts of at least `PART_ROWS`."""
+    begins = np.flatnonzero(key_ids[1:] != key_ids[:-1]) + 1
+    cuts: list[int] = begins[np.diff(begins // PART_ROWS, prepend=0) > 0].tolist()
+    return cuts

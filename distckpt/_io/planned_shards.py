@@ -23,12 +23,8 @@ from distckpt._base.threads import (
     num_requests_within,
     num_threads_within,
 )
-from distckpt._format.manifest import (
-    ChunkTable,
-    Manifest,
-    needs_checksum_files,
-    num_blocks_of,
-)
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.manifest import Manifest, needs_checksum_files, num_blocks_of
 from distckpt._format.planned_manifest import PlannedManifest, planned_manifest
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._io.plan_vote import PlanVerdict, PlanVote

@@ -22,6 +22,7 @@ from distckpt._format.manifest import (
     Manifest,
     marker_fields,
     needs_checksum_files,
+    take_figures,
 )
 from distckpt._format.marker import CheckpointingConfig, config_fields
 from distckpt._format.safetensors_file import ShardFile
@@ -130,10 +131,11 @@ def _write_remaining(
     names: _Names,
 ) -> Manifest:
     """Write or link the files that remain, and return their manifest."""
-    first_bytes = manifest.chunks.first_bytes.copy()
-    file_ids = manifest.chunks.file_ids
-    stays = names.stays[manifest.chunks.key_ids]
-    changes = names.changes[manifest.chunks.key_ids]
+    all_chunks = manifest.all_chunks
+    first_bytes = all_chunks.first_bytes.copy()
+    file_ids = all_chunks.file_ids
+    stays = names.stays[all_chunks.key_ids]
+    changes = names.changes[all_chunks.key_ids]
     files: dict[int, ShardFile] = {}
     for file_id in sorted(set(file_ids[stays].tolist())):
         file = manifest.files[file_id]
@@ -147,10 +149,10 @@ def _write_remaining(
             source, target = (locations.join(place, file.name) for place in (location, directory))
             locations.link_tree(source, target)
             files[file_id] = file
-    chunks = manifest.chunks._replace(first_bytes=first_bytes)
+    chunks = all_chunks._replace(first_bytes=first_bytes)
     table = chunks.take(np.flatnonzero(stays), manifest.block_bytes)
     key_ids = np.flatnonzero(names.stays).tolist()
-    return Manifest(
+    return manifest.replaced(
         keys=[name for name in names.new if name is not None],
         dtypes=[manifest.dtypes[key_id] for key_id in key_ids],
         global_shapes=[manifest.global_shapes[key_id] for key_id in key_ids],
@@ -159,11 +161,8 @@ def _write_remaining(
             key_ids=np.searchsorted(key_ids, table.key_ids),
             file_ids=np.searchsorted(list(files), table.file_ids),
         ),
-        aliases=dict(names.aliases),
-        block_bytes=manifest.block_bytes,
-        quantization=manifest.quantization,
-        fingerprints=None if manifest.fingerprints is None else manifest.fingerprints[key_ids],
-        stats=None if manifest.stats is None else manifest.stats.take(key_ids),
+        aliases=names.aliases,
+        figures=take_figures(manifest.figures, key_ids),
     )
 
 
@@ -200,7 +199,7 @@ def _rewrite(
     contents = [[torch.from_numpy(source[start:stop])] for start, stop in spans]
     new_file = file_of_tensors(planned.name, planned.header, contents).below(directory)
     checksums = write_files([new_file], WriteSettings(block_bytes=manifest.block_bytes))
-    expected = manifest.chunks.take(ordered, manifest.block_bytes).block_checksums
+    expected = manifest.all_chunks.take(ordered, manifest.block_bytes).block_checksums
     if not np.array_equal(expected, checksums):
         raise CorruptCheckpointError(
             f"{file.name!r} has a checksum mismatch: nothing was removed. Restore it from a copy."

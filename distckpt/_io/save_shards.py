@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.manifest import (
     MANIFEST_NAME,
-    ChunkTable,
+    KeyFigures,
     Manifest,
     file_of_checksums,
     marker_fields,
     version_of,
 )
-from distckpt._format.manifest_parts import with_parts
-from distckpt._format.planned_manifest import PlannedManifest, report_of
+from distckpt._format.planned_manifest import PlannedManifest, report_of, with_parts
 from distckpt._io.plan_vote import PlanVerdict
 from distckpt._io.planned_shards import (
     ReadyShards,
@@ -189,18 +189,18 @@ class ShardSave(PreparedSave):
     def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
         planned = self.plan.manifest
         assert planned is not None
-        columns: dict[str, npt.NDArray[Any]] = {}
+        figures: dict[str, npt.NDArray[Any]] = {}
         if self.measured:
             told, *of_all = zip(*map(unpack_parts, told), strict=True)
             for name, numbers in zip(self.measured, of_all, strict=True):
-                columns |= _measure(name).columns_of(planned.manifest, numbers)
+                figures |= _measure(name).columns_of(planned.manifest, numbers)
         fields, self.written = write_manifest(
             checkpoint_dir,
             planned,
             told,
             self.folder_suffix,
             self.settings.durable,
-            columns,
+            figures,
         )
         return fields
 
@@ -262,10 +262,10 @@ def write_manifest(
     reports: Sequence[bytes],
     suffix: str,
     durable: bool,
-    columns: Mapping[str, npt.NDArray[Any]] | None = None,
+    figures: KeyFigures | None = None,
 ) -> tuple[Mapping[str, Any], list[tuple[str, int]]]:
     """Write the manifest of what the ranks report; its files get the names that they have in the
-    folders with the suffix, and it further columns.
+    folders with the suffix, and its keys get figures.
 
     Returns the marker fields that name it, and the names and sizes of all files, its own included.
     On an object store, a manifest that is there is never replaced, since a marker may name it; the
@@ -284,7 +284,8 @@ def write_manifest(
         from distckpt._format.file_table import FileTable
 
         chunks = chunks._replace(files=FileTable.of(chunks.files))
-    data = planned.manifest.to_bytes(chunks, columns)
+    known = {**planned.manifest.figures, **(figures or {})}
+    data = planned.manifest.replaced(chunks=chunks, figures=known).to_bytes()
     name = MANIFEST_NAME
     if not locations.create_bytes(locations.join(checkpoint_dir, name), data, durable):
         name = f"manifest{suffix or '-' + secrets.token_hex(8)}.safetensors"

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distckpt._base.threads import run_threads
-from distckpt._format.manifest import OBJECT, Manifest
-from distckpt._format.tensor_stats import StatsColumns
+from distckpt._format.manifest import OBJECT, STATS_COUNTS, STATS_VALUES, Manifest
 from distckpt._io.block_stats import BlockStats, block_stats, blocks_of, sums_of_rows
 from distckpt._io.fingerprints import LiveRegion, regions_of, windows_of
 from distckpt._io.prepared_save import OwnedChunk
@@ -60,7 +59,7 @@ def columns_of(manifest: Manifest, numbers: Sequence[bytes]) -> dict[str, npt.ND
     values = np.stack([norm, mean, low, high], axis=1)
     counts[~is_whole] = 0
     values[~is_whole] = math.nan
-    return StatsColumns(np.ascontiguousarray(counts[:, 1:]), values).columns()
+    return {STATS_COUNTS: np.ascontiguousarray(counts[:, 1:]), STATS_VALUES: values}
 
 
 def _numbers_of_values(manifest: Manifest) -> npt.NDArray[np.int64]:

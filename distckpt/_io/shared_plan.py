@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.columns import pack, unpack
-from distckpt._format.manifest import ChunkTable, Manifest
+from distckpt._format.manifest import Manifest
 from distckpt._geometry.region import IntArray
 from distckpt._plan.save import Pieces
 from distckpt._ranks.collectives import Ranks

@@ -15,7 +15,7 @@ from distckpt._base.threads import ProgressCounter
 from distckpt._base.tree import dotted, leaves
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._format.fingerprint import PRIME, Fingerprint, region_number
-from distckpt._format.manifest import NO_FINGERPRINT, Manifest
+from distckpt._format.manifest import FINGERPRINTS, NO_FINGERPRINT, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.fingerprints import regions_of, sum_over_ranks, sums_of
 from distckpt._io.save_shards import plan_chunks
@@ -97,8 +97,8 @@ def _warn_of_plain(common: Any) -> None:
 class _Kinds(NamedTuple):
     """The keys of all ranks, as in the manifest of a save."""
 
-    keys: list[str]
-    dtypes: list[str]
+    keys: Sequence[str]
+    dtypes: Sequence[str]
     shapes: list[list[int]]
     aliases: dict[str, str]
 
@@ -169,9 +169,10 @@ def saved_fingerprints(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[st
 
 def saved_number(manifest: Manifest, key: str) -> int | None:
     """Return the number that was stored with a tensor, or None."""
-    if manifest.fingerprints is None:
+    numbers = manifest.figures.get(FINGERPRINTS)
+    if numbers is None:
         return None
-    number = int(manifest.fingerprints[manifest.key_index[key]])
+    number = int(numbers[manifest.key_index[key]])
     if number == NO_FINGERPRINT:
         return None
     return number

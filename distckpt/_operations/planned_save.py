@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distckpt._base.messages import check_choice, check_num_bytes
-from distckpt._base.options import SaveOptions, check_options, check_seconds, check_switch
+from distckpt._base.options import FIGURES, SaveOptions, check_options, check_seconds, check_switch
 from distckpt._base.reports import SaveReport, publish
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, new_output
@@ -82,8 +82,7 @@ class SaveRequest:
             "durable": options.durable,
             "validate_access_integrity": options.validate_access_integrity,
             "validate_replicas": options.validate_replicas,
-            "fingerprint": options.fingerprint,
-            "stats": options.stats,
+            **{name: getattr(options, name) for name in FIGURES},
             "unsupported": options.unsupported,
             "strategy": options.strategy,
             "timeout": options.timeout,

@@ -14,7 +14,7 @@ from distckpt._base.errors import (
     UnsupportedObjectError,
 )
 from distckpt._base.garbage import paused_garbage_collection
-from distckpt._base.options import SaveOptions, with_changes
+from distckpt._base.options import FIGURES, SaveOptions, with_changes
 from distckpt._base.reports import SaveReport
 from distckpt._commit import posix
 from distckpt._commit.output import Output, new_output
@@ -331,9 +331,9 @@ def _chosen_strategy(request: SaveRequest) -> tuple[SaveShardedStrategy | None, 
     from distckpt.strategies.base import choose_save_strategy
 
     strategy, engine = choose_save_strategy(options.strategy)
-    if strategy is not None and (options.fingerprint or options.stats):
-        name = "fingerprint" if options.fingerprint else "stats"
-        raise ValueError(f"{name}=True is for the built-in format: a strategy stores none.")
+    figures = [name for name in FIGURES if getattr(options, name)]
+    if strategy is not None and figures:
+        raise ValueError(f"{figures[0]}=True is for the built-in format: a strategy stores none.")
     if strategy is not None:
         strategy = strategy.configure(options, request.process_group)
     settings = ShardSettings(

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import natural_order, summarize_keys
+from distckpt._format.manifest import STATS_VALUES
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._format.tensor_stats import TensorStats
+from distckpt._format.tensor_stats import TensorStats, stats_of_key
 from distckpt._plan.selection import matches
 
 
@@ -21,15 +22,11 @@ def saved_stats(
     Raises:
         LoadMismatchError: no tensor matches.
     """
-    manifest = stored.manifest
-    if manifest.stats is None:
+    if STATS_VALUES not in stored.manifest.figures:
         return None
     all_stats: list[TensorStats] = []
     for name in chosen_names(stored, keys):
-        key_id = manifest.key_index[name]
-        dtype = manifest.dtypes[key_id]
-        shape = manifest.global_shapes[key_id]
-        stats = manifest.stats.of_key(key_id, name, dtype, shape)
+        stats = stats_of_key(stored.manifest, name)
         if stats is None:
             return None
         all_stats.append(stats)

@@ -202,14 +202,7 @@ def _names_of_states(
 def _with_names(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
     """Return a manifest with other names for some keys."""
     aliases = manifest.aliases.items()
-    return Manifest(
-        [names.get(key, key) for key in manifest.keys],
-        manifest.dtypes,
-        manifest.global_shapes,
-        manifest.table,
-        {names.get(alias, alias): names.get(key, key) for alias, key in aliases},
-        manifest.block_bytes,
-        manifest.has_checksums,
-        manifest.origin,
-        manifest.quantization,
+    return manifest.replaced(
+        keys=[names.get(key, key) for key in manifest.keys],
+        aliases={names.get(alias, alias): names.get(key, key) for alias, key in aliases},
     )

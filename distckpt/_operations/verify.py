@@ -33,9 +33,9 @@ from distckpt._checkpoint.consistent_read import ReadAttempt, read_attempts
 from distckpt._checkpoint.opening import identify, open_checkpoint
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._commit.conditional_put import stray_files
-from distckpt._format.checksum import checksum
+from distckpt._format.checksum import CHECKSUM_BYTES, checksum
 from distckpt._format.checksum_files import Checksums, read_checksums
-from distckpt._format.manifest import CHECKSUM_BYTES, NO_FINGERPRINT, Manifest, is_manifest_name
+from distckpt._format.manifest import FINGERPRINTS, NO_FINGERPRINT, Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
@@ -300,12 +300,13 @@ def keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:
     A tensor with gaps is not whole.
     """
     manifest = stored.manifest
-    if manifest.fingerprints is None:
+    numbers = manifest.figures.get(FINGERPRINTS)
+    if numbers is None:
         return []
-    table = manifest.chunks
+    table = manifest.all_chunks
     counts = np.bincount(table.key_ids, table.shapes.prod(axis=1), len(manifest.keys))
     are_whole = counts >= np.array([math.prod(shape) for shape in manifest.global_shapes])
-    has_fingerprint = (manifest.fingerprints != NO_FINGERPRINT) & are_whole
+    has_fingerprint = (numbers != NO_FINGERPRINT) & are_whole
     return list(itertools.compress(manifest.keys, has_fingerprint.tolist()))
 
 
@@ -450,7 +451,7 @@ def list_blocks(
                 holders.append(holder)
         known, unread = _readable_checksums(stored, holders, num_threads)
         if keeps_checksums:
-            manifest.fetched_checksums.update(known)
+            manifest.fetched.contents.update(known)
         return _with_known(manifest, blocks, holders, known)._replace(unread=unread)
     if manifest.has_checksums:
         first_blocks = manifest.block_starts[blocks.chunks]
@@ -462,7 +463,7 @@ def _readable_checksums(
     stored: StoredCheckpoint, holders: Sequence[int], num_threads: int | None
 ) -> tuple[dict[int, Checksums], list[Problem]]:
     """Return readable files' checksums, and problems of all other files."""
-    fetched = stored.manifest.fetched_checksums
+    fetched = stored.manifest.fetched.contents
     known: dict[int, Checksums] = {}
     missing = []
     for holder in holders:

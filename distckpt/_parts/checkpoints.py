@@ -1,24 +1,22 @@
-"""Checkpoints in parts: `reshard`, and what is converted by it."""
+"""`reshard` in parts."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
-from distckpt._base.messages import check_num_bytes
-from distckpt._base.options import check_switch
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import BACKEND, VERSION, open_undisturbed
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, continued_output
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import MANIFEST_NAME, ChunkTable
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.manifest import MANIFEST_NAME
 from distckpt._format.marker import (
     CONFIG_FNAME,
     CheckpointingConfig,
@@ -29,103 +27,76 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import counting_from, num_export_threads
 from distckpt._io.save_shards import report_of_written, write_manifest
 from distckpt._io.write import NewFile, WriteSettings, in_folder, write_files, write_span
-from distckpt._mapping.wrappers import CommonStateDict
-from distckpt._operations.reshard import (
-    Division,
+from distckpt._operations.reshard import ReshardReport, report_of_reshard, tensor_file
+from distckpt._operations.reshard_plan import (
     ReshardPlan,
-    ReshardReport,
-    Selection,
-    check_content,
-    notes_of,
+    ReshardRequest,
+    check_request,
+    options_of,
     plan_reshard,
-    report_of_reshard,
-    tensor_file,
 )
 from distckpt._parts.exports import add_up, other_files, proof_of, remove_others
 from distckpt._parts.facts import check_sources, facts_of
 from distckpt._parts.work import Attempt, Piece, Work, cut_files
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.rule import Rule
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
 
 
 def resharding(
-    source_dir: str | os.PathLike[str],
-    checkpoint_dir: str | os.PathLike[str],
-    *,
-    num_ranks: int | None = None,
-    grids: Mapping[str, Sequence[int]] | None = None,
-    keys: str | Sequence[str] | None = None,
-    rules: Sequence[Rule] = (),
-    rename: Mapping[str, str] | None = None,
-    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
-    common_state: CommonStateDict | None = None,
-    overwrite: bool = False,
-    verify: bool = True,
-    max_inflight_bytes: int = 256 << 20,
+    source_dir: str | os.PathLike[str], checkpoint_dir: str | os.PathLike[str], **options: Any
 ) -> Work:
-    """Return what `reshard` does with these arguments."""
-    selection = Selection(keys, rules, rename or {}, dtype)
-    division = Division(1 if num_ranks is None else num_ranks, grids or {})
-    check_switch("overwrite", overwrite)
-    check_switch("verify", verify)
-    check_num_bytes("max_inflight_bytes", max_inflight_bytes)
-    check_content(selection, division, common_state)
-    location, target = locations.normalize(source_dir), posix.resolve(checkpoint_dir)
-    if target == posix.resolve(location):
+    """Plan the work of a call of `reshard` with these arguments."""
+    given = options_of(1, **options)
+    request = check_request(source_dir, checkpoint_dir, given)
+    if request.is_in_place:
         raise CheckpointingException(
-            f"{location!r} cannot be rewritten in its own place in parts: parts that come late "
-            "would read the new one. Choose another directory."
+            f"{request.source!r} cannot be rewritten in its own place in parts: parts that come "
+            "late would read the new one. Choose another directory."
         )
     ranks = Ranks.alone()
-    stored = open_undisturbed(ranks, location, verify=verify)
+    stored = open_undisturbed(ranks, request.source, verify=given.verify)
     with reading(ranks, [stored]):
-        plan = plan_reshard(ranks, stored, target, selection, division, common_state)
-    options = {**vars(selection), **vars(division), "overwrite": overwrite, "verify": verify}
-    return _ReshardWork(
-        stored, target, plan, notes_of(stored, selection), options, max_inflight_bytes
-    )
+        plan = plan_reshard(ranks, stored, request)
+    return _ReshardWork(stored, request, plan)
 
 
 class _ReshardWork(Work):
-    """A checkpoint that is planned; `stored` is what it is made of."""
+    """A planned checkpoint; `stored` is its source."""
 
     verb = "reshard"
 
     def __init__(
-        self,
-        stored: StoredCheckpoint,
-        target: str,
-        plan: ReshardPlan,
-        notes: Mapping[str, Any],
-        options: Mapping[str, Any],
-        max_inflight_bytes: int,
+        self, stored: StoredCheckpoint, request: ReshardRequest, plan: ReshardPlan
     ) -> None:
-        self._stored, self._plan, self._notes = stored, plan, notes
-        self._overwrite, self._max_inflight_bytes = bool(options["overwrite"]), max_inflight_bytes
-        self.place, self.sources = target, [stored.location]
-        self._is_local = locations.is_local(target)
+        self._stored = stored
+        self._plan = plan
+        self._options = request.options
+        self.place = request.target
+        self.sources = [stored.location]
+        self._is_local = locations.is_local(request.target)
         self._files = {file.name: file for file in plan.layout.all_files}
         self._sizes = {name: len(f.header) + sum(f.chunk_bytes) for name, f in self._files.items()}
         self._num_bytes = sum(self._sizes.values())
         self.pieces: Sequence[Piece] = cut_files(self._sizes, divides=self._is_local)
         objects = [checksum(shard.data) for shard in plan.content.objects]
         more = {"objects and common state": objects, "the layout": plan.layout.digest()}
-        self.facts = facts_of({**options, **more}, [stored], plan.content.outputs)
+        facts = {**self._options.of_all_ranks(), **more}
+        self.facts = facts_of(facts, [stored], plan.content.outputs)
 
     def _output(self, attempt: Attempt) -> Output:
         settings = OutputSettings(
             num_bytes=self._num_bytes,
             folders=posix.SUBDIRECTORIES,
-            overwrite=self._overwrite,
+            overwrite=self._options.overwrite,
             has_marker=True,
             has_own_folders=True,
         )
         return continued_output(self.place, attempt.nonce, attempt.journal, settings)
 
     def files(self, attempt: Attempt) -> list[str]:
-        suffix, planned = self._output(attempt).folder_suffix, self._plan.save.manifest
+        suffix = self._output(attempt).folder_suffix
+        planned = self._plan.save.manifest
         assert planned is not None
         return [in_folder(file.name, suffix) for file in planned.chunks.files]
 
@@ -136,7 +107,7 @@ class _ReshardWork(Work):
         return other_files(self.directory(attempt), self._sizes, headers)
 
     def check(self) -> None:
-        posix.check_target(self.place, self._overwrite)
+        posix.check_target(self.place, self._options.overwrite)
 
     def begin(self, attempt: Attempt, is_new: bool) -> None:
         if self._is_local:
@@ -155,7 +126,7 @@ class _ReshardWork(Work):
         self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
     ) -> Iterator[tuple[int, Any]]:
         output = self._output(attempt)
-        num_threads = num_export_threads(self._max_inflight_bytes)
+        num_threads = num_export_threads(self._options.max_inflight_bytes)
         settings = WriteSettings(num_threads=num_threads, progress=add_bytes)
         with (
             reading(Ranks.alone(), [self._stored]),
@@ -207,8 +178,11 @@ class _ReshardWork(Work):
         self, output: Output, results: Sequence[Any]
     ) -> tuple[dict[str, Any], list[tuple[str, int]]]:
         """Write the manifest; return the fields of the marker, and names and sizes of all files."""
-        checksums = [number for result in results for number in result["checksums"]]
-        plan, suffix = self._plan.save, output.folder_suffix
+        checksums: list[int] = []
+        for result in results:
+            checksums += result["checksums"]
+        plan = self._plan.save
+        suffix = output.folder_suffix
         assert plan.manifest is not None
         report = report_of_written(
             output.location, plan, ChunkTable.empty(), np.array(checksums, np.uint64), suffix
@@ -217,7 +191,7 @@ class _ReshardWork(Work):
             output.location, plan.manifest, [report], suffix, durable=True
         )
         config = CheckpointingConfig(BACKEND, VERSION)
-        return {**self._notes, **fields, **config_fields(config)}, files
+        return {**self._plan.notes, **fields, **config_fields(config)}, files
 
     def commit(self, attempt: Attempt, results: Sequence[Any]) -> None:
         output = self._output(attempt)

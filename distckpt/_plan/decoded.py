@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, ITEM_BYTES
-from distckpt._format.manifest import OBJECT, ChunkTable, LazyChunks, Manifest
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.manifest import OBJECT, Manifest, take_figures
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import cut_region
@@ -58,16 +59,15 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
     for tensor in tensors:
         for key in tensor.keys:
             names[key] = key + AS_STORED
-    view = Manifest(
-        [*(names.get(key, key) for key in manifest.keys), *quantized_tensors],
-        [*manifest.dtypes, *(tensor.dtype for tensor in tensors)],
-        [*manifest.global_shapes, *(tensor.model_shape for tensor in tensors)],
-        _with_chunks(manifest, tensors),
-        _aliases_in_view(manifest.aliases, quantized_tensors, names),
-        manifest.block_bytes,
-        manifest.has_checksums,
-        manifest.origin,
-        manifest.quantization,
+    # Nothing is stored about the values that codes stand for.
+    ids = [*range(len(manifest.keys)), *(-1 for _ in tensors)]
+    view = manifest.replaced(
+        keys=[*(names.get(key, key) for key in manifest.keys), *quantized_tensors],
+        dtypes=[*manifest.dtypes, *(tensor.dtype for tensor in tensors)],
+        global_shapes=[*manifest.global_shapes, *(tensor.model_shape for tensor in tensors)],
+        chunks=manifest.chunks.followed_by(_chunks_of(manifest, tensors)),
+        aliases=_aliases_in_view(manifest.aliases, quantized_tensors, names),
+        figures=take_figures(manifest.figures, ids),
     )
     renamed = [_with_names(tensor, names) for tensor in tensors]
     quantized = dict(enumerate(renamed, len(manifest.key_ids)))
@@ -95,15 +95,15 @@ def _with_names(quantized: QuantizedTensor, names: Mapping[str, str]) -> Quantiz
     return replace(quantized, parts=parts, companions=companions)
 
 
-def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> ChunkTable | LazyChunks:
-    """Add a chunk for each tensor; their keys follow the manifest's."""
+def _chunks_of(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> ChunkTable:
+    """Return a chunk for each tensor, whose key follows those of the manifest."""
     ndim = manifest.offsets.shape[1]
     first_key = len(manifest.keys)
     shapes = np.ones((len(tensors), ndim), np.int64)
     for row, quantized in enumerate(tensors):
         shapes[row, : len(quantized.shape)] = quantized.model_shape
-    items = np.array([ITEM_BYTES[quantized_tensor.dtype] for quantized_tensor in tensors], np.int64)
-    added = ChunkTable.empty()._replace(
+    items = np.array([ITEM_BYTES[tensor.dtype] for tensor in tensors], np.int64)
+    return ChunkTable.empty()._replace(
         key_ids=np.arange(first_key, first_key + len(tensors)),
         file_ids=np.zeros(len(tensors), np.int64),
         # They are stored nowhere, each at another position.
@@ -112,7 +112,6 @@ def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> Chun
         offsets=np.zeros((len(tensors), ndim), np.int64),
         shapes=shapes,
     )
-    return manifest.table.followed_by(added)
 
 
 def name_in_view(view: StoredCheckpoint, key: str, dtype: torch.dtype) -> str:

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import FORMAT_VERSION, OBJECT, ChunkTable, Manifest
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.manifest import FORMAT_VERSION, OBJECT, Manifest
 from distckpt._format.planned_manifest import PlannedManifest
 from distckpt._format.safetensors_file import (
     CHECKSUMS_SUFFIX,

@@ -11,7 +11,8 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, TO_NAME, is_summed
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import summarize_keys
-from distckpt._format.manifest import ChunkTable, Manifest
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.manifest import Manifest
 from distckpt._format.marker import names_of_module, note_of_module
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.codes import check_scales_cast

@@ -26,7 +26,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
-from distckpt._format import manifest, manifest_parts
+from distckpt._format import manifest, planned_manifest
 from tests.support.harness import run
 
 NUM_RANKS = 2
@@ -266,7 +266,7 @@ def _set_limits(as_large: bool) -> None:
     """
     if as_large:
         manifest.MAX_BLOCKS = 0
-        manifest_parts.PART_ROWS = 1
+        planned_manifest.PART_ROWS = 1
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import torch
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
 from distckpt._format import manifest
+from distckpt._format.chunk_table import TABLE_COLUMNS
 from distckpt._format.lazy_columns import LazyColumn, Part
-from distckpt._format.manifest import TABLE_COLUMNS
 from distckpt._io import planned_shards, shared_plan
 from distckpt._io.divided.plan import PartPlanning
 from tests.support.harness import launched

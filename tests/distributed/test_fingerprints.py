@@ -21,6 +21,7 @@ from tests.support.layouts import (
     tensor_from,
     uneven_part,
 )
+from tests.support.quantized_models import mxfp4
 
 LAYOUTS = [
     Layout(tp=2),
@@ -227,6 +228,24 @@ def test_a_reshard_keeps_the_fingerprints_of_what_stays_as_it_is(tmp_path):
     report = distckpt.verify(tmp_path / "other")
     assert report.is_whole
     assert report.num_fingerprints == 2
+
+
+def test_a_reshard_to_values_keeps_the_fingerprints_of_plain_tensors(tmp_path):
+    tensors = {**mxfp4().tensors, "norm": torch.ones(5, dtype=torch.bfloat16)}
+    state = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}
+    distckpt.save(state, tmp_path / "step", fingerprint=True)
+
+    distckpt.reshard(tmp_path / "step", tmp_path / "values", dtype=torch.bfloat16)
+
+    values = distckpt.open(tmp_path / "values")
+    expected = distckpt.fingerprint({"norm": state["norm"]})
+    assert values.tensors.keys() == {"norm", "m.experts.down_proj"}
+    assert values.fingerprints(["norm"], stored=True) == expected
+    with pytest.raises(CheckpointingException, match="no stored fingerprints"):
+        values.fingerprints(["m.experts.down_proj"], stored=True)
+    report = distckpt.verify(tmp_path / "values")
+    assert report.is_whole
+    assert report.num_fingerprints == 1
 
 
 def _spoiled(rank: int, path: str, is_async: bool) -> None:

@@ -21,7 +21,7 @@ import xxhash
 import distckpt
 from distckpt import CheckpointingException, ShardedTensor, tasks
 from distckpt._checkpoint.opening import open_undisturbed
-from distckpt._format import checksum_files, manifest, manifest_parts
+from distckpt._format import checksum_files, manifest, planned_manifest
 from distckpt._ranks.collectives import Ranks
 from distckpt.cli import main
 from distckpt.megatron.core import write_marker
@@ -240,7 +240,11 @@ def without_parts(path, target):
         files=[files[number] for number in kept], file_ids=numbers[found.chunks.file_ids]
     )
     shutil.copytree(path, target)
-    write_manifest(target, found.to_bytes(chunks), {"format_version": 3, "min_reader_version": 3})
+    write_manifest(
+        target,
+        found.replaced(chunks=chunks).to_bytes(),
+        {"format_version": 3, "min_reader_version": 3},
+    )
 
 
 # --- Both together --------------------------------------------------------------------------------
@@ -268,7 +272,7 @@ def outcome_without_parts(verb, path):
 def folder(tmp_path, monkeypatch):
     """A checkpoint of three ranks, every key of which has a part, and files of checksums."""
     monkeypatch.setattr(manifest, "MAX_BLOCKS", 0)
-    monkeypatch.setattr(manifest_parts, "PART_ROWS", 1)
+    monkeypatch.setattr(planned_manifest, "PART_ROWS", 1)
     distckpt.save(state(), tmp_path / "first", fingerprint=True, stats=True)
     grids = {"a": (3, 1), "e": (2, 2)}
     distckpt.reshard(tmp_path / "first", tmp_path / "saved", num_ranks=3, grids=grids)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from distckpt._format.manifest import ChunkTable, Manifest
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.manifest import Manifest
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import regions_to_arrays
 

@@ -16,8 +16,9 @@ import numpy as np
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.options import SaveOptions
-from distckpt._format.manifest import ChunkTable, Manifest, needs_checksum_files, num_blocks_of
-from distckpt._format.manifest_parts import parts_by_name
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.manifest import Manifest, needs_checksum_files, num_blocks_of
+from distckpt._format.planned_manifest import parts_by_name
 from distckpt._io.divided.planner import (
     Cuts,
     Described,

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.columns import compress, decompress, narrow, pack, unpack
-from distckpt._format.manifest import OBJECT, ChunkTable, Manifest
-from distckpt._format.manifest_parts import cut_into_parts
+from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.planned_manifest import cut_into_parts
 from distckpt._geometry.region import IntArray, stacked
 from distckpt._plan.save import (
     Groups,
@@ -488,7 +489,7 @@ def split_chunks(table: ChunkTable, edges: Sequence[int]) -> tuple[ChunkTable, l
     numbers = np.vstack((*columns, table.offsets.T, table.shapes.T))
     of_planners = [numbers[:, ~is_rest & (planner == number)] for number in range(len(edges) - 1)]
     encoded = [len(each).to_bytes(1, "little") + _numbers_to_bytes(each) for each in of_planners]
-    return table.without_blocks(np.flatnonzero(is_rest)), encoded
+    return table.rows(np.flatnonzero(is_rest)), encoded
 
 
 def chunks_message(rest: ChunkTable, encoded: Sequence[bytes]) -> bytes:
@@ -531,7 +532,7 @@ def parts_of_chunks(bundle: bytes) -> list[bytes]:
         offsets=np.array(regions[:ndim]).T,
         shapes=np.array(regions[ndim:]).T,
     )
-    return cut_into_parts(chunks.without_blocks(chunks.sorted_rows))
+    return cut_into_parts(chunks.rows(chunks.sorted_rows))
 
 
 def _widened(numbers: IntArray, ndim: int) -> IntArray:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import distckpt
 from distckpt import CheckpointingException, CorruptCheckpointError, ShardedObject, ShardedTensor
-from distckpt._format import manifest, manifest_parts
+from distckpt._format import manifest, planned_manifest
 from distckpt.cli import main
 from distckpt.megatron.serialization import remove_sharded_tensors
 from tests.support.disk import flip
@@ -30,7 +30,7 @@ TENSORS = {
 @pytest.fixture(autouse=True)
 def as_large(monkeypatch):
     monkeypatch.setattr(manifest, "MAX_BLOCKS", 0)
-    monkeypatch.setattr(manifest_parts, "PART_ROWS", 1)
+    monkeypatch.setattr(planned_manifest, "PART_ROWS", 1)
 
 
 def state_of(tensors):

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 import distckpt
 from distckpt import CorruptCheckpointError, ShardedObject, ShardedTensor
-from distckpt._format import manifest, manifest_parts
+from distckpt._format import manifest, manifest_reading, planned_manifest
+from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.file_table import FileTable
-from distckpt._format.manifest import ChunkTable, Manifest
+from distckpt._format.manifest import Manifest
+from distckpt._format.manifest_reading import manifest_from_bytes
 from distckpt._format.safetensors_file import ShardFile
 from tests.support.forged_files import files_in, forge, forge_files, marker_of
 
@@ -24,7 +26,7 @@ WEIGHT = torch.arange(12.0).reshape(3, 4)
 @pytest.fixture(autouse=True)
 def as_large(monkeypatch):
     monkeypatch.setattr(manifest, "MAX_BLOCKS", 0)
-    monkeypatch.setattr(manifest_parts, "PART_ROWS", 1)
+    monkeypatch.setattr(planned_manifest, "PART_ROWS", 1)
 
 
 @pytest.fixture
@@ -316,18 +318,18 @@ def test_a_rank_opens_the_checkpoint_of_many_within_5_megabytes(tmp_path, monkey
         ChunkTable.empty(),
         {},
     )
-    monkeypatch.setattr(manifest_parts, "PART_ROWS", 1 << 16)
-    rest, parts = manifest_parts.divided(chunks)
+    monkeypatch.setattr(planned_manifest, "PART_ROWS", 1 << 16)
+    rest, parts = planned_manifest.divided(chunks)
     (tmp_path / "objects").mkdir()
     for name, content in parts.items():
         (tmp_path / name).write_bytes(content)
-    data = written.to_bytes(rest._replace(files=FileTable.of(rest.files)))
-    data = manifest_parts.joined(data, str(tmp_path))
-    Manifest.from_bytes(data, str(tmp_path))
+    data = written.replaced(chunks=rest._replace(files=FileTable.of(rest.files))).to_bytes()
+    data = manifest_reading.joined(data, str(tmp_path))
+    manifest_from_bytes(data, str(tmp_path))
     tracemalloc.start()
-    opened = Manifest.from_bytes(data, str(tmp_path))
+    opened = manifest_from_bytes(data, str(tmp_path))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 5e6
     assert opened.files[9] == rest.files[9]
-    assert opened.chunks.file_ids[num_ranks + 3] == 6
+    assert opened.file_ids[num_ranks + 3] == 6

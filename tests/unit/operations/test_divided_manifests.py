@@ -21,10 +21,11 @@ from safetensors.numpy import load
 
 import distckpt
 from distckpt import CorruptCheckpointError, tasks
-from distckpt._format import checksum_files, manifest, manifest_parts
+from distckpt._format import checksum_files, manifest, planned_manifest
+from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.file_table import FileTable
 from distckpt._format.lazy_columns import LazyColumn, Segment
-from distckpt._format.manifest import ChunkTable, Manifest
+from distckpt._format.manifest import Manifest
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._operations import windows
 from distckpt.cli import main
@@ -43,7 +44,7 @@ VALUES = np.random.default_rng(3).integers(0, 256, (NUM_TENSORS, NUM_RANKS, ROW_
 def small(monkeypatch):
     for module in (manifest, checksum_files):
         monkeypatch.setattr(module, "CHUNKS_AT_ONCE", AT_ONCE)
-    monkeypatch.setattr(manifest_parts, "PART_ROWS", AT_ONCE)
+    monkeypatch.setattr(planned_manifest, "PART_ROWS", AT_ONCE)
     # What is compared at a time is as small as all of this.
     monkeypatch.setattr(windows, "_BATCH_WINDOWS", 16)
 
@@ -85,12 +86,12 @@ def write_checkpoint(path, has_parts=True, first_byte=None):
         {},
     )
     if has_parts:
-        chunks, parts = manifest_parts.divided(chunks)
+        chunks, parts = planned_manifest.divided(chunks)
         assert len(parts) == NUM_CHUNKS // AT_ONCE
         for name, content in parts.items():
             (path / name).write_bytes(content)
         chunks = chunks._replace(files=FileTable.of(chunks.files))
-    data = of_keys.to_bytes(chunks)
+    data = of_keys.replaced(chunks=chunks).to_bytes()
     (path / "manifest.safetensors").write_bytes(data)
     fields = manifest.marker_fields(data, version=4 if has_parts else 3)
     write_marker(path, {"sharded_backend": "safetensors", "sharded_backend_version": 1, **fields})

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distckpt._format.manifest import ChunkTable, Manifest
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.manifest import Manifest
 from distckpt._format.planned_manifest import planned_manifest
 from distckpt._geometry.region import Region, regions_to_arrays
 from distckpt._plan.layout import chunk_table, lay_out_files

@@ -15,7 +15,7 @@ import torch
 
 import distckpt
 from distckpt import CorruptCheckpointError, LoadMismatchError, ShardedTensor
-from distckpt._format import manifest, manifest_parts
+from distckpt._format import manifest, planned_manifest
 from distckpt._format.lazy_columns import LazyColumn
 from distckpt._storage import locations
 from distckpt.rules import Split, Transpose
@@ -526,7 +526,7 @@ def test_values_of_a_checkpoint_whose_manifest_has_parts(
 ):
     """The view with values computes no column of the whole table."""
     monkeypatch.setattr(manifest, "MAX_BLOCKS", max_blocks)
-    monkeypatch.setattr(manifest_parts, "PART_ROWS", 1)
+    monkeypatch.setattr(planned_manifest, "PART_ROWS", 1)
     distckpt.reshard(folder, tmp_path / "checkpoint", num_ranks=3)
     assert any((tmp_path / "checkpoint" / "objects").glob("chunks-*"))
     monkeypatch.delattr(LazyColumn, "whole")

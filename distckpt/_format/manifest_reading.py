@@ -1,0 +1,310 @@
+"""Reading a manifest: joining its parts, decoding it, and checking that it is consistent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distckpt._base.dtypes import ITEM_BYTES, is_known
+from distckpt._base.errors import CorruptCheckpointError
+from distckpt._base.threads import NUM_REQUESTS, run_threads
+from distckpt._format.checksum import BLOCK_BYTES, CHECKSUM_BYTES, checksum
+from distckpt._format.chunk_table import (
+    FILE_PATTERNS,
+    TABLE_COLUMNS,
+    ChunkChecks,
+    Chunks,
+    ChunkTable,
+    Files,
+    file_sizes,
+    files_of_checksums,
+    judging_manifest,
+    widened,
+)
+from distckpt._format.columns import Column, pack, require, unpack
+from distckpt._format.manifest import (
+    CHECKSUM,
+    KEY_COLUMNS,
+    MAX_TABLE_BYTES,
+    OBJECT,
+    KeyFigures,
+    Manifest,
+)
+from distckpt._format.marker import read_file
+from distckpt._format.safetensors_file import MAX_HEADER_BYTES, ShardFile
+from distckpt._geometry.region import IntArray
+from distckpt._storage import locations
+
+MAX_BLOCK_BYTES = 64 << 20
+"""Readers hold a few whole blocks in memory."""
+CARRIED_PART = "part:"
+"""Prefix of columns with the bytes of parts of the chunk table.
+
+Manifests that are sent to other ranks carry their parts.
+"""
+_NAME = re.compile(r"objects(?:-[0-9a-f]{16})?/chunks-\d+\.safetensors")
+
+
+# --- Joining parts --------------------------------------------------------------------------------
+
+
+def joined(data: bytes, location: str) -> bytes:
+    """Return a manifest that carries its parts at a location, see `manifest_from_bytes`.
+
+    Raises:
+        CorruptCheckpointError: a part is missing or damaged.
+    """
+    if b"/chunks-" not in data:
+        return data
+    with judging_manifest(location):
+        fields, columns = unpack(data)
+        files = files_in(fields, columns)
+        if not isinstance(files, list):
+            files = [files[number] for number in files.containing("/chunks-").tolist()]
+        parts = [file for file in files if _NAME.fullmatch(str(file.name))]
+        if not parts:
+            return data
+        sizes = [int(part.num_bytes) for part in parts]
+        require(min(sizes) >= 0 and sum(sizes) <= MAX_TABLE_BYTES, "its parts are too large")
+        for number, content in enumerate(_read_parts(parts, location), 1):
+            columns[f"{CARRIED_PART}{number:05d}"] = np.frombuffer(content, np.uint8)
+        return pack(fields, columns)
+
+
+def _read_parts(parts: list[ShardFile], location: str) -> list[bytes]:
+    contents = [b""] * len(parts)
+
+    def read(number: int) -> None:
+        part = parts[number]
+        path = locations.join(location, *part.name.split("/"))
+        try:
+            data = read_file(path, part.num_bytes)
+        except FileNotFoundError as error:
+            raise _damaged(
+                path, f"{path!r} is missing, a part of the manifest: restore it from a copy."
+            ) from error
+        if len(data) != part.num_bytes or checksum(data) != part.header_checksum:
+            raise _damaged(
+                path,
+                f"{path!r}, a part of the manifest, is not the one that was saved (size or "
+                "checksum differs): restore it from a copy, or load another checkpoint.",
+            )
+        contents[number] = data
+
+    num_threads = 1 if locations.is_local(location) else NUM_REQUESTS
+    run_threads(read, range(len(parts)), num_threads)
+    return contents
+
+
+def _damaged(path: str, message: str) -> CorruptCheckpointError:
+    error = CorruptCheckpointError(message)
+    error.file = path
+    return error
+
+
+# --- Decoding -------------------------------------------------------------------------------------
+
+
+def manifest_from_bytes(data: bytes, location: str) -> Manifest:
+    """Decode a manifest, which may carry parts, and check it.
+
+    Raises:
+        CorruptCheckpointError: it contradicts itself, or is none.
+    """
+    with judging_manifest(location):
+        fields, columns = unpack(data)
+        files = files_in(fields, columns)
+        keys = [str(key) for key in fields["keys"]]
+        dtypes = [str(name) for name in fields["dtypes"]]
+        require(len(dtypes) == len(keys), "keys and dtypes differ in number")
+        key_ndims = widened(columns["key_ndims"])
+        key_shapes = _checked_shapes(widened(columns["key_shapes"]), key_ndims, len(keys))
+        shapes = zip(key_shapes.tolist(), key_ndims.tolist(), strict=True)
+        block_bytes = _known_block_bytes(fields["block_bytes"])
+        has_checksums = _known_checksum(fields["checksum"])
+        checks = ChunkChecks(
+            key_shapes,
+            np.array([ITEM_BYTES.get(name, 0) for name in dtypes], np.int64),
+            files,
+            block_bytes,
+            files_of_checksums(files) if has_checksums else np.zeros(0, np.int64),
+            has_checksums,
+            len(columns["block_checksums"]),
+        )
+        manifest = Manifest(
+            keys,
+            dtypes,
+            global_shapes=[tuple(shape[:ndim]) for shape, ndim in shapes],
+            chunks=_read_chunks(location, files, columns, checks),
+            aliases={str(alias): str(key) for alias, key in fields["aliases"].items()},
+            block_bytes=block_bytes,
+            has_checksums=has_checksums,
+            origin=fields.get("origin"),
+            quantization=fields.get("quantization"),
+            figures=_figures_in(columns, [name == OBJECT for name in dtypes]),
+        )
+        _check(manifest)
+        if isinstance(manifest.chunks, ChunkTable):
+            checks.check(manifest.chunks)
+        else:
+            _ = manifest.key_starts  # which refuses chunks in a wrong order
+    return manifest
+
+
+def files_in(fields: Mapping[str, Any], columns: Mapping[str, Column]) -> Files:
+    """Return the files of a manifest, from its fields and columns."""
+    if FILE_PATTERNS not in fields:
+        return list(map(ShardFile._make, fields["files"]))
+    # Few checkpoints are so large.
+    from distckpt._format.file_table import FileTable
+
+    return FileTable.from_columns(fields[FILE_PATTERNS], columns, MAX_TABLE_BYTES)
+
+
+def _figures_in(columns: Mapping[str, Column], are_objects: Sequence[bool]) -> KeyFigures:
+    """Find the figures among the columns of a manifest, and check them.
+
+    Args:
+        columns: all columns.
+        are_objects: for each key, whether it is one of objects, which have no figures.
+
+    Raises:
+        ValueError: they do not fit the keys.
+    """
+    figures = {name: widened(columns[name]) for name in KEY_COLUMNS if name in columns}
+    kinds = {KEY_COLUMNS[name].kind for name in figures}
+    for name, column in KEY_COLUMNS.items():
+        if column.kind not in kinds:
+            continue
+        require(name in figures, f"column {name!r} is missing")
+        found = figures[name]
+        fits = found.dtype == column.dtype and found.shape == (len(are_objects), *column.shape)
+        require(fits, f"column {name!r} is {found.dtype} {found.shape}")
+        is_negative = found.dtype == np.int64 and found.min(initial=0) < 0
+        require(not is_negative, f"column {name!r} counts less than nothing")
+        of_objects = found[np.array(are_objects, bool)]
+        require(bool(column.misses(of_objects).all()), f"an object has {column.kind}")
+    return figures
+
+
+def _read_chunks(
+    location: str, files: Files, columns: dict[str, Column], checks: ChunkChecks
+) -> Chunks:
+    """Return the chunk table of a manifest, which may carry parts: they are removed from it."""
+    carried = sorted(name for name in columns if name.startswith(CARRIED_PART))
+    if not carried:
+        names = ChunkTable._fields[1:]
+        chunks = ChunkTable(files, **{name: widened(columns[name]) for name in names})
+        _check_chunk_columns(chunks, checks.key_shapes.shape[1])
+        return chunks
+    # Few checkpoints are so large.
+    from distckpt._format.lazy_columns import LazyChunks
+
+    parts = [columns.pop(name).tobytes() for name in carried]
+    return LazyChunks.of_parts(location, files, parts, columns, checks)
+
+
+# --- Checking -------------------------------------------------------------------------------------
+
+
+def _check(manifest: Manifest) -> None:
+    """Check a manifest that was read.
+
+    Raises:
+        ValueError: it contradicts itself.
+    """
+    keys = set(manifest.keys)
+    require(len(keys) == len(manifest.keys), "keys are not distinct")
+    dtypes = set(manifest.dtypes) - {OBJECT}
+    require(all(map(is_known, dtypes)), "a dtype is unknown")
+    require(keys.issuperset(manifest.aliases.values()), "an alias has no target")
+    require(keys.isdisjoint(manifest.aliases), "an alias has the name of a key")
+    has_origin = manifest.origin is None or isinstance(manifest.origin, dict)
+    require(has_origin, "its origin is not described")
+    if manifest.quantization is not None:
+        # Few checkpoints have settings.
+        from distckpt._quantization.settings import are_settings
+
+        are_fit = are_settings(manifest.quantization)
+        require(are_fit, "the settings of quantized tensors are none")
+    if isinstance(manifest.files, list):
+        _check_files(manifest.files, is_foreign=manifest.origin is not None)
+    checksums = manifest.block_checksums
+    require(checksums.dtype == np.uint64, "checksums are not uint64")
+    require(checksums.ndim == 1, "checksums are not one column")
+    is_usual = manifest.has_checksums or manifest.block_bytes == BLOCK_BYTES
+    require(is_usual, "blocks of an unusual size, without checksums")
+    are_here = manifest.has_checksums and not len(manifest.checksum_files)
+    require(are_here or not len(checksums), "checksums are in the manifest and in files")
+    _check_files_of_checksums(manifest)
+
+
+def _check_files(files: list[ShardFile], is_foreign: bool) -> None:
+    # Our own files lie at most one folder down; other programs may nest theirs deeper.
+    max_parts = 4 if is_foreign else 2
+    for name, num_bytes, header_bytes, header_checksum in files:
+        if not locations.is_inner_name(name, max_parts):
+            raise ValueError(f"the file name {name!r:.300} leads elsewhere")
+        is_all_header = header_bytes == num_bytes
+        limit = MAX_TABLE_BYTES if is_all_header else 8 + MAX_HEADER_BYTES
+        if not 0 <= header_bytes <= num_bytes or header_bytes > limit:
+            raise ValueError(f"the file {name!r} has a header of {header_bytes} bytes")
+        if not type(num_bytes) is type(header_bytes) is type(header_checksum) is int:
+            raise TypeError(f"the numbers of the file {name!r} are not integers")
+
+
+def _check_files_of_checksums(manifest: Manifest) -> None:
+    holders = manifest.checksum_files
+    if not len(holders):
+        return
+    sizes, header_sizes = (column[holders] for column in file_sizes(manifest.files))
+    is_wrong = (sizes % CHECKSUM_BYTES != 0) | (sizes != header_sizes)
+    for place in np.flatnonzero(is_wrong)[:1]:
+        name = manifest.files[int(holders[place])].name
+        raise ValueError(f"the size of the file of checksums {name!r} is wrong")
+
+
+def _known_checksum(name: object) -> bool:
+    if name not in (CHECKSUM, None):
+        raise ValueError(f"the checksum {name!r:.99} is unknown")
+    return name == CHECKSUM
+
+
+def _known_block_bytes(number: Any) -> int:
+    block_bytes = int(number)
+    # Blocks must begin between items of any size.
+    is_possible = 0 < block_bytes <= MAX_BLOCK_BYTES and block_bytes % 16 == 0
+    require(is_possible, f"block_bytes is {block_bytes}")
+    return block_bytes
+
+
+def _check_chunk_columns(chunks: ChunkTable, num_axes: int) -> None:
+    """Check dtypes and shapes before all else: a column without elements can claim any length."""
+    num_chunks = len(chunks.key_ids)
+    shapes = dict.fromkeys(("offsets", "shapes"), (num_chunks, num_axes))
+    for name in TABLE_COLUMNS:
+        _check_column(name, getattr(chunks, name), shapes.get(name, (num_chunks,)))
+
+
+def _checked_shapes(key_shapes: IntArray, key_ndims: IntArray, num_keys: int) -> IntArray:
+    """Check global shapes and their numbers of axes; return the shapes padded with 1."""
+    _check_column("key_ndims", key_ndims, (num_keys,))
+    _check_column("key_shapes", key_shapes, (num_keys, *key_shapes.shape[1:2]))
+    require(key_shapes.ndim == 2 and bool((key_shapes >= 0).all()), "a global shape is negative")
+    # Floating point detects products that would wrap around in int64.
+    num_elements = np.prod(key_shapes.astype(np.float64), axis=1)
+    require(
+        bool((num_elements < 2.0**62).all()), "a tensor has more elements than any storage holds"
+    )
+    is_axis = np.arange(key_shapes.shape[1]) < key_ndims[:, None]
+    has_room = bool((is_axis.sum(axis=1) == key_ndims).all())
+    require(has_room, "a key has more axes than the table")
+    return np.where(is_axis, key_shapes, 1)
+
+
+def _check_column(name: str, column: Column, shape: tuple[int, ...]) -> None:
+    if column.dtype != np.int64 or column.shape != shape:
+        raise ValueError(f"column {name!r} is {column.dtype} {column.shape}, not int64 {shape}")
