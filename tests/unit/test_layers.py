@@ -66,7 +66,7 @@ LAYERS = [
 ]
 """Names below `distckpt`; `__init__` is the package itself."""
 
-# What one module, or the modules of one folder, alone import, so that it is known in one place.
+# What one module alone imports, or one folder, so that it is known in one place.
 SOLE_IMPORTERS = {
     "torch.distributed": "_ranks",
     "fsspec": "_storage.fsspec_urls",
