@@ -22,8 +22,8 @@ from report import Cell, Report, median, parser_of
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._cli.storage_speed import drop_from_page_cache
 from distckpt._io.write import WriteSettings, file_of_tensors, write_files
+from distckpt.cli._storage_speed import drop_from_page_cache
 
 SHAPES = ((4096, 1024), (3001, 1366))
 LAYOUTS = {

@@ -37,10 +37,10 @@ import distckpt
 from distckpt import ShardedTensor
 from distckpt._base.memory import bounce_buffer
 from distckpt._base.threads import UNIT_BYTES, run_threads
-from distckpt._cli.bench import scratch_folder
 from distckpt._format.checksum import BLOCK_BYTES
 from distckpt._geometry.units import units_of
 from distckpt._io.write import file_of_tensors
+from distckpt.cli._bench import scratch_folder
 
 TENSOR_BYTES = 64 << 20
 IDLE_STEPS = 50

@@ -102,7 +102,7 @@ def empty_cache(folder: str) -> str:
         How: "posix_fadvise" or, as root, "drop_caches" (which empties the whole cache); empty when
             they stay.
     """
-    from distckpt._cli.storage_speed import drop_from_page_cache
+    from distckpt.cli._storage_speed import drop_from_page_cache
 
     if drop_from_page_cache(folder):
         return "posix_fadvise"

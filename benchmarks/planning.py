@@ -39,7 +39,7 @@ from planning_shares import plan_shared_reads
 from planning_verbs import measure_verbs
 from report import Cell, Report, parser_of
 
-from distckpt._base.garbage import paused_garbage_collection
+from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._format.checksum import checksum
 from distckpt._format.manifest_reading import joined, manifest_from_bytes
 from distckpt._format.planned_manifest import report_of

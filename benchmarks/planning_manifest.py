@@ -10,7 +10,7 @@ import numpy as np
 from measure import timed
 from planning_layouts import LAYER
 
-from distckpt._base.garbage import paused_garbage_collection
+from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.manifest import Manifest
 from distckpt._format.manifest_reading import manifest_from_bytes

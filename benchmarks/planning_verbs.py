@@ -14,26 +14,26 @@ from measure import peak_memory_bytes
 
 from distckpt._base.options import ExportOptions
 from distckpt._checkpoint.opening import open_checkpoint
-from distckpt._cli.groups import group_keys
-from distckpt._cli.summary import summarize
-from distckpt._cli.writers import list_files, list_writers
 from distckpt._format.checksum_files import fetch_checksums
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import whole
 from distckpt._io.export import output_file
-from distckpt._operations.diff import plan_diff
 from distckpt._operations.export_plan import plan_export, stored_source
 from distckpt._operations.export_request import OpenedSources
-from distckpt._operations.reshard import tensor_file
-from distckpt._operations.reshard_plan import (
-    ReshardOptions,
-    ReshardRequest,
-    plan_reshard,
-)
 from distckpt._operations.verify import Problem, list_blocks, open_or_describe, units_of_blocks
 from distckpt._plan.layout import checksum_file_name
 from distckpt._plan.load import Request, plan_load
 from distckpt._ranks.collectives import Ranks
+from distckpt._tools.diff import plan_diff
+from distckpt._tools.reshard import tensor_file
+from distckpt._tools.reshard_plan import (
+    ReshardOptions,
+    ReshardRequest,
+    plan_reshard,
+)
+from distckpt.cli._groups import group_keys
+from distckpt.cli._summary import summarize
+from distckpt.cli._writers import list_files, list_writers
 
 FILE_BYTES = 5 << 30
 RESHARDED_RANKS = 8

@@ -24,8 +24,8 @@ import distckpt
 from distckpt._base.memory import bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES, run_threads
 from distckpt._checkpoint.opening import open_checkpoint
-from distckpt._operations.stats import compute_stats
 from distckpt._ranks.collectives import Ranks
+from distckpt._tools.stats import compute_stats
 
 SHARD_BYTES = 256 << 20
 

@@ -24,38 +24,44 @@ if TYPE_CHECKING:
         RankFailedError,
         UnsupportedObjectError,
     )
-    from distckpt._base.options import ExportOptions, LoadOptions, MoveOptions, SaveOptions
-    from distckpt._base.reports import LoadReport, MoveReport, SaveReport
+    from distckpt._base.options import (
+        ExportOptions,
+        LoadOptions,
+        LoadReport,
+        MoveOptions,
+        MoveReport,
+        SaveOptions,
+        SaveReport,
+    )
     from distckpt._base.version import __version__ as __version__
+    from distckpt._compute.merge import merge
     from distckpt._format.codec import register_object_type
     from distckpt._format.codec.encode import UnknownObject
     from distckpt._format.fingerprint import Fingerprint
-    from distckpt._manager.listing import CheckpointInfo, list_checkpoints
-    from distckpt._manager.manager import CheckpointManager
-    from distckpt._manager.preemption import PreemptionGuard
-    from distckpt._mapping.sharded_tensor import ShardedTensor
-    from distckpt._mapping.wrappers import (
-        LocalNonpersistentObject,
-        ShardedObject,
-        ShardedTensorFactory,
-    )
-    from distckpt._models.per_rank import PerRank
-    from distckpt._models.random_state import RngState
+    from distckpt._models.per_rank import PerRank, RngState
+    from distckpt._move.record_loader import record_loader
+    from distckpt._move.redistribute import redistribute
+    from distckpt._move.route import Route
     from distckpt._operations.async_save import async_save, reserve_staging_memory
     from distckpt._operations.background_save import SaveHandle, release_staging_memory
     from distckpt._operations.checkpoint import Checkpoint, TensorInfo, open
     from distckpt._operations.consolidate import consolidate
-    from distckpt._operations.diff import DiffReport, diff
     from distckpt._operations.export_write import ExportReport
     from distckpt._operations.fingerprint import fingerprint
     from distckpt._operations.load import load
-    from distckpt._operations.merge import merge
-    from distckpt._operations.record_loader import record_loader
-    from distckpt._operations.redistribute import redistribute
-    from distckpt._operations.reshard import ReshardReport, reshard
-    from distckpt._operations.route import Route
     from distckpt._operations.save import save
     from distckpt._operations.verify import VerifyReport, verify
+    from distckpt._tools.diff import DiffReport, diff
+    from distckpt._tools.reshard import ReshardReport, reshard
+    from distckpt.manager._checkpoint_manager import CheckpointManager
+    from distckpt.manager._listing import CheckpointInfo, list_checkpoints
+    from distckpt.manager._preemption import PreemptionGuard
+    from distckpt.mapping._sharded_tensor import ShardedTensor
+    from distckpt.mapping._wrappers import (
+        LocalNonpersistentObject,
+        ShardedObject,
+        ShardedTensorFactory,
+    )
 
 if _sys.platform == "win32":
     raise ImportError(
@@ -132,16 +138,16 @@ _HOMES = {
     "SaveOptions": "_base.options",
     "UnknownObject": "_format.codec.encode",
     "register_object_type": "_format.codec",
-    "CheckpointInfo": "_manager.listing",
-    "CheckpointManager": "_manager.manager",
-    "PreemptionGuard": "_manager.preemption",
-    "list_checkpoints": "_manager.listing",
-    "LocalNonpersistentObject": "_mapping.wrappers",
-    "ShardedObject": "_mapping.wrappers",
-    "ShardedTensor": "_mapping.sharded_tensor",
-    "ShardedTensorFactory": "_mapping.wrappers",
+    "CheckpointInfo": "manager._listing",
+    "CheckpointManager": "manager._checkpoint_manager",
+    "PreemptionGuard": "manager._preemption",
+    "list_checkpoints": "manager._listing",
+    "LocalNonpersistentObject": "mapping._wrappers",
+    "ShardedObject": "mapping._wrappers",
+    "ShardedTensor": "mapping._sharded_tensor",
+    "ShardedTensorFactory": "mapping._wrappers",
     "PerRank": "_models.per_rank",
-    "RngState": "_models.random_state",
+    "RngState": "_models.per_rank",
     "async_save": "_operations.async_save",
     "reserve_staging_memory": "_operations.async_save",
     "SaveHandle": "_operations.background_save",
@@ -151,23 +157,23 @@ _HOMES = {
     "open": "_operations.checkpoint",
     "ExportReport": "_operations.export_write",
     "consolidate": "_operations.consolidate",
-    "DiffReport": "_operations.diff",
-    "diff": "_operations.diff",
+    "DiffReport": "_tools.diff",
+    "diff": "_tools.diff",
     "Fingerprint": "_format.fingerprint",
     "fingerprint": "_operations.fingerprint",
     "load": "_operations.load",
-    "merge": "_operations.merge",
-    "redistribute": "_operations.redistribute",
-    "ReshardReport": "_operations.reshard",
-    "record_loader": "_operations.record_loader",
-    "reshard": "_operations.reshard",
-    "Route": "_operations.route",
+    "merge": "_compute.merge",
+    "redistribute": "_move.redistribute",
+    "ReshardReport": "_tools.reshard",
+    "record_loader": "_move.record_loader",
+    "reshard": "_tools.reshard",
+    "Route": "_move.route",
     "save": "_operations.save",
     "VerifyReport": "_operations.verify",
     "verify": "_operations.verify",
-    "LoadReport": "_base.reports",
-    "MoveReport": "_base.reports",
-    "SaveReport": "_base.reports",
+    "LoadReport": "_base.options",
+    "MoveReport": "_base.options",
+    "SaveReport": "_base.options",
 }
 """Modules that define the public names, imported on first use."""
 
@@ -175,7 +181,7 @@ if not TYPE_CHECKING:  # else a type checker believes that the package has every
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
-            from distckpt._base.garbage import paused_garbage_collection
+            from distckpt._base.interrupts import paused_garbage_collection
             from distckpt._base.public import give_home
 
             with paused_garbage_collection():
@@ -189,7 +195,7 @@ if not TYPE_CHECKING:  # else a type checker believes that the package has every
         except ModuleNotFoundError as error:
             if error.name != full_name:
                 raise
-        from distckpt._base.other_names import used_here
+        from distckpt._base.public import used_here
 
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{used_here(name)}")
 

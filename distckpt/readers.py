@@ -28,8 +28,7 @@ from __future__ import annotations
 
 from distckpt._base.public import set_public_home
 from distckpt._checkpoint.opening import register_reader
-from distckpt._checkpoint.reader import Reader
-from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest
+from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
 from distckpt._format.manifest import OBJECT
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region

@@ -5,10 +5,10 @@ Everything here works without a process group. DTensors are recognized by their 
 here depends on `torch.distributed`.
 """
 
-from distckpt._base.arrays import as_torch_dtype, estimate_array_nbytes
-from distckpt._base.available_memory import estimate_available_memory
+from distckpt._base.dtypes import as_torch_dtype, estimate_array_nbytes
+from distckpt._base.memory import estimate_available_memory
 from distckpt._base.public import set_public_home
-from distckpt._io.tensors import (
+from distckpt.streaming._tensors import (
     TensorFunction,
     TensorSource,
     apply_gather_functions,

@@ -154,5 +154,5 @@ def no_saves_left():
 
     yield
     distckpt._io.background.wait_for_all()
-    distckpt._operations.pending_saves._saves_of_groups.clear()
+    distckpt._operations.background_save._saves_of_groups.clear()
     distckpt.release_staging_memory()

@@ -154,38 +154,35 @@ def commit() -> str:
 
 
 def architecture() -> str:
-    """The folders of the package, layer by layer."""
+    """The folders of the package: the kernel, layer by layer, and the wings."""
     layers: Sequence[tuple[str, str, Sequence[str]]] = [
-        ("What users import", "a", ["save, load, manager, modules, hf, dcp, cli ..."]),
-        (
-            "Interfaces",
-            "panel",
-            ["_cli", "_parts", "_dcp_api", "_megatron", "_manager", "_engines"],
-        ),
-        (
-            "Verbs, and what a state dict holds",
-            "b",
-            ["_operations", "_move", "_recording", "_models"],
-        ),
-        ("Checkpoints of any format", "c", ["_checkpoint", "_foreign"]),
-        ("Moving bytes, and planning it", "d", ["_io", "_plan", "_state"]),
-        ("Commit, format, shards", "panel", ["_commit", "_mapping", "_format"]),
-        ("Values", "panel", ["_quantization", "_rules", "_geometry"]),
-        ("Foundations", "panel", ["_ranks", "_storage", "_base"]),
+        ("Wings: how programs reach the kernel", "a", ["cli", "_pages", "integrations", "manager"]),
+        ("", "a", ["megatron", "dcp", "hf", "torch_dist"]),
+        ("Wings: further work", "a", ["tasks", "engines", "_move", "streaming"]),
+        ("", "a", ["_compute", "_tools", "_foreign"]),
+        ("Kernel: the verbs, and objects", "b", ["_operations", "strategies", "_models"]),
+        ("Opening, moving bytes, planning", "c", ["_checkpoint", "_io", "_plan", "_state"]),
+        ("Commit, shards, values", "d", ["_commit", "mapping", "_quantization"]),
+        ("Bytes on disk, names and shapes", "d", ["_format", "families", "rules"]),
+        ("Foundations", "panel", ["_ranks", "_storage", "_geometry", "_base"]),
     ]
-    parts = [heading(14, 28, "The folders of distckpt: imports point down")]
-    for row, (title, colour, names) in enumerate(layers):
-        y = 46 + 66 * row
-        parts.append(text(14, y + 12, title, "soft", "start"))
+    parts = [heading(14, 28, "The kernel and its wings: imports point down")]
+    top = 46.0
+    for title, colour, names in layers:
+        if title:
+            parts.append(text(14, top + 12, title, "soft", "start"))
+        else:
+            top -= 24
         x, slack = 14.0, 432 - 8 * (len(names) - 1) - 9 * sum(map(len, names))
         for name in names:
             width = 9 * len(name) + slack / len(names)
             parts += [
-                rect(x, y + 20, width, 32, colour, radius=6),
-                text(x + width / 2, y + 41, name, "bold"),
+                rect(x, top + 20, width, 32, colour, radius=6),
+                text(x + width / 2, top + 41, name, "bold"),
             ]
             x += width + 8
-    return document("The folders of distckpt, imports point down", 46 + 66 * len(layers), parts)
+        top += 66
+    return document("The kernel and its wings, imports point down", top, parts)
 
 
 def which_call() -> str:

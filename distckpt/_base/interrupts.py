@@ -9,12 +9,14 @@ handler makes would find the operation in the middle of its work, so it is refus
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, FunctionType
 from typing import ParamSpec, TypeAlias, TypeVar, cast
 
@@ -193,3 +195,23 @@ def _end_deferral() -> None:
 
 def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
+
+
+# --- Garbage --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def paused_garbage_collection() -> Iterator[None]:
+    """Keep the cyclic garbage collector from running.
+
+    Planning makes many small tuples that all live on, and an import many objects. The collector
+    would walk over them, and over all of torch's, again and again, which takes as long as the
+    planning or the import itself.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

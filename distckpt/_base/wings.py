@@ -9,10 +9,10 @@ from typing import Literal, TypeAlias
 Wing: TypeAlias = Literal["computed", "deepspeed", "huggingface", "memory", "torch_dist"]
 
 _WINGS: dict[Wing, str] = {
-    "computed": "distckpt._operations.computed",
+    "computed": "distckpt._compute.export_options",
     "deepspeed": "distckpt._foreign.deepspeed.reader",
     "huggingface": "distckpt._foreign.hugging_face",
-    "memory": "distckpt._operations.verify_live",
+    "memory": "distckpt._tools.verify_live",
     "torch_dist": "distckpt._foreign.torch_dist.reader",
 }
 """Readers of formats, by the names of these, and modules behind an option of a verb."""

@@ -19,7 +19,7 @@ from distckpt._checkpoint.consistent_read import (
     reading_unchanged,
 )
 from distckpt._checkpoint.file_states import describe
-from distckpt._checkpoint.reader import Reader
+from distckpt._checkpoint.stored_pieces import Reader
 from distckpt._commit.presence import check_marker
 from distckpt._format.checksum import checksum
 from distckpt._format.foreign_formats import FORMATS, is_export

@@ -14,14 +14,14 @@ from distckpt._checkpoint.stored_values import (
 )
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings, load_tensors
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.decoded import find
 from distckpt._plan.load import check_keys
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard
 from distckpt._storage import locations
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedObject
 
 
 def load_shards(

@@ -13,15 +13,15 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.lazy import torch
 from distckpt._base.threads import NUM_THREADS
 from distckpt._checkpoint.opening import find_reader, naming_reader
-from distckpt._checkpoint.reader import Reader
+from distckpt._checkpoint.stored_pieces import Reader
 from distckpt._format import codec
 from distckpt._format.checksum_files import checksums_of_blocks, fetch_checksums
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io.read import read_chunks, read_copies
-from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.load import Request, object_chunk, plan_load
 from distckpt._state.common_state import COMMON_KEY, object_text
+from distckpt.mapping._wrappers import ShardedObject
 
 
 class StoredTensor(NamedTuple):

@@ -19,10 +19,10 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.lazy import torch
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
-from distckpt._checkpoint.reader import Reader
-from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest
+from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
 from distckpt._format import safetensors_file
 from distckpt._format.checksum import checksum
+from distckpt._format.code_names import may_be_codes
 from distckpt._format.foreign_formats import HUGGING_FACE
 from distckpt._format.hf_names import (
     INDEX_SUFFIX,
@@ -32,17 +32,15 @@ from distckpt._format.hf_names import (
 )
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.marker import read_file
-from distckpt._format.read_header import Header, read_header, read_header_bytes
-from distckpt._format.safetensors_file import ShardFile
+from distckpt._format.quantization_settings import is_shape
+from distckpt._format.safetensors_file import Header, ShardFile, read_header, read_header_bytes
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io.read import read_chunks
 from distckpt._plan.codes import CONFIG_NAMES
 from distckpt._quantization.detect import settings_of, unclear_shapes
-from distckpt._quantization.names import may_be_codes
-from distckpt._quantization.settings import is_shape
-from distckpt._rules.mapped import TensorSpec
 from distckpt._storage import locations
+from distckpt.rules._mapped import TensorSpec
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from distckpt._base.arrays import estimate_array_nbytes
+from distckpt._base.dtypes import estimate_array_nbytes
 from distckpt._base.messages import natural_order
 from distckpt._format.foreign_formats import HUGGING_FACE
 

@@ -344,7 +344,7 @@ class Manifest:
     def scales_key(self) -> str | None:
         """Some key of scales that belong to codes; None without any."""
         # Few checkpoints hold codes.
-        from distckpt._quantization import names
+        from distckpt._format import code_names as names
 
         dtypes = zip(self.keys, self.dtypes, strict=True)
         codes = [(key, dtype) for key, dtype in dtypes if names.may_be_codes(dtype)]
@@ -360,7 +360,7 @@ class Manifest:
     @functools.cached_property
     def scale_places(self) -> dict[str, str]:
         """Places of keys that are named like scales, see `places_of_scales`."""
-        from distckpt._quantization import names
+        from distckpt._format import code_names as names
 
         return names.places_of_scales(self.key_index)
 

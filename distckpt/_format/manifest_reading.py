@@ -226,7 +226,7 @@ def _check(manifest: Manifest) -> None:
     require(has_origin, "its origin is not described")
     if manifest.quantization is not None:
         # Few checkpoints have settings.
-        from distckpt._quantization.settings import are_settings
+        from distckpt._format.quantization_settings import are_settings
 
         are_fit = are_settings(manifest.quantization)
         require(are_fit, "the settings of quantized tensors are none")

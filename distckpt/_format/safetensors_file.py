@@ -14,10 +14,14 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from distckpt._base.dtypes import ITEM_BYTES, PACKED_PER_ITEM, is_known
+from distckpt._format.checksum import checksum
+from distckpt._format.marker import file_size
 from distckpt._geometry.region import MAX_NDIM, Region
+from distckpt._storage import locations
 
 DATA_ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
@@ -243,3 +247,45 @@ def _distinct_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise ValueError("a JSON object has a name twice")
     return result
+
+
+# --- Read header ----------------------------------------------------------------------------------
+
+
+_GUESSED_BYTES = 1 << 17
+"""Size of the first read: most headers are no longer."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """Sizes of a file and its header, and the header's content."""
+
+    num_bytes: int
+    header_bytes: int
+    checksum: int
+    metadata: dict[str, str]
+    entries: list[Entry]
+
+
+def read_header(path: str) -> Header:
+    """Read the header of a safetensors file.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    size, head = read_header_bytes(path)
+    return Header(size, len(head), checksum(head), *parse_header(head, size))
+
+
+def read_header_bytes(path: str) -> tuple[int, bytes]:
+    """Return a safetensors file's size, and its header as stored.
+
+    Raises:
+        ValueError: its length is damaged.
+    """
+    size = file_size(path)
+    head = locations.read_range(path, 0, min(size, _GUESSED_BYTES))
+    header_bytes = header_length(head, size)
+    if header_bytes > len(head):
+        head += locations.read_range(path, len(head), header_bytes)
+    return size, head[:header_bytes]

@@ -15,8 +15,8 @@ import torch
 from distckpt._base.dtypes import flat_bytes
 from distckpt._base.memory import address_array, fill, overlapping
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._plan.load import Copy, Request
+from distckpt.mapping._sharded_tensor import ShardedTensor
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import summarize_keys
+from distckpt._format.code_names import may_be_codes
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._plan.codes import CONFIG_NAMES
 from distckpt._plan.export import OutputTensor
 from distckpt._quantization.detect import FIELDS, parts_of
-from distckpt._quantization.names import may_be_codes
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ from distckpt._geometry.region import Region
 from distckpt._io import aliases
 from distckpt._io.read_values import read_apart, read_values, warn_of_overflows
 from distckpt._io.shared_read import Sharing, read_shared
-from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._plan.decoded import decoded, name_in_view
 from distckpt._plan.load import (
     Copy,
@@ -34,10 +33,11 @@ from distckpt._plan.load import (
 from distckpt._plan.translate import translate
 from distckpt._ranks import groups
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.rule import Rule
 from distckpt._state.shards import region_view, shard_regions
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.rules._rule import Rule
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,6 @@ from distckpt._io.plan_vote import PlanVerdict, PlanVote
 from distckpt._io.replicas import add_digests, samples_of_rows, weighted_digest
 from distckpt._io.shared_plan import Share, SharedPlan, num_planners_for
 from distckpt._io.write import WriteSettings
-from distckpt._mapping.base import OpenReplicaId
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import ShardedObject, is_main_replica
 from distckpt._plan.layout import (
     PlanCache,
     PlannedChunk,
@@ -66,6 +63,9 @@ from distckpt._state.validation import (
     stride_of,
     validate_shards,
 )
+from distckpt.mapping._base import OpenReplicaId
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedObject, is_main_replica
 
 if TYPE_CHECKING:
     from distckpt._io.replica_differences import ReplicasToCompare

@@ -12,7 +12,7 @@ import numpy as np
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
 from distckpt._format.columns import pack, unpack
-from distckpt._state.drift import compare_samples, largest_of
+from distckpt._state.common_differences import compare_samples, largest_of
 from distckpt._state.shards import GlobalTable
 from distckpt._state.validation import (
     ReplicaDifferences,

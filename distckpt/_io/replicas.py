@@ -15,10 +15,10 @@ from distckpt._base.dtypes import as_integers
 from distckpt._base.memory import Bytes, blocks_at, is_plain_memory, tensor_bytes
 from distckpt._format.checksum import checksum
 from distckpt._geometry.region import Region
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.layout import SavePlan
 from distckpt._state.shards import Shard, ShardTable, region_view
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedObject
 
 NUM_BLOCKS = 16
 """Blocks sampled per tensor, including the first and last. Small tensors are hashed whole."""

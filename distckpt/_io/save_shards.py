@@ -32,7 +32,6 @@ from distckpt._io.planned_shards import (
 )
 from distckpt._io.prepared_save import FileCopies, OwnedChunk, PreparedSave
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
-from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._plan.layout import (
     PlannedChunk,
     PlannedFile,
@@ -44,6 +43,7 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt._state.shards import Shard, region_view
 from distckpt._storage import locations
+from distckpt.mapping._sharded_tensor import ShardedTensor
 
 
 def prepare_shards(

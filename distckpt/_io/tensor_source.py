@@ -17,8 +17,8 @@ from distckpt._geometry.region import Region
 from distckpt._io.read_values import read_values
 from distckpt._plan.export import OutputTensor
 from distckpt._plan.load import Request, plan_load
-from distckpt._rules.mapped import resolve, target_view
 from distckpt._storage.open_files import OpenFiles
+from distckpt.rules._mapped import resolve, target_view
 
 
 class Wanted(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
-from distckpt._mapping.sharded_tensor import ShardedTensor
+from distckpt.mapping._sharded_tensor import ShardedTensor
 
 
 class BoundState(dict[str, ShardedTensor]):

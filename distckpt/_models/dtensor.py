@@ -20,10 +20,10 @@ from typing import Any, TypeAlias
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._mapping.base import OpenReplicaId, ReplicaId
-from distckpt._mapping.sharded_tensor import ShardedTensor, grid_from_ranks
-from distckpt._mapping.wrappers import ShardedTensorFactory
 from distckpt._models.fused import FusedPart, parts_factory
+from distckpt.mapping._base import OpenReplicaId, ReplicaId
+from distckpt.mapping._sharded_tensor import ShardedTensor, grid_from_ranks
+from distckpt.mapping._wrappers import ShardedTensorFactory
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges `(start, stop)` of one axis, in local order."""

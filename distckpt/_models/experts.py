@@ -12,11 +12,11 @@ import torch
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.tree import Position, map_leaves
 from distckpt._geometry.region import with_item
-from distckpt._mapping.base import ReplicaId
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, ShardedTensorFactory
 from distckpt._models.fused import FusedPart, fail, parts_factory
-from distckpt._state.megatron_shards import adopt
+from distckpt._state.adopted import adopt
+from distckpt.mapping._base import ReplicaId
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedObject, ShardedStateDict, ShardedTensorFactory
 
 
 def sequential_experts(

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from distckpt._geometry.region import with_item
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import ShardedTensorFactory
 from distckpt._models.fused import FusedPart, fail, parts_factory
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedTensorFactory
 
 
 def swiglu_factory(

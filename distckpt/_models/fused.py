@@ -9,9 +9,9 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._geometry.region import Region, flat_range_regions, flat_start, intersect, whole
-from distckpt._mapping.base import OpenReplicaId, ReplicaId, flat_bounds
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedTensorFactory
+from distckpt.mapping._base import OpenReplicaId, ReplicaId, flat_bounds
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import LocalNonpersistentObject, ShardedTensorFactory
 
 
 class FusedPart(NamedTuple):

@@ -12,16 +12,16 @@ from typing import Any, TypeAlias
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._mapping.base import OpenReplicaId, ReplicaId
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import (
+from distckpt._models.dtensor import has_parts, is_dtensor, shard_of_dtensor, shard_of_parts
+from distckpt._ranks.groups import own_rank
+from distckpt.mapping._base import OpenReplicaId, ReplicaId
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import (
     ShardedObject,
     ShardedStateDict,
     ShardedTensorFactory,
     StateDict,
 )
-from distckpt._models.dtensor import has_parts, is_dtensor, shard_of_dtensor, shard_of_parts
-from distckpt._ranks.groups import own_rank
 
 Offsets: TypeAlias = Iterable[tuple[int, int, int]]
 """Prepended axes: for each, from 0 on, `(axis, position, number of parts)`."""

@@ -13,9 +13,9 @@ from distckpt._base.dtypes import flat_bytes
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import in_huge_pages
 from distckpt._base.messages import summarize_keys
-from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt._models.dtensor import local_part
 from distckpt._state.shards import Shard
+from distckpt.mapping._sharded_tensor import ShardedTensor
 
 _Place: TypeAlias = tuple[torch.nn.Module, str]
 """A module, and the name of its own parameter or buffer."""

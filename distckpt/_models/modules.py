@@ -12,9 +12,6 @@ from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.memory import fill
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import Position, map_leaves
-from distckpt._mapping.base import BufferReplicaId, OpenReplicaId, ReplicaId
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import ShardedStateDict, StateDict, is_main_replica
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part, shard_of_dtensor
 from distckpt._models.layers import (
     EXTRA_STATE,
@@ -27,6 +24,9 @@ from distckpt._models.layers import (
 )
 from distckpt._ranks.groups import own_rank
 from distckpt._state.stored_form import StoredEntry
+from distckpt.mapping._base import BufferReplicaId, OpenReplicaId, ReplicaId
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedStateDict, StateDict, is_main_replica
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_original_module")
 """Names of the module in wrappers of torch.compile, activation checkpointing and Fabric.

@@ -36,9 +36,6 @@ from distckpt._format.checksum import checksum
 from distckpt._format.codec.encode import is_object_of_state, nodes_of_any
 from distckpt._format.codec.tree import REGISTERED
 from distckpt._format.marker import first_name
-from distckpt._mapping.base import OpenReplicaId, ReplicaId, ShardedBase
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject
 from distckpt._models.bound_state import BoundState
 from distckpt._models.dtensor import (
     has_parts,
@@ -61,6 +58,9 @@ from distckpt._models.optimizer.read import is_optimizer
 from distckpt._models.optimizer.settings import check_one_rest, storable_entries, unite
 from distckpt._models.per_rank import PerRank, cell_of, state_of
 from distckpt._ranks.collectives import Ranks
+from distckpt.mapping._base import OpenReplicaId, ReplicaId, ShardedBase
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import LocalNonpersistentObject, ShardedObject
 
 # The most frequent types, looked up first.
 _VALUES = frozenset(

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distckpt._base.tree import HOLE, at, replaced
-from distckpt._mapping.base import OpenReplicaId
-from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, StateDict
 from distckpt._models.modules import bare_module, with_stored_buffers
 from distckpt._models.objects import Description, Kind
 from distckpt._models.optimizer.describe import optimizer_targets
 from distckpt._models.per_rank import warn_of_shared, warn_of_skipped
 from distckpt._state.stored_form import StoredEntry
+from distckpt.mapping._base import OpenReplicaId
+from distckpt.mapping._wrappers import LocalNonpersistentObject, ShardedObject, StateDict
 
 
 def needs_stored(description: Description) -> int:

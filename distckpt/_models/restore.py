@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, at, replaced
-from distckpt._mapping.wrappers import ShardedObject, StateDict
 from distckpt._models.modules import bare_module, load_sharded_state_dict
 from distckpt._models.objects import Description, Kind, Place
 from distckpt._models.optimizer.restore import load_sharded_optimizer_state_dict
 from distckpt._models.per_rank import warn_of_shared, warn_of_skipped
 from distckpt._models.schedulers import check_scheduler
+from distckpt.mapping._wrappers import ShardedObject, StateDict
 
 
 class Saved(NamedTuple):

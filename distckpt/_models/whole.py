@@ -11,9 +11,9 @@ import numpy as np
 
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
+from distckpt._format.code_names import places_of
 from distckpt._format.marker import first_name
 from distckpt._models.objects import Description, Kind, Place
-from distckpt._quantization.names import places_of
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.stored_form import StoredEntry
 

@@ -14,13 +14,13 @@ from distckpt._base.dtypes import TO_NAME
 from distckpt._base.errors import InvalidShardingError
 from distckpt._format.columns import compress, decompress, pack, unpack
 from distckpt._geometry.region import IntArray, Region, regions_to_arrays
-from distckpt._mapping.base import BufferReplicaId, OpenReplicaId
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import is_main_replica
 from distckpt._plan.load import Request, request_of
 from distckpt._plan.translate import Translated, translate
-from distckpt._rules.rule import Rule
 from distckpt._state.shards import region_view, shard_regions
+from distckpt.mapping._base import BufferReplicaId, OpenReplicaId
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import is_main_replica
+from distckpt.rules._rule import Rule
 
 _COLUMNS = ("kind_ids", "is_main", "is_buffer", "offsets", "shapes")
 

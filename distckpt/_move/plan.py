@@ -17,17 +17,17 @@ import numpy as np
 
 from distckpt._base.dtypes import FROM_NAME, is_convertible, is_lossless_cast
 from distckpt._base.errors import LoadMismatchError
-from distckpt._move.assignment import Assignment, MoveSettings
-from distckpt._move.held import SourcePieces
-from distckpt._move.pieces import Kind, PieceTable
-from distckpt._move.rank_plan import RankPlan
-from distckpt._move.schedule import Schedule, Tables
-from distckpt._quantization.names import (
+from distckpt._format.code_names import (
     are_codes_beside_scales,
     may_be_codes,
     places_of_scales,
     scale_beside,
 )
+from distckpt._move.assignment import Assignment, MoveSettings
+from distckpt._move.held import SourcePieces
+from distckpt._move.pieces import Kind, PieceTable
+from distckpt._move.rank_plan import RankPlan
+from distckpt._move.schedule import Schedule, Tables
 
 
 def plan_moves(

@@ -20,7 +20,7 @@ from distckpt._base.tree import (
     leaves,
     on_the_way,
 )
-from distckpt._mapping.wrappers import StateDict
+from distckpt.mapping._wrappers import StateDict
 
 
 def refuse_absent_tensors(values: Any, loaded: StateDict, location: str) -> None:

@@ -7,15 +7,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from distckpt._base.garbage import paused_garbage_collection
+from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.options import SaveOptions, with_changes
-from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._operations import background_save
-from distckpt._operations.background_save import SaveHandle
-from distckpt._operations.pending_saves import raising_pending_errors
+from distckpt._operations.background_save import SaveHandle, raising_pending_errors
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks, collective
+from distckpt.mapping._wrappers import ShardedStateDict
 
 
 @collective()

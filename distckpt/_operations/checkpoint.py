@@ -16,7 +16,7 @@ from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.messages import nearest_names, summarize_keys
 from distckpt._base.options import LoadOptions
-from distckpt._base.other_names import SaysOtherNames
+from distckpt._base.public import SaysOtherNames
 from distckpt._checkpoint.consistent_read import read_attempts, reading_unchanged
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._checkpoint.stored_values import load_common_state
@@ -25,14 +25,14 @@ from distckpt._format.marker import replaced
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io.load_shards import ReadSettings, load_tensors
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import StateDict
 from distckpt._plan.codes import AS_STORED
 from distckpt._plan.decoded import decoded
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._storage import locations
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import StateDict
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from distckpt._base.garbage import paused_garbage_collection
+from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.options import ExportOptions, with_changes
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._operations.export_plan import ExportPlan, plan_export, stored_source

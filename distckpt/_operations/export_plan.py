@@ -16,6 +16,7 @@ from distckpt._base.options import ExportOptions
 from distckpt._base.wings import wing
 from distckpt._checkpoint.model_keys import beside_model, cut_off, left_out
 from distckpt._checkpoint.opening import holds_checkpoint, open_export
+from distckpt._format.code_names import may_be_codes, scales_of
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import differing
 from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files
@@ -36,13 +37,12 @@ from distckpt._plan.export import (
 )
 from distckpt._plan.selection import select_tensors
 from distckpt._plan.translate import without_ties
-from distckpt._quantization.names import may_be_codes, scales_of
 from distckpt._quantization.quantized import QuantizedTensor
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.mapped import TensorSpec
-from distckpt._rules.rule import Rule
-from distckpt._rules.rules import Tie
 from distckpt._storage import locations
+from distckpt.rules._mapped import TensorSpec
+from distckpt.rules._rule import Rule
+from distckpt.rules._rules import Tie
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +309,7 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorSpec]) -> _Model
     if reference is not None:
         location = reference.location
         shapes = reference.manifest.shapes_by_key
-    from distckpt._rules.families import config_for, rules_for
+    from distckpt.families._config import config_for, rules_for
 
     config = config_for(options.family, location)
     rules = rules_for(config, selected, shapes)
@@ -335,7 +335,7 @@ def _check_is_no_checkpoint(directory: str) -> None:
 def _config_beside(stored: StoredCheckpoint) -> dict[str, Any] | None:
     """Read the configuration in a model's directory, None if there is none."""
     path = locations.join(stored.location, CONFIG_NAMES[0])
-    from distckpt._rules.families import read_config
+    from distckpt.families._config import read_config
 
     return read_config(path) if locations.exists(path) else None
 

@@ -18,8 +18,8 @@ from distckpt._format.hf_names import belongs_to_export
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import num_export_threads
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.rules import check_rules
 from distckpt._storage import locations
+from distckpt.rules._rules import check_rules
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from distckpt._format.manifest import FINGERPRINTS, NO_FINGERPRINT, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.fingerprints import regions_of, sum_over_ranks, sums_of
 from distckpt._io.save_shards import plan_chunks
-from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._operations.save import describe_shards
 from distckpt._operations.windows import Window, map_windows
 from distckpt._ranks.collectives import Ranks, collective
+from distckpt.mapping._wrappers import ShardedStateDict
 
 logger = logging.getLogger(__name__)
 

@@ -14,15 +14,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from distckpt._base.errors import LoadMismatchError
-from distckpt._base.garbage import paused_garbage_collection
+from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.messages import did_you_mean, summarize_keys
-from distckpt._base.options import LoadOptions, with_changes
-from distckpt._base.reports import LoadReport, publish
+from distckpt._base.options import LoadOptions, LoadReport, publish, with_changes
 from distckpt._base.tree import HOLE
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import find_checkpoint
 from distckpt._format.marker import schedulers_of
-from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, StateDict
 from distckpt._models.objects import Kind
 from distckpt._models.restore import Saved, restore_objects
 from distckpt._operations.absent_values import (
@@ -40,13 +38,14 @@ from distckpt._operations.load_request import (
 )
 from distckpt._operations.shard_source import ShardSource, source_of
 from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks, collective
-from distckpt._rules.rule import Rule
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._state.given_values import Changes, changes_of
 from distckpt._state.shards import Shard
 from distckpt._state.strictness import StrictHandling
 from distckpt._storage import locations
+from distckpt.mapping._wrappers import ShardedObject, ShardedStateDict, StateDict
+from distckpt.rules._rule import Rule
 
 logger = logging.getLogger(__name__)
 

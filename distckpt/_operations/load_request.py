@@ -16,16 +16,12 @@ from distckpt._base.messages import check_choice, check_num_bytes, summarize_key
 from distckpt._base.options import LoadOptions, ParallelLoad, check_options
 from distckpt._base.tree import at, leaves
 from distckpt._format.marker import names_of_module
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import ShardedStateDict, StateDict
 from distckpt._models import objects
 from distckpt._models.resolve import needs_stored, resolve, settings_of
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
 from distckpt._operations.shard_source import ShardSource
 from distckpt._plan.translate import decide_ties, match_flags, stored_names
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.rule import Rule
-from distckpt._rules.rules import Assemble, check_rules
 from distckpt._state import flatten
 from distckpt._state.shards import (
     Shard,
@@ -37,6 +33,10 @@ from distckpt._state.shards import (
 from distckpt._state.stored_form import StoredEntry, may_be_complex
 from distckpt._state.strictness import StrictHandling, handle_mismatch
 from distckpt._state.validation import validate_part, validate_shards
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedStateDict, StateDict
+from distckpt.rules._rule import Rule
+from distckpt.rules._rules import Assemble, check_rules
 
 logger = logging.getLogger(__name__)
 

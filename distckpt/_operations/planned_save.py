@@ -11,15 +11,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distckpt._base.messages import check_choice, check_num_bytes
-from distckpt._base.options import FIGURES, SaveOptions, check_options, check_seconds, check_switch
-from distckpt._base.reports import SaveReport, publish
+from distckpt._base.options import (
+    FIGURES,
+    SaveOptions,
+    SaveReport,
+    check_options,
+    check_seconds,
+    check_switch,
+    publish,
+)
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, new_output
 from distckpt._format.marker import CheckpointingConfig, config_fields, marker_of, replaced
 from distckpt._io.prepared_save import PreparedSave
-from distckpt._mapping.wrappers import CommonStateDict, StateDict
 from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks
 from distckpt._ranks.exchanges import pack_parts, unpack_parts
+from distckpt.mapping._wrappers import CommonStateDict, StateDict
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from distckpt._base.errors import (
     InvalidShardingError,
     UnsupportedObjectError,
 )
-from distckpt._base.garbage import paused_garbage_collection
-from distckpt._base.options import FIGURES, SaveOptions, with_changes
-from distckpt._base.reports import SaveReport
+from distckpt._base.interrupts import paused_garbage_collection
+from distckpt._base.options import FIGURES, SaveOptions, SaveReport, with_changes
 from distckpt._commit import posix
 from distckpt._commit.output import Output, new_output
 from distckpt._format import codec
@@ -29,9 +28,8 @@ from distckpt._io.plan_vote import PlanVerdict, PlanVote
 from distckpt._io.planned_shards import ReadyShards, ShardSettings, ready_to_plan
 from distckpt._io.prepared_save import PreparedSave
 from distckpt._io.save_shards import plan_shards, prepare_shards
-from distckpt._mapping.wrappers import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from distckpt._models import objects
-from distckpt._operations.pending_saves import raising_pending_errors
+from distckpt._operations.background_save import raising_pending_errors
 from distckpt._operations.planned_save import (
     PlannedSave,
     SaveRequest,
@@ -43,6 +41,7 @@ from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt._state import common_state, flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._state.shards import Shard
+from distckpt.mapping._wrappers import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 
 if TYPE_CHECKING:
     from distckpt.strategies.base import SaveShardedStrategy

@@ -19,14 +19,14 @@ from distckpt._format.manifest import OBJECT
 from distckpt._format.marker import BUILT_IN
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import ShardedObject
 from distckpt._models.objects import Description
 from distckpt._ranks.collectives import Ranks
-from distckpt._rules.rule import Rule
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard
 from distckpt._state.stored_form import StoredEntry
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedObject
+from distckpt.rules._rule import Rule
 
 if TYPE_CHECKING:
     from distckpt.strategies.base import LoadShardedStrategy
@@ -93,7 +93,7 @@ class ShardSource(ABC):
 
     def rules_of_family(self, family: FamilyName, location: str, keys: Sequence[str]) -> list[Rule]:
         """Return the rules from requested names to names of this source."""
-        from distckpt._rules.families import config_for, rules_for
+        from distckpt.families._config import config_for, rules_for
 
         return rules_for(config_for(family, location), keys, self.shapes())
 

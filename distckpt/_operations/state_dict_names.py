@@ -21,8 +21,6 @@ from distckpt._format.foreign_formats import is_export
 from distckpt._format.manifest import Manifest
 from distckpt._format.marker import names_of_module
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import ShardedTensorFactory
 from distckpt._models.dtensor import local_part
 from distckpt._models.objects import Description, Kind
 from distckpt._models.optimizer.describe import OptimizerState
@@ -37,6 +35,8 @@ from distckpt._operations.state_dict_optimizers import (
     states_of,
 )
 from distckpt._ranks.collectives import Ranks
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedTensorFactory
 
 
 @dataclass(frozen=True)

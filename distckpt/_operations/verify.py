@@ -40,10 +40,10 @@ from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
 from distckpt._io.read import PIECE_BYTES, num_threads_at, unit_bytes_at
-from distckpt._mapping.wrappers import ShardedStateDict
 from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
+from distckpt.mapping._wrappers import ShardedStateDict
 
 
 @dataclass(frozen=True)

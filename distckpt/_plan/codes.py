@@ -9,8 +9,7 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.lazy import torch
 from distckpt._base.messages import summarize_keys
-from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._quantization.names import (
+from distckpt._format.code_names import (
     SMALL_CODES,
     are_codes_beside_scales,
     are_integers_as_weights,
@@ -20,6 +19,7 @@ from distckpt._quantization.names import (
     scale_beside,
     scales_of,
 )
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 
 CONFIG_NAMES = ("config.json", "hf_quant_config.json")
 """Files that may describe the quantization of tensors in their directory; NVIDIA ModelOpt writes

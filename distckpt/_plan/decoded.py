@@ -15,6 +15,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME, ITEM_BYTES
 from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.code_names import may_be_codes
 from distckpt._format.manifest import OBJECT, Manifest, take_figures
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
@@ -22,9 +23,8 @@ from distckpt._geometry.units import cut_region
 from distckpt._plan.codes import AS_STORED
 from distckpt._plan.load import Copy, Request, plan_load
 from distckpt._quantization.detect import find_quantized
-from distckpt._quantization.names import may_be_codes
 from distckpt._quantization.quantized import QuantizedTensor, part_regions
-from distckpt._rules.mapped import TensorSpec
+from distckpt.rules._mapped import TensorSpec
 
 PIECE_ELEMENTS = 8 << 20
 """Values whose codes are read at a time."""

@@ -17,6 +17,13 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, PACKED_PER_ITEM, TO_NAME, is_convertible
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
+from distckpt._format.code_names import (
+    are_codes_beside_scales,
+    may_be_codes,
+    places_of_scales,
+    scale_beside,
+    scales_of,
+)
 from distckpt._format.hf_names import (
     BASE_PREFIX,
     SINGLE_NAME,
@@ -28,16 +35,9 @@ from distckpt._format.safetensors_file import Entry, build_header, layout_order
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.codes import check_scales_cast
 from distckpt._plan.selection import check_all_match, check_rename, matches, renamed
-from distckpt._quantization.names import (
-    are_codes_beside_scales,
-    may_be_codes,
-    places_of_scales,
-    scale_beside,
-    scales_of,
-)
-from distckpt._rules.mapped import MappedTensor, TensorSpec
-from distckpt._rules.rule import Rule
-from distckpt._rules.rules import apply_rules
+from distckpt.rules._mapped import MappedTensor, TensorSpec
+from distckpt.rules._rule import Rule
+from distckpt.rules._rules import apply_rules
 
 MAX_FILES = 99_999
 """Largest number of files: their names have five digits."""

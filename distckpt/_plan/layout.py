@@ -32,11 +32,11 @@ from distckpt._format.safetensors_file import (
     sharding_metadata,
 )
 from distckpt._geometry.region import IntArray, Region, regions_to_arrays, with_item
-from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.save import Pieces
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.shards import GlobalTable, Shard, ShardTable, find_ties
 from distckpt._state.validation import replica_weights
+from distckpt.mapping._wrappers import ShardedObject
 
 SMALL_CHUNK_BYTES = 256 << 10
 """Chunks of at most this size lie side by side. A load by other ranks that needs only those, say

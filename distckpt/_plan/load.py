@@ -26,12 +26,12 @@ from distckpt._geometry.region import (
     intersect_many,
     regions_to_arrays,
 )
-from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.codes import check_cast, check_integers, undecoded
+from distckpt.mapping._wrappers import ShardedObject
 
 if TYPE_CHECKING:
     # It imports torch, which reading a table of contents does not need.
-    from distckpt._mapping.sharded_tensor import ShardedTensor
+    from distckpt.mapping._sharded_tensor import ShardedTensor
 
 MAX_PAIRS = 1 << 18
 """Pairs of request and chunk that are compared at a time: about 50 MB."""

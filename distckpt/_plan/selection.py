@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import natural_order, summarize_keys
 from distckpt._format.manifest import OBJECT, Manifest
-from distckpt._rules.mapped import TensorSpec
+from distckpt.rules._mapped import TensorSpec
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 
 from distckpt._base.dtypes import TO_NAME
 from distckpt._plan.load import Request
-from distckpt._rules.mapped import (
+from distckpt.rules._mapped import (
     MappedTensor,
     TensorSpec,
     invert,
@@ -18,8 +18,8 @@ from distckpt._rules.mapped import (
     resolve_padding,
     target_view,
 )
-from distckpt._rules.rule import Rule
-from distckpt._rules.rules import Tie, apply_rules, matched_rules
+from distckpt.rules._rule import Rule
+from distckpt.rules._rules import Tie, apply_rules, matched_rules
 
 
 def _tensors_of_other_ranks(

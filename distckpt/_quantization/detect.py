@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distckpt._base.dtypes import ITEM_BYTES
+from distckpt._format.quantization_settings import block_of
 from distckpt._quantization.numbers import NUMBERS
 from distckpt._quantization.quantized import E8M0, QuantizedTensor, StoredPart
-from distckpt._quantization.settings import block_of
-from distckpt._rules.mapped import TensorSpec
+from distckpt.rules._mapped import TensorSpec
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException, RankFailedError
-from distckpt._base.reports import sealed
+from distckpt._base.options import sealed
 from distckpt._ranks.exchanges import Exchanges
 from distckpt._ranks.groups import mark_known, num_exchanges
 from distckpt._ranks.outcomes import (

@@ -5,6 +5,7 @@ No payload is pickled, and the error of a broken exchange names the rank that wa
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import itertools
@@ -12,6 +13,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +24,7 @@ import numpy.typing as npt
 from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.lazy import LazyModule, torch
+from distckpt._base.libc import keep_for_ever
 from distckpt._geometry.region import IntArray
 from distckpt._ranks import groups
 from distckpt._ranks.attendance import ABANDONED, lost_contact
@@ -37,7 +40,6 @@ from distckpt._ranks.groups import (
     turns,
     warn_if_others_are_meant,
 )
-from distckpt._ranks.lent_tensors import lent
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -445,3 +447,45 @@ def _first_of_same(rows: IntArray) -> IntArray:
 
 def _as_tensor(payload: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(payload), dtype=np.uint8))
+
+
+# --- Lent tensors ---------------------------------------------------------------------------------
+
+
+SECONDS_TO_LET_GO = 5.0
+"""Longest time that the exit waits."""
+
+_lent: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+"""Gloo group, whose threads end with it -> tensors."""
+
+
+@contextlib.contextmanager
+def lent(group: Any, work: Any, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Wait in the body for a collective that works on tensors."""
+    try:
+        yield
+    finally:
+        if work.is_completed():
+            _lent[group] = [*filter(_is_held, _lent.get(group, ())), *tensors]
+        else:
+            # It goes on without us. As long as the work is here, no thread of gloo is the last to
+            # let go of tensors. The end of the group would wait for that thread.
+            keep_for_ever([group, work, *tensors])
+
+
+def _is_held(tensor: torch.Tensor) -> bool:
+    """Return whether anything but Python holds a tensor.
+
+    Some versions of torch do not tell.
+    """
+    return bool(getattr(tensor, "_use_count", lambda: 1)() > 1)
+
+
+def _wait() -> None:
+    deadline = time.monotonic() + SECONDS_TO_LET_GO
+    while any(map(_is_held, itertools.chain(*_lent.values()))) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+# Exit functions run in the reverse order: this one after the functions of programs, which may save.
+atexit.register(_wait)

@@ -13,7 +13,7 @@ from distckpt._base.errors import UnsupportedObjectError
 from distckpt._base.tree import copied
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
-from distckpt._mapping.wrappers import CommonStateDict, StateDict
+from distckpt.mapping._wrappers import CommonStateDict, StateDict
 
 logger = logging.getLogger(__name__)
 

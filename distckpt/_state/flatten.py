@@ -36,17 +36,17 @@ from distckpt._base.tree import (
 )
 from distckpt._format.codec import refuse_unknown
 from distckpt._format.codec.encode import how_to_register, unknown_objects
-from distckpt._mapping.base import ShardedBase
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import (
+from distckpt._state.adopted import adopt
+from distckpt._state.shards import Shard
+from distckpt._state.stored_form import StoredEntry, stored_form
+from distckpt.mapping._base import ShardedBase
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensorFactory,
     is_main_replica,
 )
-from distckpt._state.megatron_shards import adopt
-from distckpt._state.shards import Shard
-from distckpt._state.stored_form import StoredEntry, stored_form
 
 logger = logging.getLogger(__name__)
 

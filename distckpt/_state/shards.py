@@ -34,9 +34,9 @@ from distckpt._geometry.region import (
     stacked,
     widen,
 )
-from distckpt._mapping.base import BufferReplicaId, OpenReplicaId, ReplicaId, flat_bounds
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import ShardedObject, is_main_replica
+from distckpt.mapping._base import BufferReplicaId, OpenReplicaId, ReplicaId, flat_bounds
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedObject, is_main_replica
 
 Shard: TypeAlias = ShardedTensor | ShardedObject
 _Kind: TypeAlias = tuple[str, tuple[int, ...]]

@@ -17,9 +17,9 @@ import torch
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError, UnsupportedObjectError
 from distckpt._base.memory import fill
 from distckpt._geometry.region import with_item
-from distckpt._mapping.base import flat_bounds, unsuitable
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import ShardedObject, ShardedTensorFactory, is_main_replica
+from distckpt.mapping._base import flat_bounds, unsuitable
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedObject, ShardedTensorFactory, is_main_replica
 
 _PARTS_OF: dict[torch.dtype, torch.dtype] = {torch.complex128: torch.float64}
 if hasattr(torch, "complex32"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate.utils import DistributedType
 
-from distckpt._models.random_state import RngState
+from distckpt._models.per_rank import RngState
 
 __all__ = ["training_state"]
 

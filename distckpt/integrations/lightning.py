@@ -8,8 +8,7 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Checkpoint
 
-from distckpt._manager.manager import CheckpointManager
-from distckpt._models.random_state import RngState
+from distckpt._models.per_rank import RngState
 from distckpt.integrations._lightning.progress import (
     Progress,
     is_in_mid_epoch,
@@ -17,6 +16,7 @@ from distckpt.integrations._lightning.progress import (
     restore_loaders,
     start_at_first_batch,
 )
+from distckpt.manager._checkpoint_manager import CheckpointManager
 
 __all__ = ["Checkpoints"]
 

@@ -7,7 +7,7 @@ that leads to a leaf.
 
 from distckpt._base.public import set_public_home
 from distckpt._base.tree import Position, nested_items_iter
-from distckpt._megatron.dict_utils import (
+from distckpt.megatron._impl.dict_utils import (
     DiffResult,
     dict_list_map_inplace,
     dict_list_map_outplace,

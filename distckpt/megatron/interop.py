@@ -13,7 +13,7 @@ classes.
 """
 
 from distckpt._base.public import set_public_home
-from distckpt._megatron.interop import (
+from distckpt.megatron._impl.interop import (
     convert,
     register_types,
 )

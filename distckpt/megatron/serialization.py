@@ -6,13 +6,13 @@ The names belong to its `dist_checkpointing.serialization`.
 import logging
 
 from distckpt._base.public import set_public_home
-from distckpt._mapping.wrappers import CommonStateDict, ShardedStateDict, StateDict
-from distckpt._megatron.common import COMMON_STATE_FNAME as COMMON_STATE_FNAME
-from distckpt._megatron.default_strategies import (
+from distckpt.mapping._wrappers import CommonStateDict, ShardedStateDict, StateDict
+from distckpt.megatron._impl.common import COMMON_STATE_FNAME as COMMON_STATE_FNAME
+from distckpt.megatron._impl.default_strategies import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
 )
-from distckpt._megatron.queries import (
+from distckpt.megatron._impl.queries import (
     CkptShardedMetadata,
     load_common_state_dict,
     load_content_metadata,
@@ -21,7 +21,7 @@ from distckpt._megatron.queries import (
     load_tensors_metadata,
     remove_sharded_tensors,
 )
-from distckpt._megatron.serialization import load, save
+from distckpt.megatron._impl.serialization import load, save
 
 __all__ = [
     "CkptShardedMetadata",

@@ -1,7 +1,7 @@
 """Megatron's preparation of state dicts; `distckpt.save` and `load` need none of it."""
 
 from distckpt._base.public import set_public_home
-from distckpt._megatron.state_dicts import (
+from distckpt.megatron._impl.state_dicts import (
     filter_out_empty_flatten_tensor,
     load_preprocess,
     save_preprocess,

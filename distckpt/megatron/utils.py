@@ -13,9 +13,10 @@ from contextvars import ContextVar
 from typing import Any
 
 from distckpt._base.public import set_public_home
-from distckpt._megatron.extract import _sharded_object_id as _sharded_object_id
-from distckpt._megatron.extract import _sharded_tensor_shard_id as _sharded_tensor_shard_id
-from distckpt._megatron.extract import (
+from distckpt._state.common_state import storable_metadata
+from distckpt.megatron._impl.extract import _sharded_object_id as _sharded_object_id
+from distckpt.megatron._impl.extract import _sharded_tensor_shard_id as _sharded_tensor_shard_id
+from distckpt.megatron._impl.extract import (
     add_prefix_for_sharding,
     apply_prefix_mapping,
     extract_nonpersistent,
@@ -26,7 +27,6 @@ from distckpt._megatron.extract import (
     force_all_tensors_to_non_fp8,
     replace_prefix_for_sharding,
 )
-from distckpt._state.common_state import storable_metadata
 
 __all__ = [
     "add_prefix_for_sharding",

@@ -4,7 +4,8 @@ import logging
 
 from distckpt._base.public import set_public_home
 from distckpt._commit.presence import READER_VERSION
-from distckpt._megatron.validation import (
+from distckpt._state.strictness import StrictHandling, parse_strict_flag
+from distckpt.megatron._impl.validation import (
     adjust_non_strict_load,
     determine_global_metadata,
     maybe_report_missing_and_unexpected_keys,
@@ -14,7 +15,6 @@ from distckpt._megatron.validation import (
     verify_checkpoint,
     verify_integrity_manifest,
 )
-from distckpt._state.strictness import StrictHandling, parse_strict_flag
 
 __all__ = [
     "INTEGRITY_FNAME",

@@ -20,10 +20,10 @@ from distckpt._base.public import set_public_home
 from distckpt._format.foreign_formats import FORMATS
 from distckpt._format.marker import BUILT_IN
 from distckpt._io.prepared_save import PreparedSave
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, StateDict
 from distckpt._plan.layout import PlanCache
 from distckpt._ranks.collectives import Ranks
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedObject, ShardedStateDict, StateDict
 
 __all__ = [
     "ConsolidationStrategy",

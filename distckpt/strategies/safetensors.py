@@ -24,11 +24,11 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
 from distckpt._io.planned_shards import ShardSettings
 from distckpt._io.save_shards import ShardSave, prepare_shards
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, StateDict
 from distckpt._plan.layout import PlanCache
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedObject, ShardedStateDict, StateDict
 from distckpt.strategies.base import (
     BUILT_IN_STRATEGIES,
     EngineSettings,

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 import distckpt
 from distckpt import CheckpointingException, LoadMismatchError, RankFailedError, ShardedTensor
-from distckpt._move import carry, roll_call
-from distckpt._operations import moving
+from distckpt._move import carry, moving, roll_call
 from distckpt._ranks.attendance import lost_contact
 from distckpt.rules import Rename
 from tests.support.addresses import reserved_address

@@ -12,8 +12,8 @@ import distckpt
 from distckpt import CheckpointManager, SaveOptions, ShardedObject, ShardedTensor
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._io import block_stats, fingerprints
-from distckpt._operations.saved_stats import saved_stats
 from distckpt._ranks.collectives import Ranks
+from distckpt._tools.stats import saved_stats
 from distckpt.rules import Rename
 from tests.support.harness import error_of
 from tests.support.layouts import even_part, flat_part

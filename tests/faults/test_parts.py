@@ -26,8 +26,8 @@ import torch.distributed.checkpoint
 import distckpt
 from distckpt import CheckpointingException, ShardedTensor, tasks, torch_dist
 from distckpt._checkpoint.opening import open_undisturbed
-from distckpt._operations.stats import compute_stats
 from distckpt._ranks.collectives import Ranks
+from distckpt._tools.stats import compute_stats
 from distckpt.rules import Rename
 from tests.faults.test_crash_points import Point, dying_at, in_child, points_of
 from tests.support.calls import Call, recorded, watched

@@ -29,9 +29,6 @@ import torch.distributed.checkpoint as dcp
 import distckpt
 from distckpt import CheckpointingException, ShardedObject, ShardedTensor
 from distckpt._checkpoint import opening
-from distckpt._cli.groups import group_keys
-from distckpt._cli.summary import summarize
-from distckpt._cli.writers import list_files
 from distckpt._foreign import hugging_face
 from distckpt._foreign.torch_dist import metadata as torch_dist_metadata
 from distckpt._foreign.torch_dist.objects import read_object
@@ -45,6 +42,9 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import whole
 from distckpt._plan.load import Request, plan_load
 from distckpt._ranks.collectives import Ranks
+from distckpt.cli._groups import group_keys
+from distckpt.cli._summary import summarize
+from distckpt.cli._writers import list_files
 from distckpt.megatron import core
 from tests.support.manifests import example_manifest
 

@@ -33,7 +33,7 @@ def test_importing_loads_nothing_before_it_is_used():
 
 
 def test_help_and_completion_of_the_command_line_load_no_library():
-    parse = "from distckpt._cli.parser import make_parser; make_parser().format_help()"
+    parse = "from distckpt.cli._parser import make_parser; make_parser().format_help()"
     new = modules_loaded_by(f"import distckpt.__main__, distckpt.cli; {parse}") - modules_loaded_by(
         "pass"
     )
@@ -106,8 +106,16 @@ def test_the_module_for_users_of_dcp_imports_nothing_of_it():
 
 
 SELDOM = {
-    "quantize='int8-channel'": {"_plan.quantize", "_io.encoded_source", "_quantization.encode"},
-    "merge_adapter='adapter'": {"_plan.adapter", "_plan.peft_names", "_io.adapted_source"},
+    "quantize='int8-channel'": {
+        "_compute.quantize_plan",
+        "_compute.encoded_source",
+        "_compute.encode",
+    },
+    "merge_adapter='adapter'": {
+        "_compute.adapter",
+        "_compute.peft_names",
+        "_compute.adapted_source",
+    },
     "like='like'": {"_foreign.hugging_face"},
 }
 """What an option of an export needs, and no other export of a checkpoint."""
@@ -125,7 +133,7 @@ def test_an_export_imports_what_it_is_asked_for(tmp_path, option):
     (tmp_path / "adapter" / "adapter_config.json").write_text(
         '{"peft_type": "LORA", "r": 2, "lora_alpha": 2}'
     )
-    of_merging = {"_plan.merged", "_io.summed_source", "_operations.merge"}
+    of_merging = {"_compute.merged", "_compute.summed_source", "_compute.merge"}
     seldom = set().union(*SELDOM.values(), of_merging)
     call = f"distckpt.consolidate('checkpoint', 'out', {option})"
     loaded = modules_loaded_by(f"import distckpt, os; os.chdir({str(tmp_path)!r}); {call}")

@@ -22,8 +22,8 @@ import psutil
 import pytest
 import torch
 
-from distckpt._cli import bench
 from distckpt._ranks import processes
+from distckpt.cli import _bench as bench
 from tests.support.cli_command import call, call_error
 from tests.support.programs import Program, fork_spawned
 from tests.support.s3_server import (
@@ -61,7 +61,7 @@ def enough_memory(monkeypatch):
 
 BENCH = """
 from distckpt import __main__
-from distckpt._cli import bench
+from distckpt.cli import _bench as bench
 bench.estimate_available_memory = lambda: 64 * 10**9
 raise SystemExit(__main__.main())
 """

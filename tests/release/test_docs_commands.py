@@ -31,7 +31,7 @@ from distckpt import (
     ShardedTensor,
     cli,
 )
-from distckpt._cli.parser import VERBS, make_parser
+from distckpt.cli._parser import VERBS, make_parser
 from tests.support.docs_pages import PAGES, ROOT, Block, blocks, commands_in, lines_of, name_of
 from tests.support.example_programs import command_of
 from tests.support.harness import run

@@ -266,7 +266,7 @@ for name in sys.argv[1:]:
     }
     # Each needs the library of its trainer.
     modules = {name for name in modules if not name.startswith("distckpt.integrations.")}
-    assert {"distckpt", "distckpt._cli.bench", "distckpt.megatron.interop"} <= modules
+    assert {"distckpt", "distckpt.cli._bench", "distckpt.megatron.interop"} <= modules
     run(installed, "-c", program, *sorted(modules), cwd=tmp_path)
 
 

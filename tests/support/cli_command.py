@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from distckpt import cli
-from distckpt._cli.output import Output
+from distckpt.cli._output import Output
 from tests.support.programs import Program, run_program
 
 ROOT = Path(__file__).parents[2]

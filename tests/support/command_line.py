@@ -9,7 +9,7 @@ import argparse
 import re
 from pathlib import Path
 
-from distckpt._cli.parser import VERBS, make_parser
+from distckpt.cli._parser import VERBS, make_parser
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 BLOCK = re.compile(r"(?<=<!-- options of )([\w ]+)( -->\n).*?(?=<!-- end -->\n)", re.S)

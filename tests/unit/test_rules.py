@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distckpt._geometry.region import Region, whole
-from distckpt._rules.mapped import permute, reshape
 from distckpt.megatron.core import InvalidShardingError, LoadMismatchError
 from distckpt.rules import (
     Add,
@@ -34,6 +33,7 @@ from distckpt.rules import (
     resolve_padding,
     target_view,
 )
+from distckpt.rules._mapped import permute, reshape
 from tests.support.mapped_arrays import (
     assert_same,
     infos,

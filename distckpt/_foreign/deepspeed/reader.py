@@ -6,8 +6,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distckpt._checkpoint.reader import Reader
-from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest
+from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
 from distckpt._foreign.deepspeed.files import find_states, is_checkpoint, read_states
 from distckpt._foreign.deepspeed.universal import universal_contents
 from distckpt._foreign.deepspeed.zero import zero_contents

@@ -11,7 +11,7 @@ from typing import Any
 
 from distckpt._base.errors import CorruptCheckpointError, UnsupportedObjectError
 from distckpt._base.tree import HOLE
-from distckpt._checkpoint.reader import Reader
+from distckpt._checkpoint.stored_pieces import Reader
 from distckpt._foreign.torch_dist.objects import read_object
 from distckpt._foreign.torch_dist.source import COMMON_NAME, METADATA_NAME, read_directory
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError

@@ -17,7 +17,7 @@ from distckpt._base.errors import (
     InvalidShardingError,
     UnsupportedObjectError,
 )
-from distckpt._base.garbage import paused_garbage_collection
+from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import run_threads
 from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest, look_up_file
@@ -30,9 +30,9 @@ from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import Region
-from distckpt._mapping.wrappers import ShardedObject
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
+from distckpt.mapping._wrappers import ShardedObject
 
 METADATA_NAME = TORCH_DIST.marker
 COMMON_NAME = "common.pt"

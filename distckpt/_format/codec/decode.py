@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._base.arrays import in_memory_order
+from distckpt._base.dtypes import in_memory_order
 from distckpt._base.lazy import torch
 from distckpt._base.tree import HOLE
 from distckpt._format.codec.encode import UnknownObject, unknown_objects

@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from distckpt._base.arrays import memory_order
-from distckpt._base.dtypes import flat_bytes
+from distckpt._base.dtypes import flat_bytes, memory_order
 from distckpt._base.errors import UnsupportedObjectError
 from distckpt._base.lazy import torch
 from distckpt._base.tree import Hole

@@ -14,14 +14,6 @@ import torch
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.interrupts import operation
 from distckpt._base.tree import HOLE, leaves
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensorFactory,
-    StateDict,
-)
 from distckpt._models.dtensor import is_dtensor, local_part, shard_of_dtensor
 from distckpt._models.optimizer.read import (
     KEEP_VARS_HINT,
@@ -53,6 +45,14 @@ from distckpt._models.optimizer.settings import (
 )
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.stored_form import StoredEntry, is_stored_as_pairs, shard_at
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensorFactory,
+    StateDict,
+)
 
 _Shard: TypeAlias = ShardedTensor | ShardedTensorFactory
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from distckpt._base.arrays import memory_order
+from distckpt._base.dtypes import memory_order
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.tree import (
     HOLE,
@@ -30,11 +30,11 @@ from distckpt._base.tree import (
     map_nodes,
     without_holes,
 )
-from distckpt._mapping.base import OpenReplicaId
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import ShardedStateDict, ShardedTensorFactory
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
-from distckpt._state.megatron_shards import adopt
+from distckpt._state.adopted import adopt
+from distckpt.mapping._base import OpenReplicaId
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedStateDict, ShardedTensorFactory
 
 logger = logging.getLogger(__name__)
 

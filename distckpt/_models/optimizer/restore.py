@@ -14,8 +14,6 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.memory import fill, in_huge_pages
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, Position, dotted, is_plain_container, map_leaves
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt._mapping.wrappers import ShardedTensorFactory, StateDict
 from distckpt._models.dtensor import has_parts, is_dtensor, local_part
 from distckpt._models.optimizer.read import (
     ITSELF,
@@ -39,6 +37,8 @@ from distckpt._models.optimizer.settings import (
     stored_rest,
 )
 from distckpt._state.stored_form import StoredEntry
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedTensorFactory, StateDict
 
 logger = logging.getLogger(__name__)
 

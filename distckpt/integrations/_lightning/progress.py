@@ -14,7 +14,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities import CombinedLoader
 
-from distckpt._models.random_state import RngState
+from distckpt._models.per_rank import RngState
 
 logger = logging.getLogger(__name__)
 

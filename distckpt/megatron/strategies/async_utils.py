@@ -5,15 +5,15 @@ Megatron Core; requests run in distckpt's background thread, not in processes of
 """
 
 from distckpt._base.public import set_public_home
-from distckpt._megatron.async_requests import (
+from distckpt.megatron._impl.async_requests import (
     AsyncCaller,
     AsyncCallsQueue,
     AsyncRequest,
     PersistentAsyncCaller,
     TemporalAsyncCaller,
 )
-from distckpt._megatron.async_requests import _disable_gc as _disable_gc
-from distckpt._megatron.async_requests import _set_process_qos as _set_process_qos
+from distckpt.megatron._impl.async_requests import _disable_gc as _disable_gc
+from distckpt.megatron._impl.async_requests import _set_process_qos as _set_process_qos
 
 __all__ = [
     "AsyncCaller",

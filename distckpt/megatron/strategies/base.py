@@ -4,7 +4,7 @@ Its classes come from `distckpt.strategies.base`; some serve only programs for M
 """
 
 from distckpt._base.public import set_public_home
-from distckpt._megatron.strategy_classes import (
+from distckpt.megatron._impl.strategy_classes import (
     AsyncSaveShardedStrategy,
     LoadCommonStrategy,
     SaveCommonStrategy,

@@ -1,7 +1,7 @@
 """Megatron's names for common state, which distckpt keeps with the sharded objects."""
 
 from distckpt._base.public import set_public_home
-from distckpt._megatron.common import (
+from distckpt.megatron._impl.common import (
     COMMON_STATE_FNAME,
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,

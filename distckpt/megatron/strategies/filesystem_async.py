@@ -1,8 +1,8 @@
 """Megatron's writer of its own files, for programs that write them; distckpt does not use it."""
 
 from distckpt._base.public import set_public_home
-from distckpt._megatron.forwarding import forward
-from distckpt._megatron.torch_dist import get_write_results_queue
+from distckpt.megatron._impl.forwarding import forward
+from distckpt.megatron._impl.torch_dist import get_write_results_queue
 
 __all__ = ["get_write_results_queue"]
 

@@ -1,8 +1,8 @@
 """Megatron's wrappers that parallelize saving and loading within a group."""
 
 from distckpt._base.public import set_public_home
-from distckpt._megatron.forwarding import forward
-from distckpt._megatron.fully_parallel import (
+from distckpt.megatron._impl.forwarding import forward
+from distckpt.megatron._impl.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )

@@ -4,8 +4,8 @@ Here they save in distckpt's format and load all formats.
 """
 
 from distckpt._base.public import set_public_home
-from distckpt._megatron.forwarding import forward
-from distckpt._megatron.torch_dist import (
+from distckpt.megatron._impl.forwarding import forward
+from distckpt.megatron._impl.torch_dist import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
     get_async_strategy,

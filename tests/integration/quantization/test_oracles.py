@@ -12,7 +12,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._quantization.formats import FORMATS
+from distckpt._compute.formats import FORMATS
 from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.quantized_models import (
     Model,

@@ -15,9 +15,9 @@ import torch
 
 import distckpt
 from distckpt import CheckpointingException, ShardedTensor
-from distckpt._rules.megatron import FAMILIES
-from distckpt._rules.towers import COMPOSED
 from distckpt.cli import main
+from distckpt.families._megatron import FAMILIES
+from distckpt.families._towers import COMPOSED
 from distckpt.rules import Rename
 from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.megatron_families import SETTINGS, logits_of, make_megatron, one_process

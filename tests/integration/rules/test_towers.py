@@ -11,7 +11,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointingException
-from distckpt._rules.towers import COMPOSED
+from distckpt.families._towers import COMPOSED
 from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.megatron_families import logits_of, one_process
 from tests.support.megatron_gpt import needs_megatron

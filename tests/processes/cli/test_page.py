@@ -7,7 +7,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._base.reports import sealed
+from distckpt._base.options import sealed
 from tests.support.browser import CHROMIUM, browser_page
 from tests.support.cli_command import call
 

@@ -14,7 +14,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
-from distckpt._cli import cat
+from distckpt.cli import _cat as cat
 from tests.support.cli_command import call, call_error, call_json, interrupt_at_first_progress
 from tests.support.disks import limited
 

@@ -21,12 +21,11 @@ import torch.distributed.checkpoint
 
 import distckpt
 from distckpt import CheckpointNotFoundError, ShardedObject, ShardedTensor
-from distckpt._cli import arguments
-from distckpt._cli.arguments import parse_size
-from distckpt._cli.output import Output
-from distckpt._cli.table import table_lines
-from distckpt._quantization.formats import FORMATS
+from distckpt._compute.formats import FORMATS
+from distckpt.cli import _arguments as arguments
 from distckpt.cli import main
+from distckpt.cli._arguments import parse_size
+from distckpt.cli._output import Output, table_lines
 from tests.support.cli_command import ROOT, call, call_error, call_json, call_usage_error
 from tests.support.disk import flip
 

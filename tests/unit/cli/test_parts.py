@@ -42,7 +42,7 @@ def test_watching_before_the_first_part_has_begun(capsys, folder, monkeypatch):
         distckpt.tasks.consolidate(folder / "a", folder / "out", num_tasks=1)[0].run()
 
     # Where a user waits for the scheduler.
-    monkeypatch.setattr("distckpt._cli.parts.time.sleep", begin)
+    monkeypatch.setattr("distckpt.cli._parts.time.sleep", begin)
     assert "1 of 1 piece whole" in call(capsys, *line, "--status", "--watch")
 
 

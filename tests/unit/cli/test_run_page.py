@@ -10,7 +10,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointManager, SaveOptions
-from distckpt._base.reports import sealed
+from distckpt._base.options import sealed
 from tests.support.cli_command import call, call_error
 
 HOSTILE = "<script>alert(1)</script>"

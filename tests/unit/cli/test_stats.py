@@ -12,8 +12,9 @@ import distckpt
 from distckpt import ShardedTensor
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._io import block_stats
-from distckpt._operations import stats, windows
+from distckpt._operations import windows
 from distckpt._ranks.collectives import Ranks
+from distckpt._tools import stats
 from tests.support.cli_command import call, call_error, call_json
 
 GENERATOR = torch.Generator().manual_seed(5)

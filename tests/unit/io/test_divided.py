@@ -12,7 +12,6 @@ import torch
 from distckpt import InvalidShardingError
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._io.shared_plan import num_planners_for
-from distckpt._mapping.base import OpenReplicaId
 from distckpt._plan.save import (
     MAX_SMALL_WRITERS,
     MIN_SLICE_BYTES,
@@ -22,6 +21,7 @@ from distckpt._plan.save import (
 from distckpt._state.shards import merge_tables, shard_table
 from distckpt._state.validation import replica_factors, replica_weights, validate_shards
 from distckpt.mapping import ShardedObject, ShardedTensor
+from distckpt.mapping._base import OpenReplicaId
 from tests.support.divided import plan_divided
 
 DTYPES = [torch.uint8, torch.float32, torch.complex64]

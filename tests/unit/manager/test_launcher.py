@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from distckpt import PreemptionGuard
-from distckpt._manager import launcher
-from distckpt._manager.launcher import judge
+from distckpt.manager import _preemption as launcher
+from distckpt.manager._preemption import judge
 
 ON_A_CLUSTER = {"TORCHELASTIC_RUN_ID": "1", "SLURM_JOB_ID": "7", "RANK": "0"}
 PLAIN = ["python", "/bin/torchrun", "--nnodes", "2", "train.py"]

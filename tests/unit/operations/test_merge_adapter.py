@@ -665,7 +665,7 @@ def test_the_rule_is_that_of_peft():
     peft = pytest.importorskip("peft")
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    from distckpt._plan.adapter_targets import is_target
+    from distckpt._compute.adapter_targets import is_target
 
     choose = random.Random(0)
     modules = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distckpt._parts.environment import part_of_environment
-from distckpt._parts.work import Part, Piece, cut_files, share
+from distckpt.tasks._environment import part_of_environment
+from distckpt.tasks._work import Part, Piece, cut_files, share
 
 ARRAY = {
     "SLURM_ARRAY_TASK_ID": "5",

@@ -18,9 +18,9 @@ from distckpt import (
     CorruptCheckpointError,
     tasks,
 )
-from distckpt._parts import journal
-from distckpt._parts import work as work_in_parts
 from distckpt.rules import Rename
+from distckpt.tasks import _journal as journal
+from distckpt.tasks import _work as work_in_parts
 from tests.support.disk import tree_of
 from tests.support.parts import run_all, run_in_process
 from tests.support.read_counts import counted_reads

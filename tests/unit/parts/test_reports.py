@@ -13,7 +13,7 @@ import torch
 import distckpt
 from distckpt import CheckpointingException, ShardedTensor, tasks
 from distckpt._io import write
-from distckpt._parts import work
+from distckpt.tasks import _work as work
 from tests.support.calls import recorded
 from tests.support.cli_command import call_json
 from tests.support.states import numbered, save_checkpoint, shard_files

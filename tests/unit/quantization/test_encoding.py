@@ -92,7 +92,7 @@ def test_a_model_of_any_size_is_cut_into_pieces_without_a_trace(tmp_path, name, 
     shape, _, _ = CASES[name]
     source(tmp_path, shape)
     distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "whole", quantize=name)
-    monkeypatch.setattr("distckpt._io.encoded_source._ENCODED_AT_ONCE", 200)
+    monkeypatch.setattr("distckpt._compute.encoded_source._ENCODED_AT_ONCE", 200)
     distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "pieces", quantize=name)
     assert same_bytes(read_export(tmp_path / "whole"), read_export(tmp_path / "pieces"))
 

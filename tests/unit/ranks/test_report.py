@@ -14,7 +14,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointExistsError, ShardedTensor
-from distckpt._base.reports import sealed, unsealed
+from distckpt._base.options import sealed, unsealed
 from distckpt.cli import main
 from tests.support.cli_command import call
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import distckpt
-from distckpt._rules.mapped import identity
-from distckpt._rules.transformers_names import _Recorder
+from distckpt.families._transformers_names import _Recorder
 from distckpt.rules import Assemble, TensorSpec
+from distckpt.rules._mapped import identity
 from tests.support.hf_folders import read_export
 from tests.support.states import save_checkpoint
 

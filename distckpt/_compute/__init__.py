@@ -1,0 +1,1 @@
+"""Tensors that an export computes: sums, adapters, codes and scales."""

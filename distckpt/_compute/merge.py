@@ -1,0 +1,209 @@
+"""Merging of several checkpoints into one Hugging Face checkpoint.
+
+The result is a weighted sum, or a moving average.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from distckpt._base.errors import CheckpointExistsError, CheckpointingException
+from distckpt._base.interrupts import paused_garbage_collection
+from distckpt._base.options import ExportOptions, with_changes
+from distckpt._checkpoint.consistent_read import reading
+from distckpt._checkpoint.model_keys import left_out
+from distckpt._checkpoint.opening import holds_checkpoint
+from distckpt._commit import posix
+from distckpt._compute.merged import merged
+from distckpt._compute.summed_source import SummedSource
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._operations.export_plan import ExportPlan, plan_export
+from distckpt._operations.export_request import (
+    OpenedSources,
+    check_export_options,
+    check_request,
+    locate_sources,
+    open_sources,
+)
+from distckpt._operations.export_write import ExportReport, write_and_commit
+from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
+from distckpt._storage import locations
+
+
+@collective()
+@paused_garbage_collection()
+def merge(
+    checkpoints: Sequence[str | os.PathLike[str]],
+    output_dir: str | os.PathLike[str],
+    *,
+    weights: Sequence[float] | None = None,
+    ema: float | None = None,
+    overwrite: bool = False,
+    process_group: Any = None,
+    options: ExportOptions | None = None,
+    **changes: Any,
+) -> ExportReport:
+    """Merge several checkpoints into a Hugging Face checkpoint: their average, unless weights are
+    given.
+
+    Each tensor is the sum of the tensors of its key times the weights of their checkpoints,
+    computed in float64 in the order of the checkpoints, and rounded once. Formats and layouts may
+    differ. Memory is bounded whatever the number and sizes of checkpoints. `load` reads the result.
+
+        distckpt.merge(["run/step_800", "run/step_900", "run/step_1000"], "merged")
+
+    Collective operation: all ranks must call it; each writes whole files. Works in one process as
+    well.
+
+    Args:
+        checkpoints: two or more that `consolidate` reads. Tensors that `keys` selects must be in
+            all, with the same shapes; tensors without floating-point numbers must be equal.
+            Quantized tensors become values first.
+        output_dir: see `consolidate`; neither a checkpoint nor inside of one.
+        weights: one for each checkpoint; any numbers, whatever their sum: (1, 1, -1) adds the
+            difference of two. None for 1 / number of checkpoints.
+        ema: instead, an exponential moving average of checkpoints from the oldest to the newest: it
+            begins with the first, and each further one makes it `ema * average + (1 - ema) *
+            checkpoint`.
+        overwrite: replace an export that is there.
+        process_group: the ranks that work together; None for the default group, or for this process
+            alone when torch.distributed is not initialized.
+        options: further options. Without a dtype, a tensor keeps its own; one with different dtypes
+            gets one that holds the values of all.
+        changes: options by keyword, such as `dtype=torch.bfloat16`; see `ExportOptions` for all of
+            them.
+
+    Returns:
+        The content of the export, see `consolidate`.
+
+    Raises:
+        LoadMismatchError: a tensor is missing in one of the checkpoints, or has another shape
+            there.
+        CheckpointingException: integers differ.
+        CheckpointExistsError: `output_dir` is a checkpoint, or holds an export and `overwrite` is
+            False.
+        ValueError: weights are not finite, or not one for each checkpoint, or there are less than
+            two.
+        RankFailedError: raised on all ranks when any rank failed; nothing is committed.
+    """
+    ranks = Ranks(process_group)
+    export_options = with_changes(merge, ExportOptions, options, changes)
+    with ranks.phase("check the weights", decision=True, same={"weights": weights, "ema": ema}):
+        sources, factors = check_terms(checkpoints, weights, ema)
+        if ranks.is_coordinator:
+            check_is_apart(output_dir, sources)
+    request = check_request(ranks, sources, output_dir, overwrite, export_options)
+    with PhaseTimer("consolidate", ranks.rank, request.target).phase("plan"):
+        opened = open_sources(ranks, request.sources, export_options.verify)
+        plan = plan_opened_sum(ranks, opened, factors, ema, export_options)
+    return write_and_commit(ranks, request, opened.all, plan)
+
+
+def plan_merge(
+    checkpoints: Sequence[str | os.PathLike[str]],
+    weights: Sequence[float] | None,
+    ema: float | None,
+    options: ExportOptions,
+) -> ExportPlan:
+    """Return the plan of a `merge`, made in this process alone."""
+    ranks = Ranks.alone()
+    sources, factors = check_terms(checkpoints, weights, ema)
+    check_export_options(options)
+    opened = open_sources(ranks, locate_sources(sources, options), options.verify)
+    return plan_opened_sum(ranks, opened, factors, ema, options)
+
+
+def plan_opened_sum(
+    ranks: Ranks,
+    opened: OpenedSources,
+    factors: Sequence[float],
+    ema: float | None,
+    options: ExportOptions,
+) -> ExportPlan:
+    """Plan the export of the weighted sum of open checkpoints.
+
+    Collective operation: all ranks must call it.
+    """
+    with reading(ranks, opened.all):
+        source = _sum(ranks, opened.checkpoints, factors, ema, options)
+        return plan_export(ranks, opened, source, options)
+
+
+def _sum(
+    ranks: Ranks,
+    checkpoints: Sequence[StoredCheckpoint],
+    factors: Sequence[float],
+    ema: float | None,
+    options: ExportOptions,
+) -> SummedSource:
+    with ranks.phase("compare the checkpoints"):
+        unused = [left_out(stored, options.keys) for stored in checkpoints]
+        view = merged(checkpoints, options.keys, unused, options.tied == "write")
+    return SummedSource(view.stored, view.terms, factors, decay=1.0 if ema is None else float(ema))
+
+
+def check_terms(
+    checkpoints: Sequence[str | os.PathLike[str]],
+    weights: Sequence[float] | None,
+    ema: float | None,
+) -> tuple[list[str], list[float]]:
+    """Return the locations and factors of the checkpoints."""
+    sources = _sources(checkpoints)
+    return sources, _factors(len(sources), weights, ema)
+
+
+def _sources(checkpoints: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Return the locations of the checkpoints."""
+    if isinstance(checkpoints, str | os.PathLike) or not isinstance(checkpoints, Iterable):
+        raise TypeError(f"merge takes a list of checkpoints, got {checkpoints!r}.")
+    sources = [locations.normalize(checkpoint) for checkpoint in checkpoints]
+    if len(sources) < 2:
+        raise ValueError(
+            f"merge takes two checkpoints or more, got {sources} only: `consolidate` exports one."
+        )
+    return sources
+
+
+def check_is_apart(output_dir: str | os.PathLike[str], sources: Sequence[str]) -> None:
+    """Refuse a target that is a checkpoint, or inside of a source."""
+    target = posix.resolve(output_dir)
+    for source in sources:
+        if f"{target}/".startswith(f"{posix.resolve(source)}/"):
+            raise CheckpointingException(
+                f"The export cannot replace its own source {source!r}, nor be inside it."
+            )
+    if holds_checkpoint(target):
+        raise CheckpointExistsError(
+            f"{target!r} is a checkpoint: choose a directory of its own for the export."
+        )
+
+
+def _factors(
+    count: int,
+    weights: Sequence[float] | None,
+    ema: float | None,
+) -> list[float]:
+    """Return the factor of each checkpoint."""
+    try:
+        factors = _factors_of_average(count, ema) if weights is None else [*map(float, weights)]
+    except (TypeError, ValueError, OverflowError):
+        factors = []
+    is_one_too_many = weights is not None and ema is not None
+    if is_one_too_many or len(factors) != count or not all(map(math.isfinite, factors)):
+        raise ValueError(
+            f"{count} checkpoints, weights={weights!r:.200}, ema={ema!r:.200}: give a finite "
+            "weight for each, or an ema from 0 to 1, or neither."
+        )
+    return factors
+
+
+def _factors_of_average(count: int, ema: float | None) -> list[float]:
+    if ema is None:
+        return [1 / count] * count
+    if isinstance(ema, str) or not 0 <= ema <= 1:
+        return []
+    # The sum is multiplied with it before each further term.
+    return [1.0, *[1 - float(ema)] * (count - 1)]

@@ -1,0 +1,91 @@
+"""Merging of a PEFT adapter into an export.
+
+The module is imported when an export asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from distckpt._base.errors import CheckpointNotFoundError
+from distckpt._compute.adapted_source import AdaptedSource
+from distckpt._compute.adapter import CONFIG_NAME, Adapter, plan_changes
+from distckpt._format.hf_names import SUFFIX
+from distckpt._format.marker import CONFIG_FNAME
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._operations.export_plan import PlannedTensors
+from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
+from distckpt.families._config import read_config
+
+_MAX_PROBED = 100
+"""Entries of a directory that are searched for adapters, for an error."""
+
+
+def check_is_adapter(ranks: Ranks, location: str) -> None:
+    """Check that a directory, if it exists, has an adapter's files.
+
+    Collective operation: all ranks must call it; rank 0 looks.
+
+    Raises:
+        CheckpointNotFoundError: a file is missing.
+    """
+    ranks.decide("open the adapter", lambda: _check_files(location))
+
+
+def _check_files(location: str) -> bytes:
+    names = locations.list_names(location) if locations.isdir(location) else []
+    has_tensors = CONFIG_FNAME in names or any(name.endswith(SUFFIX) for name in names)
+    has_config = CONFIG_NAME in names
+    if (has_tensors and has_config) or not locations.exists(location):
+        return b""
+    lacks = []
+    if not has_tensors:
+        lacks.append("adapter_model.safetensors")
+    if not has_config:
+        lacks.append(CONFIG_NAME)
+    raise CheckpointNotFoundError(
+        f"{location!r} is no adapter of PEFT, it has no {' and no '.join(lacks)}: "
+        f"{_advice(location, names)}."
+    )
+
+
+def _advice(location: str, names: list[str]) -> str:
+    configs = {name: locations.join(location, name, CONFIG_NAME) for name in names[:_MAX_PROBED]}
+    inside = []
+    for name, path in configs.items():
+        if locations.exists(path):
+            inside.append(name)
+    if inside:
+        return f"give one of the adapters in it, {', '.join(map(repr, inside))}"
+    if "adapter_model.bin" in names:
+        return (
+            "adapter_model.bin is a pickle, which can run code: open it with PEFT and save it as "
+            "safetensors"
+        )
+    return "give the directory that save_pretrained of PEFT wrote"
+
+
+def adapted(
+    planned: PlannedTensors,
+    stored: StoredCheckpoint,
+    model: Mapping[str, Any] | None,
+    tied: Collection[str],
+) -> PlannedTensors:
+    """Return the tensors with the changes of an adapter.
+
+    Args:
+        planned: tensors of the export.
+        stored: the adapter.
+        model: the configuration of the model, where it is known.
+        tied: stored keys whose other names are not exported.
+    """
+    config = read_config(locations.join(stored.location, CONFIG_NAME))
+    changes = plan_changes(Adapter(stored, config), planned.outputs, model, tied)
+    return replace(
+        planned,
+        source=AdaptedSource(planned.source, stored, changes),
+        made_of={**planned.made_of, **{name: name for name in changes}},
+    )

@@ -1,4 +1,0 @@
-"""The interfaces of torch.distributed.checkpoint.
-
-`distckpt.dcp` and `distckpt.hf` are the public paths.
-"""

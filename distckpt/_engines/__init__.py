@@ -1,1 +1,0 @@
-"""The exports for inference engines: tensors in bounded memory, and buckets of bytes."""

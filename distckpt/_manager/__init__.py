@@ -1,1 +1,0 @@
-"""Steps, retention and preemption; `distckpt.manager` is the public path."""

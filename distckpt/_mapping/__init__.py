@@ -1,1 +1,0 @@
-"""The machinery of the sharded classes; `distckpt.mapping` is the public path."""

@@ -1,4 +1,0 @@
-"""Names that only programs for Megatron Core use.
-
-The public modules of those names import them from here.
-"""

@@ -1,0 +1,440 @@
+"""Sources of a move: the memories of all ranks, and a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.memory import overlapping
+from distckpt._base.messages import summarize_keys
+from distckpt._base.options import MoveOptions
+from distckpt._base.tree import CONTAINERS, dotted, map_leaves
+from distckpt._format import codec
+from distckpt._io.read_values import warn_of_overflows
+from distckpt._models import objects
+from distckpt._models.bound_state import BoundState
+from distckpt._models.dtensor import has_parts
+from distckpt._models.optimizer.describe import OptimizerState
+from distckpt._move.agreements import Agreement, Agreements
+from distckpt._move.assignment import MoveSettings
+from distckpt._move.carry import carry
+from distckpt._move.host_memory import HostMemory
+from distckpt._move.pieces import Pieces, PieceTable, pieces_of
+from distckpt._move.plan import plan_moves
+from distckpt._move.rank_plan import RankPlan
+from distckpt._move.staging import Staged
+from distckpt._move.values import united_values, warn_of_differences
+from distckpt._operations.shard_source import FamilyName, ShardSource
+from distckpt._ranks.collectives import Ranks
+from distckpt._state import flatten
+from distckpt._state.common_state import COMMON_KEY
+from distckpt._state.shards import Shard, find_ties
+from distckpt._state.stored_form import StoredEntry
+from distckpt.mapping._base import OpenReplicaId
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import ShardedObject, ShardedStateDict
+from distckpt.rules._rule import Rule
+from distckpt.rules._rules import Tie
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GivenState:
+    """The tensors and values that this rank gives.
+
+    Attributes:
+        pieces: pieces of tensors, under the names of the move.
+        values: objects by unique key, and values that are no shards, encoded; empty without any.
+        description: description of both, without values.
+    """
+
+    pieces: Pieces
+    values: bytes
+    description: bytes
+
+
+def describe_given(
+    ranks: Ranks, state_dict: ShardedStateDict, rules: Sequence[Rule], family: FamilyName, at: str
+) -> GivenState:
+    """Describe this rank's state, under the names of rules or a family.
+
+    Collective operation: all ranks must call it.
+    """
+    with ranks.phase("describe what is given") as vote:
+        described = objects.describe_objects(ranks, with_shards(state_dict, ranks.rank))
+        # Names of modules, which may differ, matter to checkpoints only.
+        has_more = bool(described.settings) or described.has_stateful
+        vote.number = 0
+        if has_more:
+            vote.number = described.digest()
+    if not vote.are_equal:
+        described = objects.united(ranks, described, first_has_all=False)
+    with ranks.phase("describe what is given"):
+        shards, common, _ = flatten.split(objects.completed(described))
+        return _described(shards, common, rules, family, at)
+
+
+def _described(
+    shards: Sequence[Shard], common: Any, rules: Sequence[Rule], family: FamilyName, at: str
+) -> GivenState:
+    tensors = []
+    cells = {}
+    for shard in shards:
+        if isinstance(shard, ShardedTensor):
+            tensors.append(shard)
+        else:
+            cells[shard.unique_key] = shard
+    if family is not None and tensors:
+        keys = [shard.key for shard in tensors]
+        from distckpt.families._config import config_for, rules_for
+
+        family_rules = rules_for(config_for(family, at), keys)
+        rules = [*rules, *_without_separate_ties(family_rules, tensors)]
+    pieces = pieces_of(tensors, rules, drops=True)
+    kinds = {cell.key: cell.global_shape for cell in cells.values()}
+    header = json.dumps([kinds, bool(common), [_keys_of(pieces, pair) for pair in _tied(pieces)]])
+    description = header.encode() + b"\n" + pieces.table.to_bytes()
+    return GivenState(pieces, _encoded(cells, common), description)
+
+
+def _without_separate_ties(rules: Sequence[Rule], tensors: Sequence[ShardedTensor]) -> list[Rule]:
+    """Leave out ties of tensors that all have memory of their own."""
+    firsts = find_ties(tensors)
+    memory = {tensor.key: firsts.get(n, n) for n, tensor in enumerate(tensors)}
+    remaining = []
+    for rule in rules:
+        names = (rule.key, rule.to) if isinstance(rule, Tie) else ()
+        if len({memory[name] for name in names if name in memory}) < 2:
+            remaining.append(rule)
+    return remaining
+
+
+def _encoded(cells: Mapping[str, ShardedObject], common: Any) -> bytes:
+    """Encode values while all ranks can still learn of an error."""
+    items = [(key, cell.data) for key, cell in cells.items()]
+    if items or common:
+        return codec.encode([items, codec.encode(common)])
+    return b""
+
+
+def _tied(pieces: Pieces) -> list[tuple[int, int]]:
+    """Return pieces of different tensors in one memory, with the first."""
+    starts = [view.data_ptr() for view in pieces.views]
+    if len(set(starts)) == len(starts):
+        return []
+    first: dict[Any, int] = {}
+    pairs = []
+    for row, (start, view) in enumerate(zip(starts, pieces.views, strict=True)):
+        other = first.setdefault((start, view.device, view.shape, view.stride(), view.dtype), row)
+        if start and len(set(_keys_of(pieces, (other, row)))) > 1:
+            pairs.append((other, row))
+    return pairs
+
+
+def _keys_of(pieces: Pieces, rows: Sequence[int]) -> list[str]:
+    return [pieces.table.kinds[pieces.table.kind_ids[row]].key for row in rows]
+
+
+def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
+    """Describe a state dict's plain tensors as whole replicas."""
+
+    def described(path: tuple[Any, ...], leaf: Any) -> Any:
+        if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or has_parts(leaf):
+            return leaf
+        copy = OpenReplicaId((0, rank))
+        return ShardedTensor.from_rank_offsets(dotted(path), leaf, replica_id=copy)
+
+    state: ShardedStateDict = map_leaves(described, state_dict, _is_walked)
+    return state
+
+
+def _is_walked(node: Any) -> bool:
+    """Whether the plain tensors in a container are moved.
+
+    Containers are walked as in `state_dict()`.
+    """
+    return isinstance(node, CONTAINERS) and not isinstance(node, OptimizerState | BoundState)
+
+
+@dataclass
+class LiveSource(ShardSource):
+    """The memories of all ranks.
+
+    Attributes:
+        ranks: the ranks that give and take.
+        given: the state that this rank gives.
+        fallback: source of the tensors that no rank gives, or None.
+        options: options of the caller.
+        agreements: agreements of earlier moves.
+        memory: buffers that the ranks share.
+        compares: whether values that arrive are compared with the values that were sent.
+        plan: plan of this rank, once `read` has filled the targets.
+    """
+
+    ranks: Ranks
+    given: GivenState
+    fallback: ShardSource | None
+    options: MoveOptions
+    agreements: Agreements
+    memory: HostMemory
+    compares: bool = False
+    plan: RankPlan | None = None
+    is_live = True
+    marker: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Agree on the keys that all ranks give."""
+        self._held = self.agreements.reach(
+            self.ranks, "compare what is given", self.given.description, _join
+        )
+        self._entries, self._has_values, self._ties = _read_joined(self._held)
+        self._values: dict[str, Any] | None = None
+
+    def entries(self) -> dict[str, StoredEntry]:
+        others = {}
+        if self.fallback is not None:
+            others = self.fallback.entries()
+        return {**others, **self._entries}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {key: entry.shape for key, entry in self._entries.items()}
+
+    def rules_of_family(self, family: FamilyName, location: str, keys: Sequence[str]) -> list[Rule]:
+        if self._entries.keys() >= set(keys):
+            # Both sides use the same names.
+            return []
+        return super().rules_of_family(family, location, keys)
+
+    def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
+        values = self._all_values()
+        absent = []
+        for shard in shards:
+            if shard.unique_key not in values:
+                absent.append(shard)
+        if self.fallback is not None and absent:
+            loaded = self.fallback.read_objects(absent)
+            names = [shard.unique_key for shard in absent]
+            values = {**values, **dict(zip(names, loaded, strict=True))}
+        elif absent:
+            raise LoadMismatchError(
+                f"No rank holds {summarize_keys(shard.key for shard in absent)}: leave that out "
+                "of what is to be filled, or name a checkpoint that has it as fallback.",
+                unexpected={shard.key for shard in absent},
+            )
+        return [values[shard.unique_key] for shard in shards]
+
+    def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
+        tensors = []
+        cells = []
+        for shard in shards:
+            if isinstance(shard, ShardedTensor):
+                tensors.append(shard)
+            else:
+                cells.append(shard)
+        self._fill(pieces_of(tensors, rules))
+        values = dict(zip(map(id, cells), self.read_objects(cells), strict=True))
+        filled = []
+        for shard in shards:
+            if isinstance(shard, ShardedTensor):
+                filled.append(shard.data)
+            else:
+                filled.append(values[id(shard)])
+        return filled
+
+    def _all_values(self) -> dict[str, Any]:
+        """Return all ranks' objects and common state, by unique key."""
+        if self._values is None:
+            self._values = {}
+            first_with: dict[bytes, int] = {}
+            sent = []
+            if self._has_values:
+                sent = self.ranks.all_gather(self.given.values)
+            for rank, data in enumerate(sent):
+                if not data:
+                    continue
+                items, values = _decoded(data)
+                self._values = {**dict(items), **self._values}
+                first_with.setdefault(values, rank)
+            values_by_rank = {rank: _decoded(values) for values, rank in first_with.items()}
+            if self.ranks.is_coordinator and len(values_by_rank) > 1:
+                warn_of_differences(values_by_rank)
+            common = united_values(values_by_rank)
+            if common or self.fallback is None:
+                self._values[_COMMON.unique_key] = common
+        return self._values
+
+    def _fill(self, targets: Pieces) -> None:
+        """Fill targets from ranks, and from the checkpoint."""
+        ranks = self.ranks
+        options = self.options
+        memory = self.memory
+        settings = MoveSettings(
+            memory.hosts,
+            memory.bucket_bytes,
+            options.allow_dtype_cast,
+            has_fallback=self.fallback is not None,
+            compares=self.compares,
+        )
+        self.plan = plan = self._agree_on_plan(targets, settings)
+        with ranks.phase("prepare the targets"):
+            apart = self._to_compare(targets)
+            # With `compares`, targets with different values are found as errors where they are
+            # filled.
+            fresh = set()
+            if not self.compares:
+                fresh = {row for _, row in apart}
+            staged = Staged.of(self.given.pieces, targets, options.atomic, fresh)
+        if plan.has_gaps and self.fallback is not None:
+            gaps = _gaps(plan, targets, staged)
+            self._check_fallback(gaps)
+            self.fallback.read(gaps, ())
+        carry(ranks, plan, memory, self.given.pieces, staged.views)
+        if plan.compared:
+            from distckpt._move.arrival import check_arrival
+
+            check_arrival(ranks, plan, self.given.pieces, targets, staged.views)
+        self._warn_of_overflows(targets, staged)
+        _warn_of_differences(targets, staged.commit(apart))
+
+    def _warn_of_overflows(self, targets: Pieces, staged: Staged) -> None:
+        keys = [targets.table.kinds[number].key for number in targets.table.kind_ids.tolist()]
+        warn_of_overflows(
+            (key, self._entries[key].dtype, view.detach())
+            for key, view in zip(keys, staged.views, strict=True)
+            if key in self._entries
+        )
+
+    def _check_fallback(self, gaps: Sequence[ShardedTensor]) -> None:
+        """Refuse tensors that neither a rank nor the fallback holds.
+
+        Collective operation: all ranks must call it.
+        """
+        assert self.fallback is not None
+        stored = self.fallback.entries()
+        with self.ranks.phase("look for tensors in the fallback"):
+            absent = {gap.key for gap in gaps} - stored.keys()
+            if absent:
+                raise LoadMismatchError(
+                    f"No rank holds {summarize_keys(absent)}, and neither does the fallback: "
+                    "correct the keys. Plain tensors that were saved are not among its tensors, "
+                    "but in distckpt.open(path).common_state.",
+                    unexpected=absent,
+                )
+
+    def _to_compare(self, targets: Pieces) -> list[tuple[int, int]]:
+        """Return the targets (first, second) that share memory.
+
+        Targets that are one tensor on the giving side, too, are left out.
+        """
+        tied = {pair for pair in _tied(targets) if _keys_of(targets, pair) in self._ties}
+        return sorted(set(overlapping(targets.views)) - tied, key=lambda pair: pair[::-1])
+
+    def _agree_on_plan(self, targets: Pieces, settings: MoveSettings) -> RankPlan:
+        header = json.dumps([self._held.number, settings]).encode()
+
+        def decide(descriptions: Sequence[bytes]) -> list[bytes]:
+            sources = [_table_of(description) for description in self._held.descriptions]
+            requests = [_table_of(description) for description in descriptions]
+            plans = [plan.to_bytes() for plan in plan_moves(sources, requests, settings)]
+            _warn_of_untaken(sources, requests, self._ties)
+            return plans
+
+        description = header + b"\n" + targets.table.to_bytes()
+        agreed = self.agreements.reach(self.ranks, "plan the move", description, decide)
+        return RankPlan.from_bytes(agreed.result)
+
+
+def _decoded(data: bytes) -> Any:
+    return codec.decode(data)
+
+
+_COMMON = ShardedObject(COMMON_KEY, None, (1,), (0,))
+
+
+def _table_of(description: bytes) -> PieceTable:
+    return PieceTable.from_bytes(description.partition(b"\n")[2])
+
+
+def _join(descriptions: Sequence[bytes]) -> list[bytes]:
+    """Return all given keys with dtypes and shapes, for each rank."""
+    kinds: dict[str, tuple[str | None, Sequence[int]]] = {}
+    has_values = False
+    ties = []
+    for description in descriptions:
+        cells, has_common, tied = json.loads(description.partition(b"\n")[0])
+        has_values |= bool(cells) or has_common
+        ties += tied
+        kinds.update({key: (None, shape) for key, shape in cells.items()})
+        for kind in _table_of(description).kinds:
+            kinds.setdefault(kind.key, (kind.dtype, kind.shape))
+    return [json.dumps([kinds, has_values, ties]).encode()] * len(descriptions)
+
+
+def _read_joined(agreed: Agreement) -> tuple[dict[str, StoredEntry], bool, list[list[str]]]:
+    kinds, has_values, ties = json.loads(agreed.result)
+    entries = {}
+    for key, (dtype, shape) in kinds.items():
+        entries[key] = StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape))
+    return entries, has_values, ties
+
+
+def _keys_of_tables(tables: Sequence[PieceTable]) -> set[str]:
+    keys: set[str] = set()
+    for table in tables:
+        keys.update(kind.key for kind in table.kinds)
+    return keys
+
+
+def _warn_of_untaken(
+    sources: Sequence[PieceTable], targets: Sequence[PieceTable], ties: Sequence[Sequence[str]]
+) -> None:
+    """Warn of given tensors that no rank takes under any name."""
+    taken = _keys_of_tables(targets)
+    for pair in ties:
+        if taken.intersection(pair):
+            taken.update(pair)
+    untaken = _keys_of_tables(sources) - taken
+    if untaken:
+        logger.warning(
+            "no rank takes %s, which is given. If the model on the other side needs it, as it does "
+            "adapters that are not merged or a head that is not tied, give it the name there with "
+            "rules=. Else leave it out of what is given: rules=[Drop(...)].",
+            summarize_keys(untaken),
+        )
+
+
+def _warn_of_differences(targets: Pieces, pairs: Sequence[tuple[int, int]]) -> None:
+    """Warn of tensors with different values for one memory."""
+    for pair in pairs:
+        first, last = _keys_of(targets, pair)
+        logger.warning(
+            "%r and %r have different values, and were to be moved into memory that both have: it "
+            "has that of %r now. Take one of them, or give each memory of its own.",
+            first,
+            last,
+            last,
+        )
+
+
+def _gaps(plan: RankPlan, targets: Pieces, staged: Staged) -> list[ShardedTensor]:
+    """Describe the regions of targets that no rank holds."""
+    shards = []
+    for row, *place in plan.gaps.tolist():
+        kind = targets.table.kinds[targets.table.kind_ids[row]]
+        ndim = len(kind.shape)
+        region = targets.table.region(row)
+        at = place[:ndim]
+        shape = tuple(place[len(place) // 2 :][:ndim])
+        view = staged.views[row]
+        part = view[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]
+        offset = tuple(map(int.__add__, region.offset, at))
+        shards.append(ShardedTensor(kind.key, part, part.dtype, shape, kind.shape, offset, None))
+    return shards

@@ -1,0 +1,266 @@
+"""Recording of an engine's weight loader as a sharded state dict."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from distckpt._base.dtypes import is_lossless_cast
+from distckpt._base.errors import InvalidShardingError
+from distckpt._base.messages import summarize_keys
+from distckpt._geometry.region import Region
+from distckpt._models.bound_state import BoundState, named_tensors
+from distckpt._move.loader_memory import Memory, Piece, Step, overlaps
+from distckpt._move.recorder import Recording, is_recorded
+from distckpt._move.views import Layout, boxes
+from distckpt._operations.checkpoint import open as open_checkpoint
+from distckpt.mapping._base import OpenReplicaId, ReplicaId
+from distckpt.mapping._sharded_tensor import ShardedTensor
+
+logger = logging.getLogger(__name__)
+
+Specs: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class LoaderTarget(BoundState):
+    """A sharded state dict of the tensors that a weight loader fills.
+
+    See `record_loader`.
+
+    Attributes:
+        unused: names of stored tensors that the loader put nowhere, such as tables that the model
+            computes itself.
+        unfilled: the number of elements without a value, for each parameter and persistent buffer
+            of the model that the loader did not fill.
+    """
+
+    unused: frozenset[str]
+    unfilled: Mapping[str, int]
+
+
+def record_loader(
+    load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
+    metadata: Any,
+    *,
+    module: torch.nn.Module | None = None,
+) -> LoaderTarget:
+    """Describe a weight loader's places for stored tensors, without model code.
+
+    The loader runs once on tensors that have names, shapes and dtypes and no storage. The parts
+    that it copies, and their places, become a sharded state dict, whose keys are the stored names
+    and whose data are views of the model's own memory: filling that state dict has the effect of
+    the loader.
+
+        target = distckpt.record_loader(model.load_weights, "exports/qwen3")
+        distckpt.load(target, "exports/qwen3", allow_dtype_cast=True)
+
+    The loader may take views (`narrow`, `chunk`, slices, `t`, `view`, ...), convert, join and copy,
+    in any order; threads that it starts may copy into parameters of the model. Computed values
+    cannot be described. Values that it writes itself, such as zeros behind the rows of a padded
+    vocabulary, it writes in this call; nothing else of the model changes. The state dict holds as
+    long as the parameters keep their memory: record again when they were moved or replaced. Later
+    uses raise an error if they were.
+
+    Any rank may call, alone.
+
+    Args:
+        load_weights: called once with an iterable of `(name, tensor)`, as vLLM and SGLang call that
+            method of a model.
+        metadata: the names, shapes and dtypes that stored tensors have: `{name: (shape, dtype)}`,
+            objects with the attributes `name` (or `key`), `shape` and `dtype`, an opened checkpoint
+            (`distckpt.open(path, as_stored=True)` where it is quantized), or the path of one.
+        module: module whose parameters and persistent buffers the loader should fill. None for the
+            object that `load_weights` is a method of.
+
+    Returns:
+        The state dict, with `unused` and `unfilled`, which are also logged.
+
+    Raises:
+        InvalidShardingError: the loader computes a value from a stored tensor, which the error
+            names, or the model has no memory yet.
+    """
+    recording = Recording(_specs_of(metadata))
+    with recording:
+        _run(load_weights, recording)
+    own = getattr(load_weights, "__self__", None)
+    module = module or (own if isinstance(own, torch.nn.Module) else None)
+    tensors = _tensors_of(module)
+    _refuse_copies_of_threads(tensors.values(), recording)
+    target = LoaderTarget(_state_of(recording))
+    filled = set()
+    for name, tensor in tensors.items():
+        if recording.memory_of(tensor) is not None:
+            filled.add(name)
+    target.module = module
+    target.memory = {name: tensors[name].detach() for name in filled}
+    target.unused = frozenset(recording.stored) - {shard.key for shard in target.values()}
+    target.unfilled = _unfilled(tensors, recording)
+    _log(target)
+    return target
+
+
+def _run(load_weights: Callable[..., Any], recording: Recording) -> None:
+    try:
+        load_weights(recording.tensors())
+    except InvalidShardingError:
+        raise
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        # Torch's refusal of an operation that a tensor without storage cannot do.
+        raise InvalidShardingError(
+            f"The loader fails while it loads the stored tensor {recording.current!r} without "
+            f"storage: {str(error).rstrip('.')}. If it needs the values of that tensor, leave the "
+            "name out of `metadata`, and give such tensors to the loader itself after each update."
+        ) from error
+    if recording.refusal is not None:
+        # The loader has caught it, and has gone on without that tensor.
+        raise recording.refusal
+
+
+def _refuse_copies_of_threads(tensors: Iterable[torch.Tensor], recording: Recording) -> None:
+    """Refuse copies of stored tensors in memory of threads.
+
+    It is not known whether the threads have copied them on.
+    """
+    module_memories = [recording.memory_of(tensor) for tensor in tensors]
+    for memory in recording.written_by_threads:
+        if not any(memory is own_memory for own_memory in module_memories):
+            raise InvalidShardingError(
+                f"The loader copies the stored tensor {summarize_keys(memory.names())} in a thread "
+                "of its own, into memory that is no parameter or persistent buffer of the model, "
+                "and what the thread does with it afterwards is not recorded. Let threads copy "
+                "straight into parameters (pass module= where `load_weights` is no method of the "
+                "model), or load in one thread while the loader is recorded."
+            )
+
+
+def _specs_of(metadata: Any) -> Specs:
+    if isinstance(metadata, str | os.PathLike):
+        metadata = open_checkpoint(metadata, as_stored=True)
+    tensors = getattr(metadata, "tensors", metadata)
+    entries = tensors.items() if isinstance(tensors, Mapping) else ((None, e) for e in tensors)
+    return dict(_spec_of(*entry) for entry in entries)
+
+
+def _spec_of(name: str | None, entry: Any) -> tuple[str, tuple[tuple[int, ...], torch.dtype]]:
+    if isinstance(entry, tuple) and len(entry) == 2:
+        shape, dtype = entry
+    else:
+        shape = entry.shape
+        dtype = entry.dtype
+    if name is None:
+        name = getattr(entry, "name", None) or entry.key
+    return name, (tuple(shape), dtype)
+
+
+def _tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
+    """Return a module's parameters and persistent buffers after the loader's run."""
+    tensors = dict(named_tensors(module))
+    for name, value in tensors.items():
+        if is_recorded(value):
+            raise InvalidShardingError(
+                f"The loader makes a stored tensor the parameter {name!r} of the model, instead of "
+                "copying into memory of the model: there is nothing to record."
+            )
+    return tensors
+
+
+def _state_of(recording: Recording) -> Iterator[tuple[str, ShardedTensor]]:
+    """Describe the recorded copies as shards, under different names."""
+    by_key: dict[str, list[_Place]] = {}
+    for memory in recording.real.values():
+        memory.settle()
+        for piece in memory.pieces:
+            for place in _places(memory, piece):
+                by_key.setdefault(place.key, []).append(place)
+    for key, places in by_key.items():
+        regions = [place.region for place in places]
+        copies = {max(pair) for pair in overlaps(regions)}
+        for number, place in enumerate(places):
+            name = f"{key}#{number}" if number else key
+            replica_id = (1, number) if number in copies else OpenReplicaId((0,))
+            yield name, _shard_of(place, replica_id)
+
+
+def _shard_of(place: _Place, replica_id: ReplicaId) -> ShardedTensor:
+    offset, shape = place.region
+    whole = place.stored.shape
+    return ShardedTensor(
+        place.key, place.data, place.data.dtype, shape, whole, offset, None, replica_id
+    )
+
+
+class _Place(NamedTuple):
+    """A region of a stored tensor, and the memory that gets it."""
+
+    stored: Memory
+    region: Region
+    data: torch.Tensor
+
+    @property
+    def key(self) -> str:
+        """The name of the stored tensor."""
+        return str(self.stored.key)
+
+
+def _places(memory: Memory, piece: Piece) -> Iterator[_Place]:
+    if piece.stored is None or memory.tensor is None:
+        return
+    tensor = _typed(memory.tensor, piece.stored, piece.steps)
+    for region, view in boxes(piece.stored.shape, piece.layout, _layout_in(memory, piece.region)):
+        data = tensor.as_strided(view.shape, view.strides, view.offset)
+        yield _Place(piece.stored, region, data)
+
+
+def _layout_in(memory: Memory, region: Region) -> Layout:
+    """Return the view of a region of a row-major memory."""
+    strides = torch.empty(memory.shape, device="meta").stride()
+    return Layout(0, memory.shape, tuple(strides)).part(region)
+
+
+def _typed(tensor: torch.Tensor, stored: Memory, steps: Iterable[Step]) -> torch.Tensor:
+    """Return a memory as a tensor of the dtype to load.
+
+    InvalidShardingError where one conversion differs from the loader's conversions.
+    """
+    dtypes = [stored.dtype]
+    kinds = set()
+    for kind, dtype in steps:
+        if dtype != dtypes[-1]:
+            kinds.add(kind)
+            dtypes.append(dtype)
+    if kinds == {"as"}:
+        return tensor.view(stored.dtype)
+    are_exact = all(is_lossless_cast(stored.dtype, dtype) for dtype in dtypes[1:-1])
+    if "as" in kinds or not are_exact:
+        raise InvalidShardingError(
+            f"The loader converts the stored tensor {stored.key!r} in several steps "
+            f"({' -> '.join(map(str, dtypes))}), which one conversion does not equal. Leave the "
+            "name out of `metadata`, and give this tensor to the loader itself after each update."
+        )
+    return tensor
+
+
+def _unfilled(tensors: Mapping[str, torch.Tensor], recording: Recording) -> dict[str, int]:
+    """Count the elements of parameters that the loader did not write."""
+    missing = {}
+    for name, tensor in tensors.items():
+        memory = recording.memory_of(tensor)
+        num = 0 if memory is None else memory.num_written(Layout.of(tensor))
+        if num < tensor.numel():
+            missing[name] = tensor.numel() - num
+    return missing
+
+
+def _log(target: LoaderTarget) -> None:
+    if target.unused:
+        logger.info("the loader puts nowhere: %s", summarize_keys(sorted(target.unused)))
+    if target.unfilled:
+        logger.warning(
+            "the loader leaves elements of %s as they are: nothing that fills its target changes "
+            "them",
+            summarize_keys(sorted(target.unfilled)),
+        )

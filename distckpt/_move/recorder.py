@@ -1,0 +1,382 @@
+"""Run a weight loader on tensors without storage, and record its copies.
+
+A stored tensor is a `Recorded`: a meta tensor goes through the same views as it, so that torch
+itself says which elements a view has. Copies are written down instead of made. Operations on real
+tensors run as ever, and are watched: an operation that reads memory that should hold stored
+elements must be a copy, too.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeGuard
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from distckpt._base.errors import InvalidShardingError
+from distckpt._base.messages import summarize_keys
+from distckpt._move.loader_memory import Memory, Read, Step
+from distckpt._move.views import Layout, factored
+
+aten = torch.ops.aten
+
+_ALSO_VIEWS = {aten._unsafe_view, aten._reshape_alias, aten.lift_fresh, aten.detach, aten.alias}
+_COPIES = {aten.clone, aten._to_copy, aten.contiguous, aten.cat, aten.stack}
+_SHAPED_ALIKE = {
+    aten.empty_like,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.new_empty,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+    aten.new_empty_strided,
+}
+"""Operations that take nothing but shape and dtype of a tensor."""
+_WRITES = {aten.copy_, aten.fill_, aten.zero_}
+
+
+class Recorded(torch.Tensor):
+    """A stored tensor, or a view or copy of some, without storage."""
+
+    recording: Recording
+    memory: Memory
+    meta: torch.Tensor
+
+    # Else torch makes `Recorded`s of all results.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, recording: Recording, memory: Memory, meta: torch.Tensor) -> Recorded:
+        """Make a tensor that looks like `meta` on the CPU."""
+        made: Recorded = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=torch.device("cpu"),
+        )
+        made.recording = recording
+        made.memory = memory
+        made.meta = meta
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Name the stored tensors whose elements it has."""
+        return f"<recorded {', '.join(self.memory.names())} {tuple(self.shape)} {self.dtype}>"
+
+    def numpy(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to give values, which torch's dispatcher would not see."""
+        self.recording.refuse("numpy", [self])
+
+    def tolist(self) -> NoReturn:
+        """Refuse to give values, see `numpy`."""
+        self.recording.refuse("tolist", [self])
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to give values, see `numpy`."""
+        self.recording.refuse("numpy.asarray", [self])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Record an operation, also in a thread that the loader has started."""
+        recorded = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Recorded))
+        return recorded.recording.run(func, args, kwargs or {})
+
+
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The record of a loader's operations on stored tensors, while entered.
+
+    Attributes:
+        stored: the memories of stored tensors, by name.
+        real: the memories of real tensors that the loader has written to.
+        current: the stored tensor that the loader has taken last.
+        written_by_threads: the real memories that a thread started by the loader has copied stored
+            elements to. Later operations of that thread on real tensors are not seen.
+        refusal: the first error about an operation that cannot be recorded; the loader may catch
+            it.
+    """
+
+    def __init__(self, specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stored = {key: Memory(shape, dtype, key) for key, (shape, dtype) in specs.items()}
+        self.real: dict[tuple[Any, ...], Memory] = {}
+        self.written_by_threads: list[Memory] = []
+        self.current = ""
+        self.refusal: InvalidShardingError | None = None
+        self._lock = threading.RLock()
+        self._thread = threading.get_ident()
+
+    def tensors(self) -> Iterator[tuple[str, Recorded]]:
+        """Yield the names of stored tensors, each with its stand-in."""
+        for key, memory in self.stored.items():
+            self.current = key
+            meta = torch.empty(memory.shape, dtype=memory.dtype, device="meta")
+            yield key, Recorded(self, memory, meta)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Record an operation of the thread that has entered this."""
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation, or record its copy."""
+        with self._lock:
+            packet = func.overloadpacket
+            if packet in _WRITES:
+                return self._write(func, args, kwargs)
+            known = self._stored_tensors((args, kwargs))
+            if not known:
+                return func(*args, **kwargs)
+            with self:
+                # `reshape`, say: a view, or a view of a copy.
+                made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
+            if func.is_view or packet in _ALSO_VIEWS:
+                return self._view(func, args, kwargs)
+            if packet in _SHAPED_ALIKE:
+                kwargs = {"device": known[0].device, **kwargs}
+                return func(*tree_map(_meta_of, args), **kwargs)
+            if packet in _COPIES:
+                return self._copy(func, args, kwargs)
+            if packet is aten.repeat:
+                return self._repeat(*args)
+            return self.refuse(func, known)
+
+    def _stored_tensors(self, arguments: Any) -> list[torch.Tensor]:
+        """Return the tensors among arguments that have stored elements."""
+        return [leaf for leaf in tree_leaves(arguments) if _is_tensor(leaf) and self._names(leaf)]
+
+    def _repeat(self, source: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
+        """Copy several times, as views and a copy do it."""
+        shape = (1,) * (len(repeats) - source.ndim) + tuple(source.shape)
+        apart: list[int] = []
+        for length in shape:
+            apart.extend((1, length))
+        repeated: list[int] = []
+        for pair in zip(repeats, shape, strict=True):
+            repeated.extend(pair)
+        sizes = []
+        for num, size in zip(repeats, shape, strict=True):
+            sizes.append(num * size)
+        return source.reshape(apart).expand(repeated).reshape(sizes)
+
+    def _view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        source = args[0]
+        if not isinstance(source, Recorded):
+            return func(*args, **kwargs)
+        seen = func(source.meta, *args[1:], **kwargs)
+        if not all(_is_view_of(view, source.meta) for view in tree_leaves(seen)):
+            self.refuse(func, [source])
+        return tree_map(lambda meta: Recorded(self, source.memory, meta), seen)
+
+    def _copy(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Make a new tensor from one or several."""
+        sources = [leaf for leaf in tree_leaves(args) if _is_tensor(leaf)]
+        make = _called
+        if _has_recorded(sources):
+            make = self._make
+        made = make(func, args, kwargs)
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        parts = _parts(func.overloadpacket, made, sources, dim)
+        for part, source in zip(parts, sources, strict=True):
+            self._note(part, source, func)
+        return made
+
+    def _make(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recorded:
+        """Make a new tensor without storage, with the layout of a result."""
+        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        meta = func(*tree_map(_meta_of, args), **kwargs)
+        shape = factored(meta.numel(), meta.stride())
+        return Recorded(self, Memory(shape, meta.dtype), meta)
+
+    def _write(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Copy one tensor into another, or fill it."""
+        target = args[0]
+        value = None
+        if len(args) > 1:
+            value = args[1]
+        if func.overloadpacket is aten.zero_ and isinstance(target, Recorded):
+            return self._zero(target)
+        if isinstance(target, Recorded) and target.memory.key is not None:
+            self.refuse(func, [target])
+        if not isinstance(target, Recorded) and not isinstance(value, Recorded):
+            func(*args, **kwargs)
+        if _is_tensor(value) and self._names(value):
+            self._note(target, value, func)
+        elif isinstance(target, Recorded):
+            self.refuse(func, [target])
+        else:
+            self._memory(target).fill(Layout.of(target))
+        return target
+
+    def _zero(self, target: Recorded) -> Recorded:
+        """Take zeros instead of a stored tensor.
+
+        Ranks do so where another rank adds it.
+        """
+        if target.numel() != math.prod(target.memory.shape):
+            self.refuse(aten.zero_, [target])
+        target.memory = Memory(target.memory.shape, target.memory.dtype)
+        target.memory.fill(Layout.of(target.meta))
+        return target
+
+    def _note(self, target: torch.Tensor, value: torch.Tensor, func: Any) -> None:
+        """Write down that a tensor gets the elements of another one."""
+        memory = self._memory(target)
+        known = bool(self._names(value))
+        if not known and isinstance(target, Recorded):
+            self.refuse(func, [target])
+        if not known:
+            return
+        if threading.get_ident() != self._thread and not isinstance(target, Recorded):
+            self.written_by_threads.append(memory)
+        source = self._memory(value)
+        place = Layout.of(_meta_of(target))
+        reads = self._reads(source, value, target, func)
+        steps = [*_bit_steps(source.dtype, value.dtype), ("to", target.dtype)]
+        if not isinstance(value, Recorded):
+            memory.fill(place)  # with values that are not stored
+        elif memory.tensor is not None:
+            _zero_what_is_not_stored(memory.tensor, reads)
+        memory.write(reads, (*steps, *_bit_steps(target.dtype, memory.dtype)))
+
+    def _reads(
+        self, source: Memory, value: torch.Tensor, target: torch.Tensor, func: Any
+    ) -> list[Read]:
+        """Return the reads that fill a tensor from a memory.
+
+        All of it must be known.
+        """
+        meta = _meta_of(value).expand(target.shape)
+        reads = list(source.read(Layout.of(meta), Layout.of(_meta_of(target))))
+        num_read = sum(math.prod(read.layout.shape) for read in reads)
+        if isinstance(value, Recorded) and num_read != target.numel():
+            self.refuse(func, [value])
+        return reads
+
+    def _names(self, tensor: torch.Tensor) -> list[str]:
+        """Name the stored tensors with elements in a tensor or its memory."""
+        if isinstance(tensor, Recorded):
+            return tensor.memory.names() or ["?"]
+        memory = self.memory_of(tensor)
+        if memory is None:
+            return []
+        return memory.names()
+
+    def memory_of(self, tensor: torch.Tensor) -> Memory | None:
+        """Return the known contents of a real tensor's memory, or None."""
+        return self.real.get(_identity(tensor))
+
+    def _memory(self, tensor: torch.Tensor) -> Memory:
+        if isinstance(tensor, Recorded):
+            return tensor.memory
+        if tensor.numel() and not tensor.data_ptr():
+            raise InvalidShardingError(
+                f"The loader puts the stored tensor {self.current!r} into a tensor of shape "
+                f"{tuple(tensor.shape)} without memory ({tensor.device}): give the model memory "
+                "before recording its loader."
+            )
+        place = _identity(tensor)
+        if place not in self.real:
+            size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+            shape = factored(size, tensor.stride())
+            self.real[place] = Memory(shape, tensor.dtype, tensor=tensor.detach())
+        return self.real[place]
+
+    def refuse(self, func: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
+        """Raise an error about an unrecordable call, and remember it."""
+        names = []
+        for tensor in tensors:
+            names.extend(self._names(tensor))
+        self.refusal = self.refusal or InvalidShardingError(
+            f"The loader calls {func} on the stored tensor {summarize_keys(dict.fromkeys(names))} "
+            f"(while it loads {self.current!r}), and only views, conversions and copies can be "
+            "recorded. Leave these names out of `metadata`, and give such tensors to the loader "
+            "itself after each update."
+        )
+        raise self.refusal
+
+
+def _zero_what_is_not_stored(tensor: torch.Tensor, reads: Iterable[Read]) -> None:
+    for read in reads:
+        if read.stored is None:
+            place = read.partner
+            tensor.as_strided(place.shape, place.strides, place.offset).zero_()
+
+
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a stored one, even behind `tensor.data`."""
+    if isinstance(tensor, Recorded):
+        return True
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_view_of(view: torch.Tensor, meta: torch.Tensor) -> bool:
+    """Whether a meta tensor has elements of another one.
+
+    Elements have the same size in both.
+    """
+    storages = view.untyped_storage(), meta.untyped_storage()
+    return storages[0]._cdata == storages[1]._cdata and view.itemsize == meta.itemsize
+
+
+def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _has_recorded(tensors: Sequence[torch.Tensor]) -> bool:
+    return any(isinstance(tensor, Recorded) for tensor in tensors)
+
+
+def _meta_of(value: Any) -> Any:
+    if isinstance(value, Recorded):
+        return value.meta
+    return value
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a key that identifies the memory of a real tensor."""
+    return tensor.device, tensor.untyped_storage().data_ptr(), tensor.dtype.itemsize
+
+
+def _bit_steps(source: torch.dtype, target: torch.dtype) -> list[Step]:
+    if source == target:
+        return []
+    return [("as", target)]
+
+
+def _parts(
+    packet: Any, made: torch.Tensor, sources: Sequence[torch.Tensor], dim: int
+) -> list[torch.Tensor]:
+    """Return the views of a result, one for each of its sources."""
+    meta = _meta_of(made)
+    parts: Sequence[torch.Tensor] = [meta]
+    if packet is aten.cat:
+        parts = meta.split([source.shape[dim] for source in sources], dim)
+    elif packet is aten.stack:
+        parts = meta.unbind(dim)
+    if not isinstance(made, Recorded):
+        return list(parts)
+    views: list[torch.Tensor] = []
+    for part in parts:
+        views.append(Recorded(made.recording, made.memory, part))
+    return views

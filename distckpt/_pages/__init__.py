@@ -1,0 +1,1 @@
+"""Pages of HTML that the command line writes."""

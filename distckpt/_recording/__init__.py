@@ -1,1 +1,0 @@
-"""Recording the places where an engine's weight loader puts stored elements."""

@@ -1,1 +1,0 @@
-"""Rules that rename and reshape tensors, and rules of model families."""

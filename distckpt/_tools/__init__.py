@@ -1,0 +1,1 @@
+"""Verbs on whole checkpoints: reshard, diff, statistics, comparing with memory."""

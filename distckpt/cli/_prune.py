@@ -1,0 +1,221 @@
+"""`distckpt prune`: remove the checkpoints that a manager does not retain, and leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from distckpt._base.errors import CheckpointNotFoundError
+from distckpt._commit import hidden_directories, posix
+from distckpt._storage import locations
+from distckpt.cli._output import Output
+from distckpt.manager import _removal as removal
+from distckpt.manager import _steps as steps
+from distckpt.manager._retention import Retention, metric_names, surplus, unknown_metric
+from distckpt.manager._seen_steps import changes_in
+from distckpt.manager._steps import Saved, step_name
+from distckpt.tasks._journal import Journal
+
+_MINUTES = 60
+"""Minutes without a write before leftovers are removed."""
+_MINUTES_OF_PARTS = 7 * 24 * 60
+"""The same for work in parts, which may queue for days."""
+
+
+@dataclass(frozen=True)
+class _Pruning:
+    """The checkpoints and leftovers of a directory, to remove or to keep.
+
+    Attributes:
+        root: the directory.
+        saved: all steps that a manager has saved.
+        surplus: the steps to remove.
+        leftovers: names of the remains of interrupted saves and removals.
+        live: names that a save may still be writing.
+    """
+
+    root: str
+    saved: Sequence[Saved]
+    surplus: Sequence[Saved]
+    leftovers: Sequence[str]
+    live: Sequence[str]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of everything to remove."""
+        return [*(step_name(item.step) for item in self.surplus), *self.leftovers]
+
+
+def run(arguments: Namespace, output: Output) -> int:
+    """Remove checkpoints and leftovers, and list them."""
+    pruning = _plan(arguments)
+    problems: dict[str, str] = {}
+    if not arguments.dry_run:
+        pruning, problems = _remove(pruning)
+    doing = "removed"
+    if arguments.dry_run:
+        doing = "would remove"
+    for name in pruning.names:
+        target = name
+        if name in pruning.leftovers:
+            target = f"{name}{_origin_of(name)}"
+        problem = problems.get(name)
+        output.line(
+            f"{doing} {target}" if problem is None else f"cannot remove {target}: {problem}"
+        )
+    for name in pruning.live:
+        output.line(f"kept {name}: {_why_kept(name)}")
+    outcome = _outcome(pruning, problems)
+    output.json({"root": pruning.root, "dry_run": arguments.dry_run, **outcome})
+    num_kept = len(outcome["kept"])
+    num_saved = len(pruning.saved)
+    all_are_kept = ""
+    if not arguments.keep_last:
+        all_are_kept = ": without --keep-last all are"
+    output.line(f"{num_kept} of {num_saved} checkpoints kept in {pruning.root}{all_are_kept}")
+    if problems:
+        return 1
+    return 0
+
+
+def _origin_of(name: str) -> str:
+    if steps.is_journal_of_parts(name):
+        return ", of work in parts that is complete or abandoned"
+    return ", left by an interrupted save or removal"
+
+
+def _why_kept(name: str) -> str:
+    if steps.is_journal_of_parts(name):
+        return "work in parts may go on with it"
+    return "a save may still be writing it"
+
+
+def _plan(arguments: Namespace) -> _Pruning:
+    policy = Retention(
+        keep_last=arguments.keep_last,
+        keep_every=arguments.keep_every,
+        best_metric=arguments.best_metric,
+        best_mode=arguments.best_mode,
+        keep_best=arguments.keep_best,
+    )
+    root = posix.resolve(arguments.root)
+    if not locations.isdir(root):
+        raise CheckpointNotFoundError(f"{root!r} is not a directory")
+    saved = steps.own_steps(root)
+    if problem := unknown_metric(policy.best_metric, metric_names(saved)):
+        raise ValueError(f"{root}: {problem}")
+    leftovers, live = _leftovers(root, arguments.abandoned_after)
+    return _Pruning(root, saved, _removable(root, saved, policy), leftovers, live)
+
+
+def _remove(pruning: _Pruning) -> tuple[_Pruning, dict[str, str]]:
+    """Remove steps and leftovers; return them, and the reason by name for each that remained."""
+    root = pruning.root
+    problems = removal.remove_steps(root, pruning.surplus)
+    still_there = []
+    for name in pruning.leftovers:
+        if not removal.clear_leftover(root, name, locations.exists):
+            still_there.append(name)
+    # A save had made its directory, and had not locked it yet, when leftovers were looked for.
+    live = []
+    for name in still_there:
+        if _is_in_use(root, name):
+            live.append(name)
+    others = []
+    for name in pruning.leftovers:
+        if name not in live:
+            others.append(name)
+    by_name = {}
+    for step, problem in problems.items():
+        by_name[step_name(step)] = problem
+    by_name |= {name: "it is still there" for name in still_there if name not in live}
+    return replace(pruning, leftovers=others, live=[*pruning.live, *live]), by_name
+
+
+def _is_in_use(root: str, name: str) -> bool:
+    """Whether an apparent leftover belongs to a save: locked, or since removed."""
+    location = locations.join(root, name)
+    with hidden_directories.claimed(location) as has_ended:
+        return has_ended is False or not locations.exists(location)
+
+
+def _outcome(pruning: _Pruning, problems: dict[str, str]) -> dict[str, Any]:
+    steps_to_remove = [item.step for item in pruning.surplus]
+    removed = []
+    for step in steps_to_remove:
+        if step_name(step) not in problems:
+            removed.append(step)
+    return {
+        "kept": [item.step for item in pruning.saved if item.step not in removed],
+        "removed": removed,
+        "not_removed": problems,
+        "leftovers_removed": [name for name in pruning.leftovers if name not in problems],
+        "leftovers_kept": pruning.live,
+    }
+
+
+def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
+    """Return the steps to remove, if any step is complete."""
+    if policy.keep_last is None:
+        return []
+    complete = (item.step for item in reversed(saved) if not steps.problem_with(root, item.step))
+    newest = next(complete, None)
+    if newest is None:
+        return []
+    # Steps newer than the newest complete one are damaged. It is up to the user to repair them.
+    steps_to_remove = surplus(root, policy, [item for item in saved if item.step <= newest], newest)
+    # After going back, the job goes on from an earlier one.
+    last = steps.read_tracker(root)
+    return [item for item in steps_to_remove if item.step != last]
+
+
+def _leftovers(root: str, abandoned_after: int | None) -> tuple[list[str], list[str]]:
+    """Return leftovers, and names that a save may still be writing."""
+    is_local = locations.is_local(root)
+    names = []
+    for name in steps.list_root(root):
+        if steps.is_leftover(name) or (is_local and steps.is_journal_of_parts(name)):
+            names.append(name)
+    now = _clock_of(root)
+    dead = []
+    for name in names:
+        if steps.is_free_to_remove(name) or _is_dead(
+            root, name, now - 60 * (abandoned_after or _minutes_for(root, name))
+        ):
+            dead.append(name)
+    return dead, [name for name in names if name not in dead]
+
+
+def _minutes_for(root: str, name: str) -> int:
+    if not steps.is_journal_of_parts(name):
+        return _MINUTES
+    is_complete = Journal(locations.join(root, name)).has_appeared()
+    if is_complete:
+        return _MINUTES
+    return _MINUTES_OF_PARTS
+
+
+def _is_dead(root: str, name: str, latest: float) -> bool:
+    """Whether a save has ended: on this machine, or without a write since a time."""
+    location = locations.join(root, name)
+    with hidden_directories.claimed(location) as has_ended:
+        if has_ended is not None:
+            return has_ended
+        times = [time for _, time in changes_in(location).values()]
+        return max(times, default=0.0) < latest
+
+
+def _clock_of(root: str) -> float:
+    """Return the current time by the clock of a directory's file times.
+
+    It may be a server's clock.
+    """
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=root) as probe:
+        return os.fstat(probe.fileno()).st_mtime
+    return time.time()

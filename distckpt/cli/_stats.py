@@ -1,0 +1,161 @@
+"""`distckpt stats`: statistics of the values of each tensor."""
+
+from __future__ import annotations
+
+import math
+import time
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from distckpt._base.dtypes import ITEM_BYTES
+from distckpt._base.messages import key_pattern, summarize_keys, without_numbers
+from distckpt._checkpoint.opening import opened
+from distckpt._format.tensor_stats import TensorStats
+from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
+from distckpt._tools.stats import saved_stats
+from distckpt.cli._arguments import is_in_parts
+from distckpt.cli._output import Output, count_text, size_text
+
+_BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+_ASCII_BARS = "_.:-=+*#"
+_HEADS = ["tensor", "keys", "norm", "mean", "min", "max", "zeros", "NaN", "Inf", "values"]
+
+
+def run(arguments: Namespace, output: Output) -> int:
+    """Print a line for each name, or for each tensor.
+
+    Return 1 if there is a NaN.
+    """
+    location = locations.normalize(arguments.path)
+    if is_in_parts(arguments):
+        return _run_part(location, arguments, output)
+    with opened(Ranks.alone(), location) as stored:
+        tensors = None if arguments.recompute else saved_stats(stored, arguments.keys)
+        if tensors is not None:
+            return _print_stats(_Report(location, tensors, is_saved=True), arguments.tree, output)
+        from distckpt._tools.stats import compute_stats
+
+        started = time.perf_counter()
+        with output.progress("reading") as progress:
+            tensors = list(compute_stats(stored, arguments.keys, progress))
+    seconds = time.perf_counter() - started
+    return _print_stats(_Report(location, tensors, seconds), arguments.tree, output)
+
+
+def _run_part(location: str, arguments: Namespace, output: Output) -> int:
+    def show(tensors: Sequence[TensorStats], output: Output) -> int:
+        # Other processes have read most of it.
+        return _print_stats(_Report(location, tensors), arguments.tree, output)
+
+    from distckpt.cli._selection import run_parts_of_check
+
+    values = {"checkpoint_dir": arguments.path, "keys": arguments.keys}
+    return run_parts_of_check(arguments, output, "stats", values, show)
+
+
+class _Report(NamedTuple):
+    """Statistics and their source.
+
+    It is the tensors, with the seconds of reading them if known, or the save.
+    """
+
+    location: str
+    tensors: Sequence[TensorStats]
+    seconds: float | None = None
+    is_saved: bool = False
+
+    def source(self) -> str:
+        """Describe the source of the statistics."""
+        if self.is_saved:
+            return "as stored by the save, nothing was read (--recompute reads the tensors)"
+        num_bytes = sum(
+            math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in self.tensors
+        )
+        if self.seconds is None:
+            return f"{size_text(num_bytes)} read"
+        speed = size_text(num_bytes / self.seconds)
+        return f"{size_text(num_bytes)} read in {self.seconds:.2f} s, {speed}/s"
+
+
+def _print_stats(report: _Report, is_listing: bool, output: Output) -> int:
+    tensors = report.tensors
+    output.json(
+        {
+            "location": report.location,
+            "from_save": report.is_saved,
+            "tensors": list(map(vars, tensors)),
+        }
+    )
+    groups = [[tensor] for tensor in tensors] if is_listing else _grouped(tensors)
+    _print_groups(groups, not report.is_saved, output)
+    with_nan = []
+    for tensor in tensors:
+        if tensor.num_nan:
+            with_nan.append(tensor.key)
+    output.line(
+        f"{count_text(len(tensors), 'tensor')}, {len(with_nan):,} with NaN; {report.source()}"
+    )
+    if with_nan:
+        output.line(f"NaN in {summarize_keys(with_nan)}")
+    if with_nan:
+        return 1
+    return 0
+
+
+def _print_groups(
+    groups: Sequence[Sequence[TensorStats]], has_histograms: bool, output: Output
+) -> None:
+    bars = _ASCII_BARS
+    if output.draws_blocks:
+        bars = _BARS
+    # Saves store no histograms.
+    num_columns = len(_HEADS) - (not has_histograms)
+    rows = []
+    for group in groups:
+        rows.append(_cells(group, bars)[:num_columns])
+    output.table(_HEADS[:num_columns], rows, drop="values zeros keys mean Inf min max")
+
+
+def _grouped(tensors: Sequence[TensorStats]) -> list[list[TensorStats]]:
+    """Group tensors of one dtype and shape by key without numbers."""
+    groups = defaultdict(list)
+    for tensor in tensors:
+        groups[without_numbers(tensor.key), tensor.dtype, tensor.shape].append(tensor)
+    return list(groups.values())
+
+
+def _cells(group: Sequence[TensorStats], bars: str) -> list[str]:
+    """Format the statistics of all values of a group; a single tensor has a histogram."""
+    cells = [key_pattern([tensor.key for tensor in group]), str(len(group))]
+    cells += [f"{value:.3g}" for value in _totals(group)]
+    for field in ("num_zero", "num_nan", "num_infinite"):
+        count = sum(getattr(tensor, field) for tensor in group)
+        cells.append(f"{count:,}" if count else "")
+    cells.append(_histogram(group[0], bars) if len(group) == 1 else "")
+    return cells
+
+
+def _totals(group: Sequence[TensorStats]) -> tuple[float, float, float, float]:
+    """Return norm, mean, minimum and maximum of a group's finite values."""
+    # A tensor without finite values has none of these.
+    members = [tensor for tensor in group if _num_finite(tensor)] or group[:1]
+    number = sum(_num_finite(tensor) for tensor in members) or 1
+    means = (tensor.mean * (_num_finite(tensor) / number) for tensor in members)
+    return (
+        math.hypot(*(tensor.norm for tensor in members)),
+        sum(means) if len(members) > 1 else members[0].mean,
+        min(tensor.min for tensor in members),
+        max(tensor.max for tensor in members),
+    )
+
+
+def _num_finite(tensor: TensorStats) -> int:
+    return tensor.num_elements - tensor.num_nan - tensor.num_infinite
+
+
+def _histogram(tensor: TensorStats, bars: str) -> str:
+    tallest = max(tensor.histogram, default=1) or 1
+    return "".join(bars[count * (len(bars) - 1) // tallest] for count in tensor.histogram)

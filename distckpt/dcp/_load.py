@@ -1,0 +1,248 @@
+"""Load with the arguments of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from distckpt._base.errors import CheckpointingException, LoadMismatchError
+from distckpt._base.interrupts import paused_garbage_collection
+from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._base.options import LoadOptions
+from distckpt._base.tree import HOLE, Position
+from distckpt._checkpoint.consistent_read import read_attempts
+from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.shards import describe_quantized, load_shards
+from distckpt._checkpoint.stored_values import load_common_state
+from distckpt._format.codec import refuse_unknown
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._io.load_shards import ReadSettings
+from distckpt._models.dtensor import local_part
+from distckpt._plan.load import forgotten
+from distckpt._ranks.collectives import Ranks, collective
+from distckpt._state import flatten
+from distckpt._state.common_state import COMMON_KEY
+from distckpt._storage import locations
+from distckpt.dcp import _arguments as arguments
+from distckpt.dcp import _shards as shards
+from distckpt.dcp import _state_dicts as state_dicts
+from distckpt.mapping._base import ShardedBase
+
+
+@collective(arguments.group_of)
+@paused_garbage_collection()
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+) -> None:
+    """Load into a state dict that `torch.distributed.checkpoint.load` takes.
+
+        state = {"model": model.state_dict(), "step": 0}
+        dcp.load(state, checkpoint_id="checkpoints/step_100")
+
+    Tensors are filled in place (and converted to the dtypes that they have), other values are
+    replaced in the dicts and lists that hold them. Values at the top that have `state_dict` and
+    `load_state_dict` are loaded through these.
+
+    Collective operation: all ranks of the process group must call it, unless `no_dist` is set.
+
+    Args:
+        state_dict: values to load into; changed in place.
+        checkpoint_id: a path or fsspec URL of any checkpoint that `distckpt.load` reads, PyTorch's
+            own included.
+        storage_reader: a reader of PyTorch for files, whose path is used when `checkpoint_id` is
+            not given.
+        planner: None or a `DefaultLoadPlanner`; with its `allow_partial_load`, values that are not
+            stored are left as they are.
+        process_group: the ranks that load together; None for the default group.
+        no_dist: load into this process alone.
+
+    Raises:
+        CheckpointNotFoundError: no complete checkpoint is there.
+        LoadMismatchError: a requested key is not in the checkpoint, or has another shape there.
+            Nothing is changed.
+        CorruptCheckpointError: files are missing, cut off or changed.
+        RankFailedError: raised on all ranks when any rank failed. Tensors may be partly filled
+            then.
+    """
+    ranks = Ranks(arguments.group_of(process_group=process_group, no_dist=no_dist))
+    # 1. Flatten the state dict.
+    with ranks.phase("flatten the state dict"):
+        arguments.check_planner(planner, "DefaultLoadPlanner")
+        location = locations.normalize(
+            arguments.location_in(checkpoint_id, storage_reader, "storage_reader")
+        )
+        target = state_dicts.unwrap_stateful(state_dict, in_order=True)
+        leaves = state_dicts.leaves(target)
+    # 2. Compare it with the checkpoint; fill the tensors.
+    is_strict = not getattr(planner, "allow_partial_load", False)
+    for attempt in read_attempts(ranks, location):
+        with attempt:
+            stored = open_checkpoint(ranks, location, attempt=attempt)
+            others = _read(ranks, stored, leaves, is_strict)
+    # 3. Put the other values in their places; nothing can fail any more.
+    for path, value in others.items():
+        state_dicts.put(target, path, value)
+    for key, value in target.items():
+        if state_dicts.is_stateful(state_dict[key]):
+            state_dict[key].load_state_dict(value)
+        else:
+            state_dict[key] = value
+
+
+def _read(
+    ranks: Ranks, stored: StoredCheckpoint, leaves: Sequence[state_dicts.Leaf], is_strict: bool
+) -> dict[Position, Any]:
+    """Fill the tensors among leaves, and return other values by path.
+
+    Collective operation: all ranks must call it.
+    """
+    with ranks.phase("read common state"):
+        content = _Content.of(stored)
+    with ranks.phase("compare with the checkpoint"):
+        request = _make_request(leaves, content, ranks.rank)
+    if is_strict:
+        _refuse_missing(ranks, request.missing, content, stored)
+    settings = ReadSettings(LoadOptions(allow_dtype_cast=True))
+    with ranks.phase("load"):
+        tensors, _, _ = flatten.split({"tensors": request.tensors})
+        requested: list[Any] = [*request.objects.values(), *tensors]
+        values = load_shards(ranks, stored, requested, settings)
+        for target, value in request.copies:
+            target.detach().copy_(value)
+    return {**request.common, **dict(zip(request.objects, values, strict=False))}
+
+
+@dataclass(frozen=True)
+class _Content:
+    """The content of a checkpoint: keys of tensors and objects, and common state."""
+
+    location: str
+    keys: Collection[str]
+    common: Mapping[Any, Any]
+
+    @staticmethod
+    def of(stored: StoredCheckpoint) -> _Content:
+        keys = {*stored.manifest.key_index, *describe_quantized(stored)} - {COMMON_KEY}
+        return _Content(stored.location, keys, load_common_state(stored))
+
+    @cached_property
+    def common_by_key(self) -> dict[str, Any]:
+        return state_dicts.by_key(self.common)
+
+    def find_in_common(self, leaf: state_dicts.Leaf) -> Any:
+        """Return a leaf's value in common state, or `HOLE` without one."""
+        value = state_dicts.find(self.common, leaf.path)
+        if value is HOLE:
+            return self.common_by_key.get(leaf.key, HOLE)
+        return value
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The request of one rank.
+
+    It has shards to fill, objects to read and values of common state by path, tensors to fill from
+    common state, and missing keys.
+    """
+
+    tensors: list[ShardedBase] = field(default_factory=list)
+    objects: dict[Position, ShardedBase] = field(default_factory=dict)
+    common: dict[Position, Any] = field(default_factory=dict)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def _make_request(
+    leaves: Sequence[state_dicts.Leaf],
+    content: _Content,
+    rank: int,
+) -> _Request:
+    request = _Request()
+    for leaf in leaves:
+        is_tensor = isinstance(leaf.value, torch.Tensor)
+        if leaf.key not in content.keys:
+            _request_of_common_state(request, leaf, content, rank)
+        elif is_tensor:
+            _refuse_meta(leaf)
+            request.tensors.extend(shards.shards_of(leaf.key, leaf.value, rank))
+        else:
+            (request.objects[leaf.path],) = shards.shards_of(leaf.key, None, rank)
+    return request
+
+
+def _request_of_common_state(
+    request: _Request, leaf: state_dicts.Leaf, content: _Content, rank: int
+) -> None:
+    value = content.find_in_common(leaf)
+    if value is HOLE:
+        request.missing.append(leaf.key)
+    elif not isinstance(leaf.value, torch.Tensor):
+        refuse_unknown(value)
+        request.common[leaf.path] = value
+    elif not isinstance(value, torch.Tensor):
+        raise LoadMismatchError(
+            f"Key {leaf.key!r} is of type {type(value).__name__} in {content.location!r} but a "
+            "tensor was requested. Request it as it was saved; distckpt.open(path).common_state "
+            "shows what is not stored as tensors.",
+            unexpected=[leaf.key],
+        )
+    else:
+        _refuse_meta(leaf)
+        for shard in shards.shards_of(leaf.key, leaf.value, rank):
+            request.copies.append((shard.data, _part_of(value, shard, content.location)))
+
+
+def _part_of(value: torch.Tensor, shard: Any, location: str) -> torch.Tensor:
+    """Return the region of a whole tensor that a shard holds."""
+    if tuple(value.shape) != tuple(shard.global_shape):
+        raise LoadMismatchError(
+            f"Key {shard.key!r} has shape {tuple(value.shape)} in {location!r} but "
+            f"{tuple(shard.global_shape)} was requested.",
+            unexpected=[shard.key],
+        )
+    sizes = zip(shard.global_offset, shard.local_shape, strict=True)
+    return value[tuple(slice(offset, offset + size) for offset, size in sizes)]
+
+
+def _refuse_meta(leaf: state_dicts.Leaf) -> None:
+    if local_part(leaf.value).is_meta:
+        raise CheckpointingException(
+            f"{leaf.key!r} is on the meta device, which has no memory to load into: call "
+            "model.to_empty(device=...) first."
+        )
+
+
+def _refuse_missing(
+    ranks: Ranks, missing: Sequence[str], content: _Content, stored: StoredCheckpoint
+) -> None:
+    """Raise one error on all ranks if any requests missing keys.
+
+    Collective operation: all ranks must call it.
+    """
+    if ranks.all_equal(len(missing)) and not missing:
+        return
+    keys_of_ranks = map(json.loads, ranks.all_gather(json.dumps(missing).encode()))
+    requested = sorted(set().union(*keys_of_ranks))
+    about_index = forgotten(stored, requested)
+    advice = "Correct"
+    if about_index:
+        advice = f"{about_index} Correct"
+    raise LoadMismatchError(
+        f"Not in the checkpoint {content.location!r}: "
+        f"{summarize_keys(requested)}{did_you_mean(requested[0], content.keys)}. {advice} the "
+        "state dict, or pass planner=DefaultLoadPlanner(allow_partial_load=True), which leaves "
+        "them as they are.",
+        unexpected=requested,
+    )

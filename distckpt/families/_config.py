@@ -1,0 +1,175 @@
+"""The rules of a family of models; `distckpt.families` is the public path."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeAlias
+
+from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
+from distckpt._base.messages import check_choice, check_path
+from distckpt._storage import locations
+from distckpt.families._blocks import MTP_NAMES, Config, IncompleteConfigError
+from distckpt.families._megatron import megatron_rules
+from distckpt.families._on_disk import forms_on_disk
+from distckpt.families._transformers_names import transformers_rules, with_defaults
+from distckpt.rules._rule import Rule
+
+logger = logging.getLogger(__name__)
+
+CONFIG_NAME = "config.json"
+_MAX_CONFIG_BYTES = 16 << 20
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+
+Source: TypeAlias = Literal["megatron", "transformers"]
+"""Program whose names tensors have in memory, or in the checkpoint."""
+
+_MEGATRON_KEY = re.compile(
+    # Models of transformers have such layers, too, with decoder.layers.0.mlp.fc1.
+    r"(^|\.)(decoder\.layers\.(\d+\.)?(self_attention|mlp)"
+    r"|mtp\.layers|embedding\.word_embeddings)\.(?!(fc\d|[qkvo]_proj)\.)"
+)
+
+_MTP_KEY = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.")
+
+
+def rules(config: Any, source: Source) -> list[Rule]:
+    """Return the rules from names in memory to a Hugging Face directory's.
+
+        rules = distckpt.families.rules("Qwen3-30B-A3B/config.json", source="megatron")
+        distckpt.load(model.sharded_state_dict(), "Qwen3-30B-A3B", rules=rules)
+
+    Args:
+        config: a configuration of transformers, or the content of a `config.json`, or the path or
+            URL of one, or of its directory.
+        source: "megatron" for the keys of Megatron Core's `sharded_state_dict`, whether layers and
+            experts are stacked or not; "transformers" for the names of a model in memory, which
+            differ from the names of `save_pretrained` (`experts.gate_up_proj`, for one).
+            transformers knows them, and must be installed.
+
+    Raises:
+        CheckpointNotFoundError: there is no `config.json`.
+        CheckpointingException: the family is not supported, or the configuration lacks a value or
+            contradicts itself.
+    """
+    check_choice("source", source, ("megatron", "transformers"))
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    values = dict(config) if isinstance(config, Mapping) else read_config(config)
+    if not isinstance(values.get("model_type"), str):
+        raise CheckpointingException(
+            "The configuration does not name its model_type, as every Hugging Face model's does."
+        )
+    if source == "transformers":
+        return transformers_rules(values)
+    try:
+        return megatron_rules(values)
+    except IncompleteConfigError:
+        completed = with_defaults(values)
+        if completed is None:
+            raise
+        return megatron_rules(completed)
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a `config.json`.
+
+    It is given by its path or URL, or the one of its directory, or of a safetensors file there.
+    """
+    location = locations.normalize(path)
+    if location.endswith(".safetensors"):
+        location = locations.split(location)[0]
+    if not location.endswith(".json"):
+        location = locations.join(location, CONFIG_NAME)
+    if not locations.exists(location):
+        raise CheckpointNotFoundError(
+            f"There is no {location!r}: family is 'auto', or the path of a config.json or of its "
+            "directory. For other models give `rules`."
+        )
+    try:
+        values = json.loads(
+            locations.read_bytes(location, _MAX_CONFIG_BYTES), object_hook=_decode_float
+        )
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointingException(
+            f"{location!r} is not the JSON of a configuration: {error}"
+        ) from error
+    if not isinstance(values, dict):
+        raise CheckpointingException(
+            f"{location!r} holds not a configuration but a {type(values).__name__}."
+        )
+    return values
+
+
+def _decode_float(values: dict[str, Any]) -> Any:
+    """Undo transformers' form of infinities, `{"__float__": "Infinity"}`."""
+    if values.keys() != {"__float__"}:
+        return values
+    return float(values["__float__"])
+
+
+def config_for(
+    family: str | os.PathLike[str] | None, directory: str | None
+) -> dict[str, Any] | None:
+    """Read the configuration that `family=` of an operation names, or None.
+
+    Args:
+        family: "auto" for the configuration in `directory`; or its path; or None.
+        directory: a Hugging Face directory.
+    """
+    check_path("family", family)
+    if family is None:
+        return None
+    if family == "auto" and directory is None:
+        raise ValueError(
+            "family='auto' reads the config.json of `like`: give it, or the path of a config.json "
+            "as family."
+        )
+    if family == "auto" and directory is not None:
+        return read_config(directory)
+    return read_config(family)
+
+
+def rules_for(
+    config: dict[str, Any] | None, keys: Iterable[str], on_disk: Shapes | None = None
+) -> list[Rule]:
+    """Return the rules for `family=` of an operation, if it is given.
+
+    The names of the tensors tell the source.
+
+    Args:
+        config: the configuration; it is changed to fit the checkpoint.
+        keys: keys of the tensors in memory or in the checkpoint.
+        on_disk: shapes of the tensors in the Hugging Face directory, by name.
+    """
+    if config is None:
+        return []
+    source: Source = "transformers"
+    keys = list(keys)
+    if any(map(_MEGATRON_KEY.search, keys)):
+        source = "megatron"
+        _count_token_prediction(config, keys)
+    logger.info("rules for model_type %s, tensors named as in %s", config.get("model_type"), source)
+    return [*rules(config, source), *forms_on_disk(Config(config), on_disk or {})]
+
+
+def _count_token_prediction(config: dict[str, Any], keys: Iterable[str]) -> None:
+    """Set the number of multi-token prediction layers in the configuration.
+
+    Often such layers are not trained.
+    """
+    numbers = []
+    for key in keys:
+        match = _MTP_KEY.search(key)
+        if match is not None:
+            numbers.append(int(match[1]))
+    for part in (config, config.get("text_config")):
+        if not isinstance(part, dict):
+            continue
+        has_number = any(part.get(name) is not None for name in MTP_NAMES)
+        if not (numbers and has_number):
+            part[MTP_NAMES[0]] = max(numbers, default=-1) + 1

@@ -1,0 +1,550 @@
+"""Manage the checkpoints of a training run in one directory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NoReturn
+
+from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
+from distckpt._base.interrupts import paused_garbage_collection
+from distckpt._base.messages import check_choice
+from distckpt._base.options import LoadOptions, SaveOptions, SaveReport, with_changes
+from distckpt._base.public import SaysOtherNames
+from distckpt._commit import posix
+from distckpt._commit.presence import absence
+from distckpt._io import background
+from distckpt._operations import background_save
+from distckpt._operations.async_save import reserve_for
+from distckpt._operations.background_save import (
+    SaveHandle,
+    raise_unseen_error,
+    raising_pending_errors,
+    release_staging_memory,
+)
+from distckpt._operations.load import Strict, load
+from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
+from distckpt._operations.save import plan_save
+from distckpt._ranks.collectives import Ranks, collective
+from distckpt._storage import locations
+from distckpt.manager import _removal as removal
+from distckpt.manager import _steps as failures
+from distckpt.manager import _steps as steps
+from distckpt.manager._retention import Retention, surplus
+from distckpt.manager._seen_steps import SeenSteps
+from distckpt.manager._steps import encode_note, united_note
+from distckpt.mapping._wrappers import ShardedStateDict, StateDict
+from distckpt.rules._rule import Rule
+
+logger = logging.getLogger(__name__)
+
+
+def _identity_of(directory: str) -> object:
+    """Return a value that identifies a local directory, whatever its name."""
+    with contextlib.suppress(OSError):
+        status = os.stat(directory)
+        return status.st_dev, status.st_ino
+    return None
+
+
+def _group_of(manager: CheckpointManager, *args: Any, **kwargs: Any) -> Any:
+    return manager._request.process_group
+
+
+class CheckpointManager(SaysOtherNames):
+    """Save, find and remove the checkpoints of a run.
+
+    They are subdirectories of one directory, such as `step_00000100`.
+
+        with distckpt.CheckpointManager("checkpoints", keep_last=3) as manager:
+            if manager.steps():
+                manager.load(state)
+            for step in ...:
+                train(step)
+                if step % 100 == 0:
+                    manager.save(step, state)
+
+    `save` and `load` are collective operations: all ranks must make the same calls in the same
+    order. Rank 0 decides for all, so all load the same step. The other methods need no other rank.
+
+    A step is kept if it is one of the newest, a multiple of `keep_every`, pinned, one of the best,
+    or chosen by `keep`. All other steps are removed in the background once the next save has been
+    committed, but only if a manager has saved them and no other program has meanwhile. Everything
+    else in the directory is left alone.
+
+    Args:
+        root: a path or fsspec URL; it need not exist yet.
+        keep_last: number of newest complete checkpoints to keep; None keeps everything.
+        keep_every: keep steps that are multiples of this.
+        keep: keep steps for which this returns True. Called on rank 0, in the background.
+        best_metric: keep the checkpoints with the best values of this metric, see `save`. As long
+            as steps have other metrics only, nothing is removed.
+        best_mode: "min" if small values are good, "max" if large ones are.
+        keep_best: number of best checkpoints to keep.
+        on_failure: "log" lets the job go on if a step cannot be saved, because of a full disk, say.
+            The error is logged, is in `failures`, and only the handle of that save raises it.
+            Invalid arguments and shards, and a lost rank, are always raised.
+        async_save: save in the background; with False a save is complete when `save` returns.
+        process_group: the ranks that save and load together; None for the default group, or for
+            this process alone when torch.distributed is not initialized.
+        options: options of all saves.
+        changes: options by keyword, such as `durable=False`; see `SaveOptions` for all of them.
+
+    Attributes:
+        skipped: the problem of each step that the last `latest` or `load` passed over, by step.
+        failures: the error of each step that could not be saved, by step.
+        not_removed: the reason why a step could not be removed, by step, on rank 0.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep: Callable[[int], bool] | None = None,
+        best_metric: str | None = None,
+        best_mode: Literal["min", "max"] = "min",
+        keep_best: int = 1,
+        on_failure: Literal["raise", "log"] = "raise",
+        async_save: bool = True,
+        process_group: Any = None,
+        options: SaveOptions | None = None,
+        **changes: Any,
+    ) -> None:
+        self._given = locations.normalize(root)
+        self.root = posix.resolve(root)
+        self.skipped: dict[int, str] = {}
+        self.failures: dict[int, str] = {}
+        self.not_removed: dict[int, str] = {}
+        check_choice("on_failure", on_failure, ("raise", "log"))
+        self._logs_failures = on_failure == "log"
+        self._is_async = async_save
+        self._policy = Retention(keep_last, keep_every, keep, best_metric, best_mode, keep_best)
+        self._request = SaveRequest(
+            path=self.root,
+            process_group=process_group,
+            options=with_changes(CheckpointManager, SaveOptions, options, changes),
+            is_step=True,
+            verb="async_save" if async_save else "save",
+        )
+        self._request.check()
+        self._of_all_ranks = {
+            **vars(self._policy),
+            "on_failure": on_failure,
+            "async_save": async_save,
+        }
+        # A save in which nothing happens for longer has lost a rank, and fails.
+        patience = 2 * self._request.options.timeout
+        self._seen = SeenSteps(self.root, patience, removes_steps=keep_last is not None)
+        self._handles: list[SaveHandle] = []
+        self._named_newer: set[int] = set()
+        self._named_elsewhere = ""
+        self._has_planned = False
+        self._last_saved: tuple[int, object] | None = None
+        self._is_closed = False
+
+    def location(self, step: int) -> str:
+        """Return the location of a step, whether it exists or not."""
+        return locations.join(self.root, steps.step_name(step))
+
+    # --- Save
+
+    @collective(_group_of)
+    @paused_garbage_collection()
+    def save(
+        self,
+        step: int,
+        state_dict: ShardedStateDict,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        pinned: bool = False,
+        overwrite: bool = False,
+        content_metadata: dict[str, Any] | None = None,
+    ) -> SaveHandle:
+        """Save a step, in the background unless `async_save=False`.
+
+        An incomplete checkpoint of this step is moved aside, or replaced on an object store, with a
+        warning.
+
+        Args:
+            step: number of the step, 0 or more.
+            state_dict: see `distckpt.save`.
+            metrics: numbers that belong to the step, such as the loss, kept with the checkpoint.
+                One rank that has them is enough; if several do, the value of the lowest rank
+                counts. A value that is NaN or infinite does not count. If a `best_metric` is not
+                measured at every step, give NaN for it or no metrics at all: a dict without it is
+                an error unless an earlier step has it.
+            pinned: never remove this checkpoint, if any rank says so.
+            overwrite: replace a complete checkpoint of this step; the earlier one stays until the
+                new one is complete.
+            content_metadata: see `distckpt.save`.
+
+        Returns:
+            A handle to wait for the save and to get its report, see `distckpt.async_save`.
+
+        Raises:
+            CheckpointExistsError: a complete checkpoint of this step is there and `overwrite` is
+                False.
+            RankFailedError: raised on all ranks when any rank failed. The error of an earlier save
+                that has failed unnoticed is raised once this one is committed, or started in the
+                background.
+        """
+        if self._is_closed:
+            raise CheckpointingException(f"The manager of {self.root!r} is closed: make a new one.")
+        ranks = self._ranks()
+        with raising_pending_errors(ranks, self._request):
+            self._handles = [handle for handle in self._handles if not handle.done()]
+            same = {"step": step, "overwrite": overwrite, **self._of_all_ranks}
+            with ranks.phase("check the step", same=same):
+                note = encode_note(metrics or {}, pinned)
+                request = replace(
+                    self._request,
+                    path=self.location(step),
+                    overwrite=overwrite,
+                    content_metadata=content_metadata,
+                )
+            handle = self._start_or_log(ranks, state_dict, step, note, request)
+            handle.was_asked = handle.was_asked or self._logs_failures
+            handle.add_done_callback(partial(self._note_failure, step))
+            self._handles.append(handle)
+            return handle
+
+    @collective(_group_of)
+    @paused_garbage_collection()
+    def reserve_staging_memory(self, state_dict: ShardedStateDict) -> Future[int]:
+        """Prepare the first `save` with this manager's options.
+
+        See `distckpt.reserve_staging_memory`.
+
+        Collective operation: all ranks must call it. Pointless with `async_save=False`.
+        """
+        request = self._request
+        return reserve_for(state_dict, _with_warnings(request) if self._has_planned else request)
+
+    def _start_or_log(
+        self,
+        ranks: Ranks,
+        state_dict: ShardedStateDict,
+        step: int,
+        note: bytes,
+        request: SaveRequest,
+    ) -> SaveHandle:
+        try:
+            return self._start(ranks, state_dict, step, note, request)
+        except BaseException as error:
+            if not self._logs_failures:
+                raise
+            if not failures.all_find(ranks, error, failures.is_of_the_storage):
+                raise
+            logger.error(
+                "step %d is not saved to %s: %s: %s", step, self.root, type(error).__name__, error
+            )
+            return background_save.finished_handle(os.fspath(request.path), partial(_raise, error))
+
+    def _start(
+        self,
+        ranks: Ranks,
+        state_dict: ShardedStateDict,
+        step: int,
+        note: bytes,
+        request: SaveRequest,
+    ) -> SaveHandle:
+        with ranks.telling("describe the step") as messages:
+            messages.payload = note
+        with ranks.answering(messages, "check the target step"):
+            if ranks.is_coordinator:
+                # Its findings count for all ranks.
+                request = self._begin(step, messages.payloads, request)
+            messages.answer = bytes([self._has_planned])
+        if any(messages.answer):
+            request = _with_warnings(request)
+        write = partial(self._write, step)
+        if self._is_async:
+            background = background_save.in_background(request)
+            planned = plan_save(ranks, state_dict, background.request)
+            self._has_planned = True
+            save = background_save.prepare(ranks, background, planned, write)
+            return background_save.start(ranks, save)
+        planned = plan_save(ranks, state_dict, request)
+        self._has_planned = True
+        report = write(ranks, planned)
+        return background_save.finished_handle(report.location, lambda: report)
+
+    def _begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
+        """Return the request with all ranks' notes, after checking for the step."""
+        self._warn_about_root(step)
+        note = united_note(notes)
+        name = self._seen.begin_save(step, note.names, self._policy.best_metric)
+        fields = {"step": step, "save": name, "metrics": note.metrics, "pinned": note.pinned}
+        return replace(
+            request,
+            notes={steps.NOTE: fields},
+            overwrite=request.overwrite or steps.must_replace(self.root, step),
+        )
+
+    def _warn_about_newer(self, step: int) -> None:
+        """Name, once, the steps that a restart would prefer to this one."""
+        existing = map(steps.parse_step, steps.list_root(self.root))
+        newer = {other for other in existing if other is not None and other > step}
+        if newer - self._named_newer:
+            self._named_newer |= newer
+            logger.warning(
+                "step %d is saved to %s beside newer steps %s, of which a restart loads the "
+                "newest: to go on from step %d for good, remove those (%s, ...)",
+                step,
+                self.root,
+                sorted(newer),
+                step,
+                self.location(min(newer)),
+            )
+
+    def _warn_about_root(self, step: int) -> None:
+        """Name, once, the reasons why a restart would not find this run.
+
+        These are steps that it would prefer, another place of the same path, or a replaced
+        directory.
+        """
+        leads_to = posix.resolve(self._given)
+        if leads_to not in (posix.resolve(self.root), self._named_elsewhere):
+            self._named_elsewhere = leads_to
+            logger.warning(
+                "%s leads to %s now, where a restart looks for steps: this manager goes on in %s. "
+                "Make a new manager to save there.",
+                self._given,
+                leads_to,
+                self.root,
+            )
+        last, directory = self._last_saved or (None, None)
+        # Other jobs and people remove steps, too, and stores do not say which directory it is.
+        is_same = last is None or _identity_of(self.root) == directory
+        if last is None or is_same or locations.exists(self.location(last)):
+            self._warn_about_newer(step)
+            return
+        self._last_saved = None
+        logger.warning(
+            "step %d is no longer in %s, where it was saved: it, or the directory, was renamed, "
+            "replaced or removed. Step %d is saved to the directory that has this name now.",
+            last,
+            self.root,
+            step,
+        )
+
+    def _note_failure(self, step: int, handle: Future[SaveReport]) -> None:
+        # `exception` of the handle itself would count as asking.
+        error = Future.exception(handle)
+        if error is not None:
+            self.failures[step] = f"{type(error).__name__}: {error}"
+
+    def _write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
+        if ranks.is_coordinator:
+            with locations.only_logging(f"clear up in {self.root}"):
+                removal.clear_leftovers(self.root, self._seen)
+        report = write_and_commit(ranks, save)
+        if ranks.is_coordinator:
+            self._after_commit(step)
+        return report
+
+    def _after_commit(self, step: int) -> None:
+        """Update the tracker file and remove surplus steps.
+
+        An error here does not fail the save.
+        """
+        self._last_saved = step, _identity_of(self.root)
+        with locations.only_logging(f"write {steps.TRACKER}"):
+            steps.write_tracker(self.root, step, self._request.options.durable)
+        with locations.only_logging(f"remove old checkpoints from {self.root}"):
+            saved = []
+            if self._policy.keep_last is not None:
+                saved = steps.own_steps(self.root)
+            surplus_steps = surplus(self.root, self._policy, saved, step)
+            known = [old for old in surplus_steps if self._seen.knows(old)]
+            self.not_removed = removal.remove_steps(self.root, known)
+
+    # --- Load
+
+    @collective(_group_of)
+    def load(
+        self,
+        state_dict: ShardedStateDict,
+        step: int | None = None,
+        *,
+        strict: Strict = "complete",
+        rules: Sequence[Rule] = (),
+        family: str | os.PathLike[str] | None = None,
+        options: LoadOptions | None = None,
+        **changes: Any,
+    ) -> StateDict:
+        """Load a step, or the newest one that loads. Waits first for the saves in progress.
+
+        Without `step`, one that turns out to be damaged or is removed while it is read is passed
+        over on all ranks, as `latest` passes over steps whose damage shows from outside. The log
+        and `skipped` have the reasons. All other errors are raised: a step that does not match the
+        request is not passed over.
+
+        Args:
+            state_dict: see `distckpt.load`. A step that is passed over may have been read partly;
+                the one that is loaded overwrites all that it holds.
+            step: None for the newest one that loads.
+            strict: as in `distckpt.load`, like all further arguments.
+            rules: the way to make requested tensors from stored ones.
+            family: afterwards, the rules of the model's family.
+            options: further options.
+            changes: options by keyword; see `LoadOptions` for all of them.
+
+        Returns:
+            The result of `distckpt.load`.
+
+        Raises:
+            CheckpointNotFoundError: the step is not there, or no step can be loaded, with the
+                problem of each.
+            CheckpointingException: as `distckpt.load` does.
+        """
+        options = with_changes(CheckpointManager.load, LoadOptions, options, changes)
+        background.wait_for_all()
+        ranks = self._ranks()
+        if ranks.is_coordinator:
+            with locations.only_logging(f"look into {self.root}"):
+                self._seen.look()
+        with ranks.phase("check the step", same={"step": step}):
+            if step is not None:
+                steps.step_name(step)
+
+        def read(step: int) -> StateDict:
+            return load(
+                state_dict,
+                self.location(step),
+                strict=strict,
+                rules=rules,
+                family=family,
+                process_group=self._request.process_group,
+                options=options,
+            )
+
+        if step is None:
+            return self._load_newest(ranks, read)
+        return read(step)
+
+    def _load_newest(self, ranks: Ranks, read: Callable[[int], StateDict]) -> StateDict:
+        self.skipped = {}
+        is_partly_filled = False
+        while True:
+            newest, skipped = ranks.decide_json("find the latest checkpoint", self._find_newest)
+            self.skipped |= dict(skipped)
+            if newest is None:
+                raise self._nothing_to_load(is_partly_filled)
+            judge = partial(failures.is_damage_of, self.location(newest))
+            try:
+                return read(newest)
+            except BaseException as error:
+                if not failures.all_find(ranks, error, judge):
+                    raise
+                # It was complete when it was found.
+                is_gone = isinstance(error, CheckpointNotFoundError)
+                reason = steps.REMOVED
+                if not is_gone:
+                    reason = f"{type(error).__name__}: {error}"
+                self.skipped[newest] = reason
+            is_partly_filled = True
+            if ranks.is_coordinator:
+                self._log_skipped(newest, self.skipped[newest])
+
+    def _nothing_to_load(self, is_partly_filled: bool) -> CheckpointNotFoundError:
+        advice = ""
+        if not self.skipped:
+            advice = " A run that begins has none: call load() only if manager.steps() has any."
+        if not locations.exists(self.root):
+            advice += f" {absence(self.root)}"
+        elif is_partly_filled:
+            advice = (
+                " What the given tensors hold now is undefined: some were filled before the damage "
+                "was found."
+            )
+        reasons = "".join(f"\n  {step}: {reason}" for step, reason in self.skipped.items())
+        return CheckpointNotFoundError(f"No step in {self.root!r} can be loaded.{advice}{reasons}")
+
+    def latest(self) -> int | None:
+        """Return the newest complete step, or None if there is none.
+
+        `skipped` gets the problems of newer ones.
+
+        Checks the marker, the manifest, and the sizes and headers of all files. Saves in progress
+        do not count. Each rank looks for itself: in a job, let one rank call this, or just call
+        `load`, which decides for all ranks.
+        """
+        self.skipped = {}
+        newest, skipped = self._find_newest()
+        self.skipped = dict(skipped)
+        return newest
+
+    def _find_newest(self) -> tuple[int | None, list[tuple[int, str]]]:
+        """Return the newest complete step outside `skipped`, and newer ones' problems."""
+        newest, problems = steps.newest_complete_step(self.root, self.skipped)
+        for step, problem in problems.items():
+            if step not in self.skipped:
+                self._log_skipped(step, problem)
+        return newest, list(problems.items())
+
+    def _log_skipped(self, step: int, reason: str) -> None:
+        logger.warning("step %d in %s is passed over: %s", step, self.root, reason)
+
+    def steps(self) -> list[int]:
+        """Return the committed steps in ascending order, without checking them."""
+        return steps.committed_steps(self.root)
+
+    # --- End
+
+    def wait(self) -> None:
+        """Wait until all saves have ended and old checkpoints are removed.
+
+        Raises:
+            CheckpointingException: a save failed, and its result has not been asked for yet; not
+                with `on_failure="log"`.
+        """
+        for handle in self._handles:
+            handle.error()
+        raise_unseen_error(self._handles)
+
+    def close(self) -> None:
+        """Wait as `wait` does, and free the memory that saves used. Further calls do nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self.wait()
+        finally:
+            release_staging_memory()
+
+    def __enter__(self) -> CheckpointManager:
+        """Return the manager."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close the manager. An error of a save does not replace one of the block."""
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(Exception):  # it was logged when it happened
+            self.close()
+
+    def _ranks(self) -> Ranks:
+        return Ranks(self._request.process_group)
+
+
+def _with_warnings(request: SaveRequest) -> SaveRequest:
+    """Return a request that warns of values that cannot be stored.
+
+    An error would cost its job a checkpoint.
+    """
+    if request.options.unsupported is not None:
+        return request
+    return replace(request, options=replace(request.options, unsupported="warn"))
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error

@@ -1,0 +1,204 @@
+"""List the checkpoints in a directory, with their facts and problems."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from distckpt._base.errors import (
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
+from distckpt._checkpoint.consistent_read import MAX_READS
+from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._commit import posix
+from distckpt._commit.presence import absence
+from distckpt._format.marker import CONFIG_FNAME, read_marker
+from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
+from distckpt.manager import _steps as steps
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint in a directory of checkpoints.
+
+    Attributes:
+        name: name of its directory.
+        location: its path or URL.
+        step: the step that a manager saved, or the number at the end of the name, if any.
+        num_bytes: the size of its files; 0 if that cannot be read.
+        saved_at: when it was committed, in seconds since 1970, by the clock of the storage; None
+            if that is unknown.
+        seconds: how long the save of a step took, from the call until it was committed; None if
+            that is unknown.
+        metrics: the metrics that were given to `CheckpointManager.save`.
+        pinned: whether managers never remove it.
+        problem: why it cannot be loaded; None if the marker, the manifest, and the sizes and
+            headers of all files are right.
+        is_newest: whether it is the one that `CheckpointManager.latest` returns, which has the
+            highest step of those without a problem. If no manager saves there, the one with the
+            highest number, or if none has a number, the one that was saved last.
+    """
+
+    name: str
+    location: str
+    step: int | None
+    num_bytes: int
+    saved_at: float | None
+    seconds: float | None
+    metrics: Mapping[str, float]
+    pinned: bool
+    problem: str | None
+    is_newest: bool
+
+
+def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
+    """List the checkpoints in a directory, whatever program saved them.
+
+    They come in order of their steps, after the ones without a step.
+
+        newest = next(info for info in distckpt.list_checkpoints("checkpoints") if info.is_newest)
+        distckpt.load(state, newest.location)
+
+    Markers, manifests, and the sizes and headers of files are read, as
+    `distckpt.verify(mode="fast")` does. Any rank may call, alone; nothing is changed.
+
+    Raises:
+        CheckpointNotFoundError: there is no such directory, or an unfinished checkpoint.
+        CheckpointingException: it is a checkpoint itself.
+    """
+    root = posix.resolve(root)
+    names, infos = _describe_all(root)
+    if _is_unfinished(names, infos) or not (names or locations.isdir(root)):
+        raise CheckpointNotFoundError(absence(root))
+    return _naming_newest(sorted(infos, key=_order))
+
+
+def _describe_all(root: str) -> tuple[list[str], list[CheckpointInfo]]:
+    """Return the names in a directory, and the checkpoints among them.
+
+    Begins again when some were removed meanwhile, perhaps for newer ones that are not listed.
+    """
+    names = _visible_names(root)
+    for _ in range(MAX_READS):
+        infos = [_describe(root, name) for name in names]
+        now = _visible_names(root)
+        if set(names) <= set(now):
+            break
+        names = now
+    return names, [info for info in infos if info is not None]
+
+
+def _visible_names(root: str) -> list[str]:
+    return [name for name in steps.list_root(root) if not name.startswith(".")]
+
+
+def _is_unfinished(names: Sequence[str], infos: Sequence[CheckpointInfo]) -> bool:
+    """Whether a directory holds the parts of a checkpoint without a marker."""
+    if "tensors" not in names:
+        return False
+    return all(info.name in posix.SUBDIRECTORIES and info.saved_at is None for info in infos)
+
+
+def _order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
+    if info.step is None:
+        return False, 0, info.saved_at or 0.0, info.name
+    return True, info.step, 0.0, info.name
+
+
+def _naming_newest(ordered: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    whole = [info for info in ordered if info.problem is None]
+    # To a manager other names are not steps, whatever their number.
+    managed = [info for info in whole if steps.parse_step(info.name) is not None]
+    newest = (managed or whole)[-1:]
+    return [replace(info, is_newest=info in newest) for info in ordered]
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The facts in the files of a checkpoint: its marker, their size, a problem."""
+
+    marker: Mapping[str, Any] | None
+    num_bytes: int
+    problem: str | None
+
+    @property
+    def seconds(self) -> float | None:
+        """The duration of the save in the marker, if it is there."""
+        seconds = (self.marker or {}).get("seconds")
+        with contextlib.suppress(TypeError, ValueError):
+            return float(seconds)  # type: ignore[arg-type]
+        return None
+
+    @property
+    def noted_step(self) -> Any:
+        """The step that the marker notes, if a manager saved it."""
+        note = (self.marker or {}).get(steps.NOTE)
+        if isinstance(note, dict):
+            return note.get("step")
+        return None
+
+
+def _describe(root: str, name: str) -> CheckpointInfo | None:
+    """Describe a directory; return None if it is not a checkpoint."""
+    location = locations.join(root, name)
+    files = _look(location, steps.parse_step(name))
+    if files is None or (files.problem is not None and not locations.exists(location)):
+        # No checkpoint, or another program has removed it meanwhile.
+        return None
+    step = files.noted_step
+    saved = None
+    if isinstance(step, int):
+        saved = steps.saved_at(location, step)
+    return CheckpointInfo(
+        name=name,
+        location=location,
+        step=_number_in(name) if saved is None else saved.step,
+        num_bytes=files.num_bytes,
+        saved_at=_time_of(location) if files.marker is not None else None,
+        seconds=files.seconds,
+        metrics={} if saved is None else saved.metrics,
+        pinned=saved is not None and saved.pinned,
+        problem=files.problem,
+        is_newest=False,
+    )
+
+
+def _look(location: str, step: int | None) -> _Files | None:
+    """Return the facts of a checkpoint's files, or None without a checkpoint.
+
+    Its name may be a step's.
+    """
+    marker: dict[str, Any] | None = None
+    try:
+        marker = read_marker(location)
+        manifest = open_checkpoint(Ranks.alone(), location).manifest
+    except (CheckpointingException, OSError) as error:
+        is_ours = marker is not None or (step is not None and not steps.is_file(location))
+        if not is_ours and not isinstance(error, CorruptCheckpointError):
+            return None
+        return _Files(marker, 0, f"{type(error).__name__}: {error}")
+    files = _Files(marker, sum(file.num_bytes for file in manifest.files), None)
+    if manifest.origin is not None and marker is None:
+        return files
+    expected = step
+    if step is None:
+        expected = files.noted_step
+    return replace(files, problem=steps.problem_at(location, expected))
+
+
+def _number_in(name: str) -> int | None:
+    digits = re.search(r"\d{1,18}$", name)
+    if digits is None:
+        return None
+    return int(digits[0])
+
+
+def _time_of(location: str) -> float | None:
+    return locations.modified_time(locations.join(location, CONFIG_FNAME))

@@ -1,0 +1,464 @@
+"""List and check the step directories of a checkpoint manager."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distckpt._base.errors import (
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    RankFailedError,
+)
+from distckpt._checkpoint.consistent_read import MAX_READS
+from distckpt._checkpoint.opening import BACKEND
+from distckpt._commit import hidden_directories, posix
+from distckpt._format.foreign_formats import MARKED
+from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
+from distckpt._operations.verify import verify
+from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
+
+NOTE = "manager"
+"""Field of the marker with step, metrics and whether it is pinned.
+
+Only the saves of managers have it.
+"""
+TRACKER = "latest_checkpointed_iteration.txt"
+
+REMOVED = "it was removed, by whatever limits how many checkpoints are kept, perhaps"
+"""The problem of a step that no longer exists."""
+
+logger = logging.getLogger(__name__)
+
+_STEP = re.compile(r"step_(\d{8,})", re.ASCII)
+_TRACKER_LEFTOVER = re.compile(rf"\.{re.escape(TRACKER)}\.[0-9a-f]{{16}}")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A step that a manager has saved.
+
+    Attributes:
+        step: its number.
+        save: names the save.
+        metrics: finite numbers.
+        pinned: whether it is never removed.
+    """
+
+    step: int
+    save: str
+    metrics: Mapping[str, float]
+    pinned: bool
+
+
+def step_name(step: int) -> str:
+    """Return the name of the directory of a step."""
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        got = (
+            "a dict: it is save(step, state) and load(state, step)"
+            if isinstance(step, Mapping)
+            else f"{step!r:.100}"
+        )
+        raise ValueError(f"A step is an integer from 0, got {got}.")
+    return f"step_{step:08d}"
+
+
+def parse_step(name: str) -> int | None:
+    """Return the step of a directory, or None for other names."""
+    match = _STEP.fullmatch(name)
+    if match is None:
+        return None
+    step = int(match[1])
+    # Other programs may write more zeros.
+    if step_name(step) == name:
+        return step
+    return None
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a name belongs to the leftover of a save or removal."""
+    is_of_tracker = _TRACKER_LEFTOVER.fullmatch(name) is not None
+    return is_of_tracker or _hidden_step(name, "tmp", "trash") is not None
+
+
+def is_journal_of_parts(name: str) -> bool:
+    """Whether a directory of this name belongs to work in parts.
+
+    It holds a journal and the files of the work.
+    """
+    hidden = hidden_directories.parse(name)
+    return hidden is not None and hidden.kind == "parts"
+
+
+def replaced_step(name: str) -> int | None:
+    """Return the step whose checkpoint is being overwritten there, or None."""
+    return _hidden_step(name, "old")
+
+
+def _hidden_step(name: str, *kinds: str) -> int | None:
+    """Return the step of a hidden directory of these kinds, or None."""
+    hidden = hidden_directories.parse(name)
+    match = None if hidden is None else _STEP.fullmatch(hidden.name)
+    if match and hidden and hidden.kind in kinds:
+        return int(match[1])
+    return None
+
+
+def step_in(name: str) -> int | None:
+    """Return the step of a directory, also one being overwritten or removed."""
+    step = parse_step(name)
+    if step is None:
+        return replaced_step(name)
+    return step
+
+
+def is_free_to_remove(name: str) -> bool:
+    """Whether a leftover of this name can be removed.
+
+    It cannot if it is the directory of a save, which may be running.
+    """
+    return is_leftover(name) and ".tmp-" not in name
+
+
+def write_tracker(root: str, step: int, durable: bool) -> None:
+    """Write the number of a step into the tracker file."""
+    path = locations.join(root, TRACKER)
+    content = str(step).encode()
+    try:
+        locations.write_bytes(path, content, durable)
+    except FileNotFoundError:
+        # Another manager took the new file for one that an interrupted save has left.
+        locations.write_bytes(path, content, durable)
+
+
+def read_tracker(root: str) -> int | None:
+    """Return the step in the tracker file, or None if unreadable."""
+    try:
+        return int(locations.read_bytes(locations.join(root, TRACKER), max_bytes=64))
+    except (OSError, ValueError):
+        return None
+
+
+def list_root(root: str) -> list[str]:
+    """Return the sorted names in the root, which need not exist.
+
+    Raises:
+        CheckpointingException: the root is a checkpoint itself.
+    """
+    try:
+        names = locations.list_names(root)
+    except FileNotFoundError:
+        return []
+    if not {CONFIG_FNAME, *(known.marker for known in MARKED)}.isdisjoint(names):
+        raise CheckpointingException(
+            f"{root!r} is a checkpoint, not a directory of checkpoints: give the directory above."
+        )
+    return names
+
+
+def all_steps(root: str) -> list[int]:
+    """Return all steps that have a directory or file, in ascending order."""
+    return sorted({step for step in map(step_in, list_root(root)) if step is not None})
+
+
+def committed_steps(root: str) -> list[int]:
+    """Return the steps with a marker or an unreadable directory, ascending."""
+    committed = []
+    for step in all_steps(root):
+        if _may_be_committed(locations.join(root, step_name(step))):
+            committed.append(step)
+    return committed
+
+
+def _may_be_committed(location: str) -> bool:
+    try:
+        return locations.exists(locations.join(location, CONFIG_FNAME))
+    except PermissionError as error:
+        logger.warning("%s cannot be read, and counts as a checkpoint: %s", location, error)
+        return True
+
+
+def problem_with(root: str, step: int) -> str | None:
+    """Check the marker, the manifest and the files of a step.
+
+    Of files, sizes and headers are checked. Return the problem, if any.
+
+    A problem counts when it is found again: storage may fail for a moment, and if another program
+    replaces the step meanwhile, parts of two checkpoints are checked.
+    """
+    location = locations.join(root, step_name(step))
+    problem = problem_at(location, step)
+    for _ in range(MAX_READS):
+        last = problem
+        problem = problem and problem_at(location, step)
+        if problem == last:
+            break
+    return problem
+
+
+def problem_at(location: str, step: int | None) -> str | None:
+    """Check the checkpoint of a step at any location."""
+    try:
+        marker = read_marker(location)
+        if marker is None:
+            return _why_unfinished(location)
+        backend = parse_config(marker, location).sharded_backend
+        note = marker.get(NOTE)
+        if isinstance(note, dict) and note.get("step") != step:
+            return f"the marker says that this is step {note.get('step')!r}"
+        problems = verify(location, "fast").problems if backend == BACKEND else ()
+    except (CheckpointingException, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    if not problems:
+        return None
+    more = ""
+    if len(problems) > 1:
+        more = f" (and {len(problems) - 1} more problems)"
+    return f"{problems[0].file}: {problems[0].message}{more}"
+
+
+def is_file(location: str) -> bool:
+    """Whether a plain file on disk has a step's name."""
+    return locations.is_local(location) and os.path.isfile(location)
+
+
+def _why_unfinished(location: str) -> str:
+    aside = posix.left_aside(location)
+    if aside is not None:
+        return (
+            "its overwriting was interrupted, or another program is replacing or removing it: the "
+            f"next save renames {aside!r}, which is its content"
+        )
+    if not locations.exists(location):
+        return REMOVED
+    if locations.is_local(location) and not os.path.exists(location):
+        return "it is a link that leads nowhere"
+    if is_file(location):
+        return "it is a file, and a checkpoint is a directory"
+    if locations.is_local(location):
+        return f"there is no {CONFIG_FNAME}: the save was not finished"
+    return f"there is no {CONFIG_FNAME}: the save was not finished, or another program removes it"
+
+
+def must_replace(root: str, step: int) -> bool:
+    """Move a damaged checkpoint of a step aside.
+
+    Return True if it can only be replaced, on an object store.
+    """
+    location = locations.join(root, step_name(step))
+    if not locations.exists(locations.join(location, CONFIG_FNAME)):
+        return False
+    problem = problem_with(root, step)
+    if problem is None:
+        return False
+    if not locations.is_local(location):
+        logger.warning(
+            "%s is incomplete (%s): it is replaced when the new one is complete", location, problem
+        )
+        return True
+    aside = hidden_directories.beside(location, "damaged")
+    with contextlib.suppress(FileNotFoundError):  # another program has removed it
+        locations.rename(location, aside)
+        if problem_at(aside, step) is None:
+            # Another program has saved the step since we looked: put it back.
+            locations.rename(aside, location)
+        else:
+            logger.warning("%s is incomplete (%s): moved to %s", location, problem, aside)
+    return False
+
+
+def newest_complete_step(
+    root: str, known_problems: Mapping[int, str]
+) -> tuple[int | None, dict[int, str]]:
+    """Return the newest complete step, if any, and newer ones' problems.
+
+    If newer steps were committed meanwhile, for which the passed ones may have been removed, it
+    looks again.
+    """
+    problems = dict(known_problems)
+    steps = all_steps(root)
+    while True:
+        newest = _first_without_problem(root, steps, problems)
+        skipped = [step for step in steps if newest is None or step > newest]
+        now = steps
+        if skipped:
+            now = all_steps(root)
+        gone = set(skipped).difference(now, known_problems)
+        problems.update(dict.fromkeys(gone, REMOVED))
+        if now[-1:] <= steps[-1:]:
+            return newest, {step: problems[step] for step in reversed(skipped)}
+        steps = now
+
+
+def _first_without_problem(root: str, steps: Sequence[int], problems: dict[int, str]) -> int | None:
+    """Return the newest complete step; `problems` gets newer ones'."""
+    for step in reversed(steps):
+        problem = problems.get(step) or problem_with(root, step)
+        if problem is None:
+            return step
+        problems[step] = problem
+    return None
+
+
+def own_steps(root: str) -> list[Saved]:
+    """Return the steps that a manager has saved, in ascending order.
+
+    A step counts only if its marker says so, so links and the files of other programs do not.
+    """
+    saves = (saved_at(locations.join(root, step_name(step)), step) for step in all_steps(root))
+    return [saved for saved in saves if saved is not None]
+
+
+# --- The note in the marker -----------------------------------------------------------------------
+
+
+def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that JSON has numbers for.
+
+    A step without them is never the best one.
+    """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"Metrics are a dict of numbers, got {metrics!r:.100}")
+    numbers = {str(name): _number(name, value) for name, value in metrics.items()}
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
+
+
+def _number(name: object, value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"The metric {name!r} is no number: {value!r:.100}") from error
+
+
+def saved_at(location: str, step: int) -> Saved | None:
+    """Return the step noted in the marker at a location, or None.
+
+    None means that no manager has saved it.
+    """
+    note = _note_at(location)
+    if note.get("step") != step:
+        return None
+    metrics = note.get("metrics", {})
+    numbers: dict[str, float] = {}
+    with contextlib.suppress(TypeError):
+        numbers = finite_numbers(metrics)
+    is_odd = not isinstance(metrics, dict) or len(numbers) < len(metrics)
+    if is_odd:
+        logger.warning(
+            "step %d in %s is not removed: its metrics are no numbers (%.200r)",
+            step,
+            location,
+            metrics,
+        )
+    pinned = is_odd or note.get("pinned", False) is not False
+    # Earlier versions gave saves no names.
+    return Saved(step, str(note.get("save")), numbers, pinned)
+
+
+def _note_at(location: str) -> dict[str, Any]:
+    if locations.is_local(location) and os.path.islink(location):
+        return {}
+    try:
+        marker = read_marker(location) or {}
+    except (CheckpointingException, OSError):
+        return {}
+    note = marker.get(NOTE)
+    if isinstance(note, dict):
+        return note
+    return {}
+
+
+# --- Failures -------------------------------------------------------------------------------------
+
+
+def all_find(ranks: Ranks, error: BaseException, judge: Callable[[BaseException], bool]) -> bool:
+    """Whether all ranks have raised an error together and judge it alike.
+
+    Collective operation if they have raised it together.
+    """
+    # A rank that was interrupted has an error of its own, and comes here as well.
+    is_judged = isinstance(error, Exception) and judge(error)
+    return ranks.are_in_step_after(error) and bool(ranks.all_gather_numbers([is_judged]).all())
+
+
+def is_of_the_storage(error: BaseException) -> bool:
+    """Whether a later save may succeed: the storage failed.
+
+    None can after invalid arguments or shards, or a lost rank.
+    """
+    if isinstance(error, RankFailedError):
+        return not error.is_lost_contact and _is_each(error, is_of_the_storage)
+    return isinstance(error, CheckpointingException | OSError | MemoryError) and not isinstance(
+        error, ValueError | TypeError
+    )
+
+
+def is_damage_of(location: str, error: BaseException) -> bool:
+    """Whether a checkpoint is damaged or gone, so that another may load.
+
+    Other errors of the disk may be temporary, callbacks of users fail for reasons of their own, and
+    a request that does not fit this checkpoint does not fit another one, either.
+    """
+    if isinstance(error, RankFailedError):
+        return bool(error.failures) and _is_each(
+            error, lambda failure: is_damage_of(location, failure)
+        )
+    if isinstance(error, CorruptCheckpointError | CheckpointNotFoundError):
+        return True
+    return isinstance(error, FileNotFoundError) and str(error.filename).startswith(location)
+
+
+def _is_each(error: RankFailedError, judge: Callable[[BaseException], bool]) -> bool:
+    return all(judge(failure) for failure in error.failures.values())
+
+
+# --- Step notes -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepNote:
+    """The facts of a rank, or of all ranks, about a step.
+
+    Attributes:
+        metrics: the metrics that are finite numbers.
+        names: names of all metrics.
+        pinned: whether the step is never removed.
+    """
+
+    metrics: Mapping[str, float]
+    names: frozenset[str]
+    pinned: bool
+
+
+def encode_note(metrics: Mapping[str, Any], pinned: bool) -> bytes:
+    """Encode the facts of this rank about a step.
+
+    Raises:
+        TypeError: a metric is not a number.
+    """
+    names = list(map(str, metrics))
+    return json.dumps([finite_numbers(metrics), names, bool(pinned)]).encode()
+
+
+def united_note(encoded: Sequence[bytes]) -> StepNote:
+    """Unite the facts of all ranks; the lowest rank with a metric counts."""
+    metrics: dict[str, float] = {}
+    names: set[str] = set()
+    is_pinned = False
+    for text in reversed(encoded):
+        numbers, names_of_rank, pinned = json.loads(text)
+        metrics |= numbers
+        names.update(names_of_rank)
+        is_pinned = is_pinned or pinned
+    return StepNote(metrics, frozenset(names), is_pinned)

@@ -1,0 +1,576 @@
+"""Doing work in parts: finding and doing the missing pieces, and completing the work."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.interrupts import operation
+from distckpt._base.options import Progress
+from distckpt._base.threads import ProgressCounter
+from distckpt._commit import hidden_directories
+from distckpt._storage import locations, object_store
+from distckpt.tasks._journal import LOCK, Journal, Note, Worker, journals_beside
+from distckpt.tasks._work import Part, Work, share
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """The outcome of a call, and the progress of the work.
+
+    Attributes:
+        part: the part that was done, such as `3/16`.
+        journal: the directory with the notes of whole pieces.
+        num_pieces: pieces that this call has done.
+        num_bytes: size of these.
+        num_whole: pieces of all parts that are whole.
+        num_total: pieces of all parts.
+        seconds: duration of the call.
+        is_complete: whether all is done, and the output has appeared.
+        report: the report of the verb, when all is done; its `seconds` are the sum over all parts.
+            None before.
+    """
+
+    part: str
+    journal: str
+    num_pieces: int
+    num_bytes: int
+    num_whole: int
+    num_total: int
+    seconds: float
+    is_complete: bool = False
+    report: Any = None
+
+
+@operation
+def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartReport:
+    """Do a part's missing pieces; complete the work after the last one.
+
+    Raises:
+        CheckpointingException: other work, which is not complete, has a journal for the same
+            output.
+    """
+    journal = Journal.of(work)
+    with _naming_owner(journal.location):
+        return _run_part(work, journal, part, progress)
+
+
+def _run_part(work: Work, journal: Journal, part: Part, progress: Progress | None) -> PartReport:
+    started = time.perf_counter()
+    num_pieces = 0
+    num_bytes = 0
+    if not is_complete(work, journal):
+        try:
+            _open(work, journal)
+            recorded = journal.recorded()
+            numbers = []
+            for number in share(work.costs(), part):
+                if number not in recorded:
+                    numbers.append(number)
+            for number in _run(work, journal, part, numbers, progress):
+                num_pieces += 1
+                num_bytes += work.pieces[number].num_bytes
+        except OSError as error:
+            # Another process may have done the same meanwhile, and completed the work.
+            if not is_complete(work, journal):
+                _check_is_there(journal, error)
+                raise
+    num_whole = len(journal.recorded())
+    is_whole = num_whole >= len(work.pieces) or is_complete(work, journal)
+    return PartReport(
+        str(part),
+        journal.location,
+        num_pieces,
+        num_bytes,
+        num_whole,
+        len(work.pieces),
+        time.perf_counter() - started,
+        is_whole,
+        _finish(work, journal) if is_whole else None,
+    )
+
+
+@operation
+def finish(work: Work) -> Any:
+    """Complete work whose pieces are all whole, and return the verb's report.
+
+    Raises:
+        CheckpointingException: pieces are missing.
+    """
+    journal = Journal.of(work)
+    with _naming_owner(journal.location):
+        if not is_complete(work, journal):
+            _check_others(work, journal)
+            _check_is_all(work, journal)
+        return _finish(work, journal)
+
+
+@contextlib.contextmanager
+def _naming_owner(location: str) -> Iterator[None]:
+    """Name the owner of a journal where access to it is denied."""
+    try:
+        yield
+    except PermissionError as error:
+        owner = _other_owner(location)
+        if owner is None or not str(error.filename).startswith(location):
+            raise
+        text = (
+            f"{error.strerror} (the journal belongs to user {owner}: parts of several users need "
+            "a directory of their group, and umask 002)"
+        )
+        raise PermissionError(error.errno, text, error.filename) from error
+
+
+def _other_owner(location: str) -> int | None:
+    """Return a local directory's owner, or None if it is this user."""
+    if not locations.is_local(location) or not os.path.lexists(location):
+        return None
+    owner = os.stat(location).st_uid
+    if owner == os.geteuid():
+        return None
+    return owner
+
+
+def _check_is_there(journal: Journal, error: OSError) -> None:
+    """Raise a clear error if all was abandoned during this part."""
+    if isinstance(error, FileNotFoundError) and not journal.is_begun():
+        text = "the work was abandoned while this part was at it; run the part again"
+        raise FileNotFoundError(errno.ENOENT, text, journal.location) from error
+
+
+def _check_is_all(work: Work, journal: Journal) -> None:
+    recorded = journal.recorded()
+    missing = []
+    for i in range(len(work.pieces)):
+        if i not in recorded:
+            missing.append(i)
+    if missing:
+        name = work.pieces[missing[0]].name
+        raise CheckpointingException(
+            f"{len(missing)} of {len(work.pieces)} pieces of {work.place!r} are missing, the first "
+            f"of them of {name!r}: run the parts again, any number of them, such as --part 0/1 for "
+            "all that is left."
+        )
+
+
+def is_complete(work: Work, journal: Journal) -> bool:
+    """Whether the output of some work is in its place.
+
+    Raises:
+        CheckpointingException: it was, and other files are there now, or none.
+    """
+    if not journal.is_done():
+        return False
+    proof = work.proof(journal.attempt, work.place)
+    if journal.is_proof(proof):
+        return True
+    difference = _difference(journal, proof)
+    # On a local disk it may be about to take the place of an earlier one.
+    is_open = locations.is_local(work.place) or not difference
+    if is_open and work.is_begun(journal.attempt):
+        return False
+    # Another part may have put it there between the two looks.
+    if journal.is_proof(work.proof(journal.attempt, work.place)):
+        return True
+    raise CheckpointingException(
+        f"{work.place!r} was completed in parts, and was removed or replaced since{difference}. To "
+        f"do it again, remove the journal {journal.location!r} first (--abandon, or "
+        "distckpt.tasks.abandon)."
+    )
+
+
+def _difference(journal: Journal, proof: Any) -> str:
+    """Name a file that is missing, or changed since completion. Sizes are compared."""
+    if proof is None:
+        return ""
+    now = dict(proof["sizes"])
+    for before in journal.proofs():
+        for name, size in before["sizes"]:
+            if name not in now:
+                return f": {name!r} is missing"
+            if now[name] != size:
+                return f": {name!r} has {now[name]} bytes instead of {size}"
+    return ""
+
+
+def _open(work: Work, journal: Journal) -> None:
+    """Begin some work, or go on with it."""
+    _check_others(work, journal)
+    is_new = not journal.is_begun()
+    if is_new:
+        work.check()
+        journal.begin(work)
+    elif journal.recorded() and not work.is_begun(journal.attempt):
+        if is_complete(work, journal):
+            return
+        raise CheckpointingException(
+            f"What parts have written for {work.place!r} was removed from {journal.location!r}: "
+            "abandon this attempt (--abandon, or distckpt.tasks.abandon) and begin again."
+        )
+    work.begin(journal.attempt, is_new)
+
+
+def _check_others(work: Work, journal: Journal) -> None:
+    """Refuse to begin while other work for the same output is incomplete."""
+    for other in journals_beside(work.place):
+        if other.attempt == journal.attempt or other.is_done():
+            continue
+        header = other.header()
+        if header is None:
+            continue
+        raise CheckpointingException(
+            f"Other work in parts is not complete for {work.place!r} ({other.location!r}): "
+            f"{_differences(work, header)}. Go on with the same arguments, or remove what it has "
+            "written: --abandon, or distckpt.tasks.abandon."
+        )
+
+
+def _differences(work: Work, header: dict[str, Any]) -> str:
+    """Describe the differences between this work and another one."""
+    other_facts = header["facts"]
+    if header["verb"] != work.verb:
+        return f"it is {header['verb']}, this is {work.verb}"
+    named = {}
+    for name in other_facts | dict(work.facts):
+        if other_facts.get(name) != work.facts.get(name):
+            named[name] = (other_facts.get(name), work.facts.get(name))
+    texts = []
+    for name, (before, now) in named.items():
+        texts.append(f"{name} was {before!s:.100} and is {now!s:.100}")
+    return "; ".join(texts) or "the division into pieces is another"
+
+
+def _run(
+    work: Work, journal: Journal, part: Part, numbers: Sequence[int], progress: Progress | None
+) -> Iterator[int]:
+    """Do pieces; yield the number of each that is whole now."""
+    if not numbers:
+        return
+    directory = work.directory(journal.attempt)
+    with journal.at_work(part) as note, _existence_check(directory) as check:
+
+        def report(done: int, total: int) -> None:
+            note.report(done, total)
+            if progress is not None:
+                progress(done, total)
+
+        counter = ProgressCounter(report, sum(work.pieces[i].num_bytes for i in numbers))
+        assigned = _missing(work, journal, numbers, note)
+        before = time.perf_counter()
+        for number, result in work.run(journal.attempt, assigned, counter.add):
+            now = time.perf_counter()
+            # Otherwise the record could be about files that were removed with another attempt.
+            check()
+            journal.record(number, result, now - before)
+            before = now
+            yield number
+        counter.finish()
+
+
+@contextlib.contextmanager
+def _existence_check(directory: str) -> Iterator[Callable[[], None]]:
+    """Yield a function that fails once a local directory is removed. Renaming counts, too.
+
+    For anything else than a local directory it does nothing.
+    """
+    if not (locations.is_local(directory) and locations.isdir(directory)):
+        yield lambda: None
+        return
+    with hidden_directories.kept_in_sight(directory) as is_same:
+
+        def check() -> None:
+            if not is_same():
+                text = "removed while this part was writing into it; run the part again"
+                raise FileNotFoundError(errno.ENOENT, text, directory)
+
+        yield check
+
+
+def _missing(work: Work, journal: Journal, candidates: Iterable[int], note: Note) -> Iterator[int]:
+    """Yield the pieces that are still missing when their turn comes."""
+    files = set(work.files(journal.attempt))
+    numbers_by_file = defaultdict(list)
+    for number, piece in enumerate(work.pieces):
+        numbers_by_file[piece.name].append(number)
+    for number in candidates:
+        name = work.pieces[number].name
+        if not journal.has_record(number):
+            if name in files and len(numbers_by_file[name]) > 1:
+                _forget_removed(work, journal, name, numbers_by_file[name])
+            note.begin(number, work.pieces[number])
+            yield number
+
+
+def _forget_removed(work: Work, journal: Journal, name: str, numbers: Sequence[int]) -> None:
+    """Let parts repeat whole pieces whose file was removed.
+
+    The file is made anew for the next piece, and would have zeros in their place.
+    """
+    directory = work.directory(journal.attempt)
+    path = locations.join(directory, name)
+    if not locations.is_local(path):
+        return
+    # Read first: another process may make the file at any time.
+    whole = [number for number in numbers if journal.has_record(number)]
+    if whole and locations.isdir(directory) and not locations.exists(path):
+        journal.forget(whole)
+
+
+def _finish(work: Work, journal: Journal) -> Any:
+    """Complete the work unless it is complete; return the report of the verb."""
+    results, seconds = _results(work, journal)
+    if not is_complete(work, journal):
+        try:
+            with _alone(journal):
+                _complete(work, journal, results)
+        except (OSError, CheckpointingException) as error:
+            damaged = work.damaged(journal.attempt)
+            lost = _lost(work, journal, damaged)
+            # Where there are no locks, another process may have done the same meanwhile, and have
+            # moved the files whose sizes were just read.
+            if not is_complete(work, journal):
+                if lost:
+                    _cut(work, journal, damaged)
+                    raise _again(work, journal, lost, error) from error
+                raise
+        _abort_uploads(work.place, work.files(journal.attempt))
+    with locations.only_logging(f"clear up in {journal.location}"):
+        journal.remove_output()
+    return work.report(results, seconds)
+
+
+def _results(work: Work, journal: Journal) -> tuple[list[Any], float]:
+    """Return the results of all pieces, and the seconds they took.
+
+    Raises:
+        CheckpointingException: records are missing or damaged. Parts do these pieces again.
+    """
+    records, fault = journal.records(len(work.pieces))
+    if fault:
+        absent = []
+        for i, record in enumerate(records):
+            if record is None:
+                absent.append(i)
+        raise _without_records(work, journal, absent, fault)
+    whole = [record for record in records if record is not None]
+    return [record["result"] for record in whole], sum(record["seconds"] for record in whole)
+
+
+def _without_records(
+    work: Work, journal: Journal, numbers: Sequence[int], fault: str
+) -> CheckpointingException:
+    """Let parts repeat pieces unless only the report lacks them; return the error."""
+    has_output = bool(work.files(journal.attempt))
+    if has_output and is_complete(work, journal):
+        return CheckpointingException(
+            f"{fault} {work.place!r} is complete, and its report alone is lost: remove the journal "
+            "(--abandon, or distckpt.tasks.abandon), which leaves the output."
+        )
+    if not has_output:
+        journal.forget_done()
+    return _again(work, journal, numbers, fault)
+
+
+def _again(
+    work: Work, journal: Journal, numbers: Sequence[int], fault: object
+) -> CheckpointingException:
+    """Let parts do pieces again; return the error that says so."""
+    journal.forget(numbers)
+    return CheckpointingException(
+        f"{fault} {len(numbers)} of {len(work.pieces)} pieces must be done again: run the parts "
+        "again."
+    )
+
+
+def _lost(work: Work, journal: Journal, damaged: Sequence[str]) -> list[int]:
+    """Return whole pieces whose files were removed, cut or damaged since."""
+    if not work.is_begun(journal.attempt):
+        return []
+    directory = work.directory(journal.attempt)
+    sizes = {}
+    for name in work.files(journal.attempt):
+        sizes[name] = _size_of(locations.join(directory, name))
+    sizes.update(dict.fromkeys(damaged, 0))
+    lost = []
+    for i, piece in enumerate(work.pieces):
+        if sizes.get(piece.name, math.inf) < piece.stop:
+            lost.append(i)
+    return lost
+
+
+def _cut(work: Work, journal: Journal, names: Iterable[str]) -> None:
+    """Cut local files to their planned size; written again, longer ones would stay as long.
+
+    They are not removed: another process may be writing them again already.
+    """
+    if not locations.is_local(work.place):
+        return
+    directory = work.directory(journal.attempt)
+    for name in names:
+        path = locations.join(directory, name)
+        planned = max(piece.stop for piece in work.pieces if piece.name == name)
+        if _size_of(path) > planned:
+            os.truncate(path, planned)
+
+
+def _size_of(path: str) -> int:
+    try:
+        return locations.file_size(path)
+    except FileNotFoundError:
+        return 0
+
+
+def _abort_uploads(place: str, files: Sequence[str]) -> None:
+    """Abort uploads of killed processes to files that are whole."""
+    if files and not locations.is_local(place):
+        object_store.abort_uploads_to(place, [locations.join(place, name) for name in files])
+
+
+def _complete(work: Work, journal: Journal, results: Sequence[Any]) -> None:
+    if is_complete(work, journal):
+        return
+    # The note is true when the output has appeared.
+    work.complete(journal.attempt, results)
+    journal.note_done(work.proof(journal.attempt, work.directory(journal.attempt)))
+    work.commit(journal.attempt, results)
+    journal.note_done(work.proof(journal.attempt, work.place))
+
+
+@contextlib.contextmanager
+def _alone(journal: Journal) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if locations.is_local(journal.location):
+            path = locations.join(journal.location, LOCK)
+            stack.enter_context(hidden_directories.locked_if_offered(path))
+        yield
+
+
+# --- Looking after it -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PartsStatus:
+    """The progress of work in parts.
+
+    Attributes:
+        journal: the directory with the notes of whole pieces.
+        verb: the verb that is run.
+        sources: the locations it reads.
+        num_whole: pieces that are whole.
+        num_total: all pieces.
+        bytes_whole: size of the pieces that are whole.
+        bytes_running: bytes that processes at work have done of pieces that are not whole.
+        bytes_total: size of all pieces.
+        missing: names of files or tensors that have pieces that are not whole.
+        workers: processes that are at work, or were killed.
+        is_complete: whether the output has appeared.
+    """
+
+    journal: str
+    verb: str
+    sources: tuple[str, ...]
+    num_whole: int
+    num_total: int
+    bytes_whole: int
+    bytes_running: int
+    bytes_total: int
+    missing: tuple[str, ...]
+    workers: tuple[Worker, ...]
+    is_complete: bool
+
+
+def statuses(place: str) -> list[PartsStatus]:
+    """Return the progress of all work in parts for an output location.
+
+    Only journals are read.
+    """
+    status_list = []
+    for journal in journals_beside(place):
+        header = journal.header()
+        if header is not None:
+            status_list.append(_status(journal, header))
+    return status_list
+
+
+def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
+    recorded = journal.recorded()
+    pieces = header["pieces"]
+    sizes = [stop - start for _, start, stop in pieces]
+    missing = []
+    for i, (name, _, _) in enumerate(pieces):
+        if i not in recorded:
+            missing.append(name)
+    workers = journal.workers()
+    # Several processes may do the same piece.
+    running = {}
+    for worker in sorted(workers, key=attrgetter("piece_bytes")):
+        if worker.is_running and worker.number not in recorded:
+            running[worker.number] = worker.piece_bytes
+    return PartsStatus(
+        journal.location,
+        header["verb"],
+        tuple(header["sources"]),
+        num_whole=len(recorded),
+        num_total=len(pieces),
+        bytes_whole=sum(size for i, size in enumerate(sizes) if i in recorded),
+        bytes_running=sum(running.values()),
+        bytes_total=sum(sizes),
+        missing=tuple(dict.fromkeys(missing)),
+        workers=tuple(workers),
+        is_complete=journal.has_appeared(),
+    )
+
+
+def _abandon_uploaded(
+    journal: Journal, place: str, remove_output: Callable[[str, str, Sequence[str]], None]
+) -> None:
+    header = journal.header()
+    if header is None:
+        return
+    if journal.is_done():
+        _abort_uploads(place, header["files"])
+    else:
+        remove_output(place, journal.attempt.nonce, header["files"])
+
+
+def abandon(place: str, remove_output: Callable[[str, str, Sequence[str]], None]) -> list[str]:
+    """Remove the journals of all work in parts for an output location.
+
+    The files it has written go as well, unless they are complete. Return the locations of the
+    journals.
+
+    No process may be at work there. On an object store, where files are in their final place
+    already, `remove_output` is called with the place, the nonce and the names of files.
+
+    Raises:
+        OSError: a journal could not be removed; the rest was.
+    """
+    removed: list[str] = []
+    left: list[str] = []
+    for journal in journals_beside(place):
+        if not locations.is_local(place):
+            _abandon_uploaded(journal, place, remove_output)
+        locations.remove_tree(journal.location)
+        is_left = locations.is_local(place) and os.path.lexists(journal.location)
+        (left if is_left else removed).append(journal.location)
+    if left:
+        _refuse_left(left[0])
+    return removed
+
+
+def _refuse_left(location: str) -> None:
+    owner = _other_owner(location)
+    if owner is not None:
+        text = f"the journal cannot be removed, it belongs to user {owner}"
+        raise PermissionError(errno.EACCES, text, location)
+    text = "some of the journal cannot be removed: a part is writing into it, or another user did"
+    raise OSError(errno.EBUSY, text, location)
