@@ -1,1 +1,1 @@
-"""The base of all other folders: errors, messages, dtypes, memory, threads, devices."""
+"""The base of all other folders: errors, messages, options, dtypes, memory, threads, trees."""

@@ -279,7 +279,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Report:
-    """Size and duration of a save or load, the same everywhere."""
+    """Size and duration of a save, load or move, the same everywhere."""
 
     location: str
     """Location of the checkpoint."""

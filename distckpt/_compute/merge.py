@@ -85,7 +85,7 @@ def merge(
         CheckpointingException: integers differ.
         CheckpointExistsError: `output_dir` is a checkpoint, or holds an export and `overwrite` is
             False.
-        ValueError: weights are not finite, or not one for each checkpoint, or there are less than
+        ValueError: weights are not finite, or not one for each checkpoint, or there are fewer than
             two.
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """

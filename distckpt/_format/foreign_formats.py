@@ -1,6 +1,6 @@
 """Formats of other programs that distckpt reads, without their readers.
 
-The code of a format is in `_foreign`; nothing else names one.
+The code of a format is in `_foreign`, the module of its reader in `_base/wings.py`.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ KEY_COLUMNS = {
 }
 """Optional columns of a manifest, by name. Selecting keys, storing and checking go by this table.
 
-A save computes them with a module that `_MEASURES` in `_io.save_shards` names.
+A save computes them with a module that `_measure` in `_io.save_shards` imports.
 """
 
 KeyFigures: TypeAlias = Mapping[str, npt.NDArray[Any]]

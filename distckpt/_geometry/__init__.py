@@ -1,1 +1,1 @@
-"""Regions of tensors, and tensors pieced together from other tensors' regions."""
+"""Regions of tensors: intersecting, cutting, comparing, and dividing them into units of work."""

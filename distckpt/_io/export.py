@@ -150,8 +150,8 @@ def filling(
 ) -> Fill:
     """Return the function that fills a file whose chunks are `tensors`.
 
-    It adds the number of values that did not fit the dtype they were converted to to `overflows`,
-    by name.
+    It adds to `overflows`, by name, the number of values that did not fit the dtype they were
+    converted to.
     """
     chunks = _complete_chunks(source, tensors)
 
@@ -264,10 +264,7 @@ def _overflowed(source: TensorSource, ranges: Sequence[_Range]) -> list[_Range]:
 def _read_and_cast(
     source: TensorSource, ranges: Sequence[_Range]
 ) -> Iterator[tuple[OutputTensor, int]]:
-    """Read and convert ranges; yield the numbers of values that do not fit.
-
-    Yield numbers of values that do not fit.
-    """
+    """Read and convert ranges; yield the numbers of values that do not fit."""
     dtypes = []
     sizes = []
     for piece in ranges:

@@ -46,8 +46,6 @@ def numbers_of(owned: Iterable[OwnedChunk]) -> bytes:
 def columns_of(manifest: Manifest, numbers: Sequence[bytes]) -> dict[str, npt.NDArray[np.generic]]:
     """Put the statistics of all ranks together; return manifest columns.
 
-    Return columns of the manifest.
-
     A tensor has none if some of its elements are not saved.
     """
     rows = np.frombuffer(b"".join(numbers), np.float64).reshape(-1, 1 + _NUM_FIGURES)

@@ -1,1 +1,1 @@
-"""Shards of modules and optimizers."""
+"""Modules, optimizers and other objects as shards: described for a save or load, then filled."""

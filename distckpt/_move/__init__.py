@@ -1,1 +1,1 @@
-"""Moving tensors between the memories of ranks: planning, shared memory, and the transfers."""
+"""Moving tensors between the memories of ranks: planning, transfers, recorded weight loaders."""

@@ -41,7 +41,9 @@ from distckpt.mapping._wrappers import ShardedStateDict
 from distckpt.rules._rule import Rule
 
 MAX_ATTEMPTS = 3
-"""Attempts to move one version among the same members. If no member is lost, contact will not last.
+"""Attempts to move one version among the same members.
+
+Where contact breaks and no member is lost, it will break again.
 
 Altogether a version is moved as many times more as it had members at first: targets that start
 again and die each time do not keep the other members in it.

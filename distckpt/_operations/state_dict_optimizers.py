@@ -171,7 +171,7 @@ def _entries_of_groups(
 def _warn_of_nested(
     optimizer: OptimizerNames, pairs: Iterable[tuple[dict[str, Any], Sequence[ParamState]]]
 ) -> None:
-    """Warn of lists and dicts that are told by names alone: an own name may have dots, too."""
+    """Warn of lists and dicts that are told by names alone: a state's own name may have dots."""
     states = itertools.chain.from_iterable(of_group for _, of_group in pairs)
     names: set[str] = set()
     for state in states:

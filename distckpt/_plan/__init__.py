@@ -1,1 +1,1 @@
-"""Plans of saves, loads and exports: pure functions over values."""
+"""Plans of saves, loads, shared reads and exports: pure functions over values."""

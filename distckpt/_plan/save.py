@@ -35,8 +35,8 @@ MAX_SMALL_WRITERS = 16
 few files.
 """
 MIN_RANK_BYTES = 1 << 20
-"""What each of more ranks writes at least of what they all hold: thousands of ranks would else
-write thousands of tiny files.
+"""What each of more ranks writes at least of what they all hold: otherwise thousands of
+ranks would write thousands of tiny files.
 """
 
 

@@ -13,8 +13,11 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
+
+from distckpt._base.lazy import torch
 from distckpt._base.tree import Position, map_leaves, new_like
 
 if TYPE_CHECKING:

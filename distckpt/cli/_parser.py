@@ -1,6 +1,6 @@
 """The verbs of the command line and its parser.
 
-To add a verb, list it in `VERBS`, declare its arguments in `arguments.py`, and define
+To add a verb, list it in `VERBS`, declare its arguments in `_arguments.py`, and define
 `run(arguments, output)` in its module. The module, and torch with it, is imported when the verb
 runs.
 """
@@ -35,8 +35,8 @@ class Verb:
             printed as one line.
         aliases: further names.
         error_code: the exit code for exceptions; 2 for checks, whose 1 means that the check failed.
-        arguments: the function in `arguments.py` that declares them, unless it has the name of the
-            module.
+        arguments: the function in `_arguments.py` that declares them, unless it has the name of
+            the module.
     """
 
     name: str

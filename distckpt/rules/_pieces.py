@@ -248,7 +248,7 @@ class Concat(Rule):
 class Stack(Rule):
     """Stack tensors along a new axis, undone by `Unstack`.
 
-    An example are the experts of a layer.
+    The experts of a layer are an example.
 
     Attributes:
         pattern: which tensors; its last wildcard matches their numbers, from 0 on.
@@ -320,7 +320,7 @@ class Stack(Rule):
 class Interleave(OneKeyRule):
     """Interleave the rows of consecutive pieces.
 
-    An example are the rows of a gate and an up projection.
+    The rows of a gate and an up projection are an example.
 
     Attributes:
         pattern: which tensors.

@@ -1,7 +1,7 @@
 """Work that is divided into pieces: pure functions, and the definition of a verb.
 
 A verb defines its pieces, the way to do one, and the way to combine their results. The choice of
-the processes that do them, and the record of finished ones, is up to `run`.
+the processes that do them, and the record of finished ones, is up to `_run`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Work(ABC):
         return self.place
 
     def proof(self, attempt: Attempt, directory: str) -> Any:
-        """Return a proof that identifies the complete output, see `exports.proof_of`.
+        """Return a proof that identifies the complete output, see `_exports.proof_of`.
 
         None where there is none.
         """

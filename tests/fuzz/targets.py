@@ -476,7 +476,7 @@ def torch_saved(obj: object) -> bytes:
 
 def _torch_object(folder: Path) -> tuple[list[bytes], Run]:
     def run(data: bytes) -> None:
-        # `_dcp_load` turns these into errors that name file and object.
+        # `_decode` of the reader turns these into errors that name file and object.
         with contextlib.suppress(
             RefusedGlobalError, ValueError, TypeError, IndexError, RecursionError
         ):

@@ -73,10 +73,9 @@ class ParamState(NamedTuple):
     `tensors` are those with axes, or of a parameter without axes, by name. Those in lists and dicts
     have names such as `Q.0`, and leave `HOLE`s in their places in `values`, the rest of the state.
     `scalars` are the other tensors without axes. A parameter without `has_state` has not been used
-    yet. `forms` are dtype and
-    global shape of the tensors, for parameters that share a key; `orders` the axes of transposed
-    tensors, in the order in which they lie in memory; `pairs` the dtypes of complex tensors that
-    are stored as pairs.
+    yet. `forms` are dtype and global shape of the tensors, for parameters that share a key;
+    `orders` the axes of transposed tensors, in the order in which they lie in memory; `pairs` the
+    dtypes of complex tensors that are stored as pairs.
     """
 
     name: str

@@ -181,7 +181,7 @@ def _target_shape(
 def _reduced_shape(shard: ShardedTensor, stored: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the shape of this rank's part of a reduced tensor.
 
-    It has size 1 along some axes, see `_reduced_place`; None if it is unknown.
+    It has size 1 along some axes, see `_reduced_place` in `describe`; None if it is unknown.
     """
     num_prepended = shard.prepend_axis_num
     parts = shard.axis_fragmentations
@@ -443,7 +443,7 @@ def _load_sections(
 
 
 def _put_section(tree: dict[Any, Any], section: Section, own: Section) -> None:
-    """Put a section to where `_take_sections` took an optimizer's `own` one from."""
+    """Put a section to where `read_sections` took an optimizer's `own` one from."""
     node = tree
     for key in section.path:
         node = node.setdefault(key, {})

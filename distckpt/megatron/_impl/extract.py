@@ -27,9 +27,9 @@ def extract_sharded_tensors(
 ) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into its `ShardedTensor`s and the rest.
 
-    This and the functions like it return two halves of nested dicts and lists: the values in their
-    names, and everything else. They keep the nesting, close gaps in lists, and do not change their
-    argument; see `dict_utils.extract_matching_values`.
+    This and the functions like it return two halves of nested dicts and lists: the values that
+    they are named after, and everything else. They keep the nesting, close gaps in lists, and do
+    not change their argument; see `dict_utils.extract_matching_values`.
     """
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedTensor))
 
