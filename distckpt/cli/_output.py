@@ -13,11 +13,8 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from distckpt._base.lazy import torch
 from distckpt._base.tree import Position, map_leaves, new_like
 
 if TYPE_CHECKING:
