@@ -164,9 +164,9 @@ def _of_other_release(rank: int, address: str) -> str:
             ask_parent()
         return ""
     ask_parent()
-    distckpt.__version__, own = "999.0", distckpt.__version__
+    roll_call.__version__ = "999.0"
     error = error_of(distckpt.Route, address, target={"weight": part(0, 1)}, timeout=TIMEOUT)
-    distckpt.__version__ = own
+    roll_call.__version__ = distckpt.__version__
     return str(error)
 
 
