@@ -462,7 +462,7 @@ def _gather_tables(ranks: Ranks, table: ChunkTable) -> list[ChunkTable]:
 _TABLE = b"+"
 """First byte of a message with a table of chunks."""
 _FILES = b"-"
-"""First byte of a message with files only, from a rank without chunks."""
+"""First byte of a message without chunks: it lists only files."""
 
 
 def _read_table(message: bytes) -> ChunkTable:

@@ -102,14 +102,15 @@ def reserve_staging_memory(
     stays reserved until a save of another structure, or `release_staging_memory`.
 
     Args:
-        state_dict: the state dict to save; it is neither copied nor stored.
+        state_dict: the state dict to save; it is neither copied nor kept.
         process_group: the ranks that will save together.
         options: the options of the later `async_save`.
         changes: options by keyword.
 
     Returns:
-        A future of the size of this rank's copies in bytes. An error, such as too little memory, is
-        logged, and raised by `result`; the save then allocates its memory itself.
+        A future whose result is the size of this rank's copies in bytes, once the memory is there.
+        An error, such as too little memory, is logged, and raised by `result`; the save then
+        allocates its memory itself.
 
     Raises:
         CheckpointingException: as in `async_save`, for a state dict that cannot be saved.

@@ -410,8 +410,8 @@ def _owner_of(process_group: Any) -> Any:
 def raising_pending_errors(ranks: Ranks, request: SaveRequest) -> Iterator[None]:
     """Run a save, then raise an error of earlier background saves.
 
-    The body is the save. Errors are raised if no caller has seen them. The save comes first: a program that
-    ends with the error has stored its newest state.
+    The body is the save. Errors are raised if no caller has seen them. The save comes first: a
+    program that ends with the error has stored its newest state.
 
     Collective operation: all ranks must call it. It exchanges one number, or nothing without
     earlier background saves. If a save has failed on any rank, all ranks wait for their unfinished

@@ -46,7 +46,7 @@ class SaveRequest:
         preprocess_common: called with a copy of the common state; returns the part that ranks
             compare.
         notes: further fields of the marker.
-        is_step: whether it is a step of a manager, whose directory has only steps.
+        is_step: whether it is a step of a manager, which reads nothing but steps.
         verb: name of the call in the journal.
         has_target: False to plan only: the location is not checked, and common state, which may
             still change, is not compared.
@@ -128,7 +128,7 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
 
 
 def write_and_commit_to(ranks: Ranks, save: PlannedSave, output: Output) -> SaveReport:
-    """Write a planned save into a given output and commit it.
+    """Write a planned save into an output and commit it.
 
     The directory of the output may already exist since planning.
     """

@@ -139,7 +139,7 @@ class _Target:
 
 
 @dataclass(frozen=True)
-class _DescribedState:
+class _FlatState:
     """A state dict as shards of tensors and objects, and common state.
 
     Attributes:
@@ -177,7 +177,7 @@ class _LocalSave:
 
     target: _Target
     objects: objects.Description
-    state: _DescribedState
+    state: _FlatState
     ready: ReadyShards | None
     digest: int = 0
 
@@ -367,9 +367,7 @@ def _united(ranks: Ranks, own: _LocalSave, request: SaveRequest) -> _LocalSave:
     return _LocalSave(own.target, description, state, None)
 
 
-def _flatten(
-    ranks: Ranks, description: objects.Description, request: SaveRequest
-) -> _DescribedState:
+def _flatten(ranks: Ranks, description: objects.Description, request: SaveRequest) -> _FlatState:
     state_dict = objects.completed(description)
     split = _split(state_dict, request)
     shards, common, _ = split
@@ -384,7 +382,7 @@ def _flatten(
     notes = note_of_module(description.names) | note_of_schedulers(description.schedulers)
     compared = common_state.comparable(common, request.preprocess_common)
     if not _compares(ranks, request):
-        return _DescribedState(shards, common, compared, 0, notes)
+        return _FlatState(shards, common, compared, 0, notes)
     try:
         digest = common_state.digest(compared)
     except UnsupportedObjectError:
@@ -394,7 +392,7 @@ def _flatten(
         common = cast(CommonStateDict, codec.without_unsupported(common)[0])
         compared = common_state.comparable(common, request.preprocess_common)
         digest = common_state.digest(compared)
-    return _DescribedState(shards, common, compared, digest, notes)
+    return _FlatState(shards, common, compared, digest, notes)
 
 
 def _split(state_dict: StateDict, request: SaveRequest) -> flatten.SplitState:

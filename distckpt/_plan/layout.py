@@ -322,7 +322,10 @@ def compared_replicas(
 # --- Cached plans ---------------------------------------------------------------------------------
 
 Structure: TypeAlias = tuple[Any, ...]
-"""Everything about the shards of one rank that its plan depends on."""
+"""Everything about the shards of one rank that its plan depends on.
+
+Equal structures have equal plans.
+"""
 
 MAX_PLANS = 8
 """Structures per cache, for programs that save several state dicts in turn."""

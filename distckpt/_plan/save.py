@@ -53,9 +53,9 @@ class Pieces(NamedTuple):
 
 
 def find_aliases(table: GlobalTable) -> dict[int, int]:
-    """Find tied keys, which share the memory of all their shards.
+    """Find tied keys, whose main shards share memory with another key.
 
-    Every main shard of such a key shares memory with a shard of one other key on its rank.
+    Every main shard of a tied key has, on its own rank, the memory of a shard of that one key.
 
     Returns:
         Key id -> id of the key that is stored instead.
@@ -155,12 +155,7 @@ def _pieces_of_lines(
 
 
 def cut_tolerance(num_bytes: int, num_ranks: int) -> int:
-    """Return the largest distance of a cut from the even position.
-
-    Args:
-        num_bytes: the bytes that ranks share.
-        num_ranks: the number of these ranks.
-    """
+    """Return the largest distance of a cut from its even position."""
     return max(MIN_SLICE_BYTES, int(num_bytes / num_ranks * BALANCE_TOLERANCE))
 
 
@@ -350,15 +345,9 @@ def cut_line(
     candidates: IntArray,
     tolerance: int,
 ) -> tuple[IntArray, list[Slice]]:
-    """Cut one line of groups near the given positions.
+    """Cut the line of `members` among its ranks, the `candidates`.
 
-    Args:
-        table: the shards of all ranks.
-        groups: all groups.
-        members: the groups of the line.
-        cuts: even positions in the line, in bytes.
-        candidates: the ranks that share the line.
-        tolerance: the largest distance of a cut from its even position.
+    Each cut is at most `tolerance` from its even position in `cuts`, in bytes.
 
     Returns:
         The rank that writes each group whole, -1 if it is cut; and the parts of cut groups.
@@ -403,7 +392,7 @@ def cut_line(
 def _row_bytes(table: GlobalTable, row: int, tolerance: int) -> int:
     """Return the size of the rows between which a tensor is cut.
 
-    These are the rows along its first axis with rows of at most `tolerance` bytes.
+    The first axis with rows of at most `tolerance` bytes divides it into rows.
     """
     shape = table.row_region(row).shape
     step = ITEM_BYTES[table.dtypes[table.key_ids[row]]] * math.prod(shape)
@@ -442,11 +431,7 @@ def owned_parts(
 ) -> OwnedParts:
     """List the parts that ranks write; the parts of one rank in the order of groups.
 
-    Args:
-        table: the shards of all ranks.
-        groups: all groups.
-        whole_owner: the owners of groups that are written whole; -1 for cut groups.
-        cut: the parts of cut groups.
+    `whole_owner` is -1 for cut groups, whose parts are in `cut`.
     """
     group_ids = [np.flatnonzero(whole_owner >= 0)]
     owners = [whole_owner[group_ids[0]]]

@@ -1,4 +1,4 @@
-"""Plans of shared reads: one rank reads a region for all that request parts of it.
+"""Plans of shared reads: one rank reads a region for several ranks.
 
 Pure functions. Rank 0 plans for all ranks. Where it saves reading, `plan_shares` gives the region
 around the units of a cell one reader, and puts all units in one order, in which every rank sends
@@ -39,8 +39,8 @@ def plan_shares(
     Args:
         messages: the units of all ranks, see `UnitTable.to_bytes`. The list is emptied.
         costs: the costs of reading.
-        max_held_bytes: the most bytes, or one region, that a rank reads in a wave into buffers,
-            where its targets cannot hold a region.
+        max_held_bytes: limit of a rank's buffers in each wave, for regions that its targets cannot
+            hold; a single region may exceed it.
     """
     units = _all_units(messages, costs.manifest.offsets.shape[1])
     regions_of_parts = [_shared_regions(units, rows, costs) for rows in _parts_of(units.names)]
