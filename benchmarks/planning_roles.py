@@ -208,15 +208,16 @@ def plan_divided(tables: list[ShardTable], num_planners: int | None) -> Plan:
 
 
 class _Divided:
-    """What ranks do with `distckpt._io.divided.plan`, one after the other."""
+    """The steps of `distckpt._io.divided.plan`, one rank after the other."""
 
     def __init__(self, tables: list[ShardTable], num_planners: int) -> None:
-        from distckpt._io.divided import planner as divided
+        from distckpt._io.divided import descriptions, owners
         from distckpt._io.divided.plan import Coordinator, PartPlanning
 
-        self._functions = divided
+        self._descriptions = descriptions
+        self._owners = owners
         self._tables, self._num_planners = tables, num_planners
-        self._planners = divided.planner_ranks(num_planners, len(tables))
+        self._planners = descriptions.planner_ranks(num_planners, len(tables))
         self._measured = self._planners[num_planners // 2]
         self.plan = Plan(tables, num_planners)
         self._other = self.plan.other
@@ -247,16 +248,16 @@ class _Divided:
         return answers
 
     def _number_keys(self) -> None:
-        divided, tables = self._functions, self._tables
+        descriptions, tables = self._descriptions, self._tables
         by_keys: dict[int, bytes] = {}
         kinds = [by_keys.setdefault(id(t.keys), b"") or t.kinds_to_bytes() for t in tables]
         known: dict[bytes, bytes] = {}
         kinds = [known.setdefault(each, each) for each in kinds]
-        ties = [divided.tied_keys(table) for table in tables]
+        ties = [descriptions.tied_keys(table) for table in tables]
         told = self._step(
             COORDINATOR, lambda: self._coordinator.number_keys(kinds, ties), [*known, *ties]
         )
-        self._own_keys = [divided.OwnKeys.from_bytes(data) for data in told]
+        self._own_keys = [descriptions.KeysOfRank.from_bytes(data) for data in told]
         self._rows = [
             own.rows_of_planners(table) for own, table in zip(self._own_keys, tables, strict=True)
         ]
@@ -269,26 +270,26 @@ class _Divided:
             column[:] = [known.setdefault(message, message) for message in column]
         received = [message for column in described for message in column]
         self._bundles = self._step(
-            COORDINATOR, lambda: self._coordinator.hand_on(described), received
+            COORDINATOR, lambda: self._coordinator.bundles_by_rank(described), received
         )
         self.plan.sent[COORDINATOR] += sum(map(len, told)) + sum(map(len, self._bundles))
 
     def _describe(self, rank: int) -> list[bytes]:
         table, own = self._tables[rank], self._own_keys[rank]
-        return [self._functions.describe_rows(table, own, rows) for rows in self._rows[rank]]
+        return [self._descriptions.describe_rows(table, own, rows) for rows in self._rows[rank]]
 
     def _find_owners(self) -> None:
         from distckpt._ranks.exchanges import unpack_parts
 
-        divided, coordinator = self._functions, self._coordinator
+        owners, coordinator = self._owners, self._coordinator
         plannings = {rank: self._make_planning() for rank in self._planners}
         found = self._by_planner(self._bundles, lambda rank, bundle: plannings[rank].begin(bundle))
-        self._step(COORDINATOR, lambda: coordinator.share_out(found), found)
+        self._step(COORDINATOR, lambda: coordinator.balance(found), found)
         self._aliases = coordinator.not_stored
         cuts = self._step(COORDINATOR, coordinator.cuts_by_rank, [])
         finished = self._by_planner(
             cuts,
-            lambda rank, data: plannings[rank].finish(divided.Cuts.from_bytes(data)),
+            lambda rank, data: plannings[rank].finish(owners.CutPoints.from_bytes(data)),
         )
         plannings.clear()
         self._step(COORDINATOR, lambda: coordinator.gather_shares(finished), finished)
@@ -297,10 +298,10 @@ class _Divided:
 
         def join(rank: int) -> tuple[Pieces, IntArray]:
             pairs = zip(unpack_parts(shares[rank]), self._rows[rank], strict=True)
-            planned = [divided.PlannedRows.from_bytes(*each) for each in pairs]
+            planned = [owners.PlannedRows.from_bytes(*each) for each in pairs]
             table, own = self._tables[rank], self._own_keys[rank]
-            pieces = divided.join_pieces(table, planned, own.ids, self._aliases)
-            return pieces, divided.join_factors(table, planned)
+            pieces = owners.join_pieces(table, planned, own.ids, self._aliases)
+            return pieces, owners.join_factors(table, planned)
 
         for rank in range(len(self._tables)):
             pieces, _ = join(rank)
@@ -317,24 +318,24 @@ class _Divided:
         from distckpt._format.planned_manifest import parts_by_name
         from distckpt._ranks.exchanges import pack_parts, unpack_parts
 
-        divided, edges = self._functions, self._own_keys[0].edges
+        descriptions, edges = self._descriptions, self._own_keys[0].edges
         edges = [edge - sum(alias < edge for alias in self._aliases) for edge in edges]
         manifest = self._coordinator.manifest
         rests, messages = [], []
         for rank in range(len(self._tables)):
-            rest, encoded = divided.split_chunks(self.plan.laid_out(rank), edges)
+            rest, encoded = descriptions.split_chunks(self.plan.laid_out(rank), edges)
             rests.append(rest)
-            messages.append(divided.chunks_message(rest, encoded))
+            messages.append(descriptions.chunks_message(rest, encoded))
         bundles = self._step(
             COORDINATOR,
-            lambda: divided.chunks_by_planner(messages, manifest),
+            lambda: descriptions.chunks_by_planner(messages, manifest),
             messages,
         )
         payloads = [b""] * len(self._tables)
         for rank, bundle in zip(self._planners, bundles, strict=True):
             payloads[rank] = bundle
         made = self._by_planner(
-            payloads, lambda _, bundle: pack_parts(divided.parts_of_chunks(bundle))
+            payloads, lambda _, bundle: pack_parts(descriptions.parts_of_chunks(bundle))
         )
         self.plan.manifest = self._step(
             COORDINATOR,

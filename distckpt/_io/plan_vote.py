@@ -1,7 +1,7 @@
-"""The vote of all ranks at the beginning of a save: may they reuse the plan that each has kept?
+"""The vote of all ranks on reusing their cached plan.
 
-A repeated save exchanges nothing else before it writes, so one vote carries everything that the
-ranks must agree on.
+It opens each save. A repeated save exchanges nothing else before it writes, so the vote carries
+everything that the ranks must agree on.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from typing import NamedTuple
 import numpy as np
 
 _FLAGS_BYTES = 3
+"""Size of the three flags at the beginning of an encoded verdict."""
 
 
 class PlanVote(NamedTuple):
     """The vote of one rank.
 
     Attributes:
-        state_digest: of everything that must be the same on all ranks.
-        plan_number: identifies the plan that the rank has kept; 0 without one.
+        state_digest: a digest of everything that must be the same on all ranks.
+        plan_number: identifies the rank's cached plan; 0 without one.
         is_described: whether the rank has described its shards, for a new plan.
-        replica_digest: of samples of replicas, see `weighted_digest`.
-        num_bytes: that the rank writes by its plan.
-        num_shards: that the rank has.
+        replica_digest: a digest of samples of replicas, see `weighted_digest`.
+        num_bytes: the bytes that the rank writes according to its plan.
+        num_shards: the number of shards on the rank.
     """
 
     state_digest: int = 0
@@ -43,11 +44,11 @@ class PlanVerdict(NamedTuple):
 
     Attributes:
         is_same_state: whether all `state_digest`s are equal.
-        reuses_plan: whether the state is the same, all ranks have kept the same plan, and replicas
-            are still equal.
+        reuses_plan: whether the state is the same, all ranks have the same cached plan, and
+            replicas are still equal.
         are_described: whether all ranks have described their shards.
-        num_shards: of all ranks.
-        num_bytes: that all ranks write by the plan; on the coordinator.
+        num_shards: the number of shards on all ranks.
+        num_bytes: the bytes that all ranks write according to the plan; on the coordinator.
     """
 
     is_same_state: bool
@@ -60,7 +61,7 @@ class PlanVerdict(NamedTuple):
     def of(cls, votes: Sequence[bytes]) -> PlanVerdict:
         """Compare the votes of all ranks."""
         rows = np.frombuffer(b"".join(votes), np.int64).reshape(len(votes), -1)
-        states, numbers, described, digests, sizes, counts = rows.T
+        states, numbers, are_described, digests, sizes, counts = rows.T
         is_same_state = bool((states == states[0]).all())
         is_same_plan = bool(numbers[0]) and bool((numbers == numbers[0]).all())
         # The digests of equal replicas add up to 0 modulo 2**64.
@@ -68,7 +69,7 @@ class PlanVerdict(NamedTuple):
         return cls(
             is_same_state=is_same_state,
             reuses_plan=is_same_state and is_same_plan and are_equal,
-            are_described=bool(described.all()),
+            are_described=bool(are_described.all()),
             num_shards=int(counts.sum()),
             num_bytes=int(sizes.sum()),
         )

@@ -1,5 +1,6 @@
-"""Planning a save together with the other ranks: use a plan that all have kept, or give every byte
-of the shards of all ranks an owner and a place in a file.
+"""Planning of a save together with the other ranks.
+
+Ranks reuse their cached plan, or give every byte of their shards an owner and a place in a file.
 """
 
 from __future__ import annotations
@@ -75,15 +76,15 @@ _PLANS = PlanCache()
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings:
-    """How shards are saved.
+    """Settings of the engine of saves.
 
     Attributes:
-        options: of the caller.
+        options: the options of the caller.
         exchange_group: process group within which replicas share the writing; None for all ranks.
-        direct_io: write files around the page cache; None if that pays and the file system takes
-            it, True insists.
-        plans: plans of earlier saves. While nothing but the data of the shards changes on any rank,
-            later saves are not planned again.
+        direct_io: write files around the page cache; None decides by the file system and the size,
+            True insists.
+        plans: plans of earlier saves. While only the data of shards changes on all ranks, later
+            saves are not planned again.
     """
 
     options: SaveOptions
@@ -92,32 +93,35 @@ class ShardSettings:
     plans: PlanCache = _PLANS
 
     def for_writing(self, num_bytes: int) -> WriteSettings:
-        """Return how files of `num_bytes` in total are written."""
+        """Return the settings for writing files of `num_bytes` in total."""
         limit = self.options.max_inflight_bytes
-        limit = DEFAULT_INFLIGHT_BYTES if limit is None else limit
+        if limit is None:
+            limit = DEFAULT_INFLIGHT_BYTES
         num_requests = num_requests_within(limit)
-        progress = self.options.progress
+        progress = None
+        if self.options.progress:
+            progress = ProgressCounter(self.options.progress, num_bytes).add
         return WriteSettings(
             durable=self.options.durable,
             direct=self.direct_io,
             num_threads=num_threads_within(limit),
             num_requests=num_requests,
             max_part_bytes=limit // num_requests - UNIT_BYTES,
-            progress=ProgressCounter(progress, num_bytes).add if progress else None,
+            progress=progress,
         )
 
 
 class ReadyShards(NamedTuple):
-    """Shards of one rank that can be saved, and the plan that it has kept for them.
+    """Shards of one rank that can be saved, and their cached plan.
 
     Attributes:
-        shards: with encoded objects.
-        settings: of the save.
+        shards: the shards; objects are encoded.
+        settings: the settings of the save.
         structure: the key of the plan in the cache.
-        table: describes the shards; None where the structure was kept.
-        plan: that was kept; None without one.
-        digest: of samples of replicas, see `weighted_digest`.
-        num_bytes: that this rank writes by the plan.
+        table: describes the shards; None if the cache has the structure.
+        plan: the cached plan, if there is one.
+        digest: a digest of samples of replicas, see `weighted_digest`.
+        num_bytes: the bytes that this rank writes according to the plan.
     """
 
     shards: list[Shard]
@@ -130,9 +134,12 @@ class ReadyShards(NamedTuple):
 
     def vote(self, state_digest: int = 0) -> PlanVote:
         """Return the vote of this rank."""
+        plan_number = 0
+        if self.plan is not None:
+            plan_number = self.plan.number
         return PlanVote(
             state_digest=state_digest,
-            plan_number=0 if self.plan is None else self.plan.number,
+            plan_number=plan_number,
             is_described=self.table is not None,
             replica_digest=self.digest,
             num_bytes=self.num_bytes,
@@ -143,18 +150,21 @@ class ReadyShards(NamedTuple):
 def compare_plans(
     ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
 ) -> tuple[ReadyShards, PlanVerdict]:
-    """Look for a plan that all ranks have kept. Collective operation: all ranks must call it."""
-    with ranks.telling("describe the shards") as told:
+    """Look for a cached plan that all ranks have.
+
+    Collective operation: all ranks must call it.
+    """
+    with ranks.telling("describe the shards") as exchange:
         ready = ready_to_plan(ranks, shards, settings)
-        told.payload = ready.vote().to_bytes()
-    with ranks.answering(told, "describe the shards"):
+        exchange.payload = ready.vote().to_bytes()
+    with ranks.answering(exchange, "describe the shards"):
         if ranks.is_coordinator:
-            told.answer = PlanVerdict.of(told.payloads).to_bytes()
-    return ready, PlanVerdict.from_bytes(told.answer)
+            exchange.answer = PlanVerdict.of(exchange.payloads).to_bytes()
+    return ready, PlanVerdict.from_bytes(exchange.answer)
 
 
 def ready_to_plan(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings) -> ReadyShards:
-    """Encode objects, and look for a plan that was kept; describe the shards without one."""
+    """Encode objects; look for a cached plan, or describe the shards."""
     options = settings.options
     comparison = _comparison_of(ranks, options)
     ready = _all_ready(shards, comparison, options.unsupported == "warn")
@@ -162,17 +172,23 @@ def ready_to_plan(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
     structure = structure_of(ready, ranks, options.validate_access_integrity, group)
     # Comparing the whole content of replicas takes an exchange each time.
     is_compared_whole = comparison is _Comparison.ALL
-    is_known, plan = (False, None) if is_compared_whole else settings.plans.find(structure)
+    is_known = False
+    plan = None
+    if not is_compared_whole:
+        is_known, plan = settings.plans.find(structure)
     if plan is None:
-        table = None if is_known else _described(ready, settings, comparison)
+        table = None
+        if not is_known:
+            table = _describe(ready, settings, comparison)
         return ReadyShards(ready, settings, structure, table)
     digest = _digest_of(plan, ready, comparison)
     return ReadyShards(ready, settings, structure, None, plan, digest, _num_bytes_of(plan, ready))
 
 
 def _digest_of(plan: SavePlan, shards: Sequence[Shard], comparison: _Comparison) -> int:
-    compares = comparison is _Comparison.SAMPLES and plan.replicas is not None
-    return weighted_digest(plan, shards) if compares else 0
+    if comparison is not _Comparison.SAMPLES or plan.replicas is None:
+        return 0
+    return weighted_digest(plan, shards)
 
 
 def _num_bytes_of(plan: SavePlan, shards: Sequence[Shard]) -> int:
@@ -180,18 +196,20 @@ def _num_bytes_of(plan: SavePlan, shards: Sequence[Shard]) -> int:
 
 
 def plan_of(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> SavePlan:
-    """Return the plan that all ranks have kept, or make one together.
+    """Return the cached plan of all ranks, or make one together.
 
     Collective operation: all ranks must call it.
     """
-    shards, settings, table = ready.shards, ready.settings, ready.table
+    shards = ready.shards
+    settings = ready.settings
+    table = ready.table
     if verdict.reuses_plan and ready.plan is not None:
         return ready.plan
     if not verdict.are_described:
         # Some ranks, though not all, know a plan, or replicas have become different.
         with ranks.phase("describe the shards again"):
             if table is None:
-                table = _described(shards, settings, _comparison_of(ranks, settings.options))
+                table = _describe(shards, settings, _comparison_of(ranks, settings.options))
     assert table is not None
     plan, have_differences = _make_plan(ranks, table, shards, settings, verdict.num_shards)
     if not have_differences:
@@ -206,7 +224,7 @@ def _all_ready(shards: Sequence[Shard], comparison: _Comparison, leaves_out: boo
 
 
 class _Comparison(enum.Enum):
-    """What of replicas is compared."""
+    """The part of replicas that is compared."""
 
     NOTHING = enum.auto()
     SAMPLES = enum.auto()
@@ -216,14 +234,15 @@ class _Comparison(enum.Enum):
 def _comparison_of(ranks: Ranks, options: SaveOptions) -> _Comparison:
     if options.validate_replicas:
         return _Comparison.ALL
-    is_wanted = options.validate_replicas is None and ranks.size > 1
-    return _Comparison.SAMPLES if is_wanted else _Comparison.NOTHING
+    if options.validate_replicas is None and ranks.size > 1:
+        return _Comparison.SAMPLES
+    return _Comparison.NOTHING
 
 
-def _described(
+def _describe(
     shards: Sequence[Shard], settings: ShardSettings, comparison: _Comparison
 ) -> ShardTable:
-    """Return the table of shards, with hashes if replicas are compared."""
+    """Return the table of shards; with hashes if replicas are compared."""
     group = groups.group_number(settings.exchange_group)
     table = shard_table(shards)._replace(exchange_group=group)
     if comparison is not _Comparison.NOTHING:
@@ -232,8 +251,9 @@ def _described(
 
 
 def ready_to_save(shard: Shard, encode_copies: bool, leaves_out: bool = False) -> Shard:
-    """Check that a tensor can be read; replace the value of a main object (and of copies) by its
-    encoding, in which what cannot be stored is an error, or left out.
+    """Check a tensor, or encode a main object (and copies).
+
+    A value that cannot be stored is an error, or is left out.
     """
     if isinstance(shard, ShardedTensor):
         _check_tensor(shard)
@@ -259,9 +279,13 @@ def _check_tensor(shard: ShardedTensor) -> None:
 
 
 def encoded_objects(objects: Sequence[PlannedChunk], shards: Sequence[Shard]) -> dict[str, bytes]:
-    """Return the encodings of the objects that a rank writes, by unique key."""
-    held = [shards[chunk.pieces[0][0]] for chunk in objects]
-    return {shard.unique_key: shard.data for shard in held if isinstance(shard, ShardedObject)}
+    """Return the encoded objects that a rank writes, by unique key."""
+    encoded = {}
+    for chunk in objects:
+        shard = shards[chunk.pieces[0][0]]
+        if isinstance(shard, ShardedObject):
+            encoded[shard.unique_key] = shard.data
+    return encoded
 
 
 # --- A new plan -----------------------------------------------------------------------------------
@@ -276,9 +300,9 @@ def _make_plan(
 ) -> tuple[SavePlan, bool]:
     """Plan a save together; return the plan, and whether replicas differ.
 
-    Collective operation: all ranks must call it. Descriptions of shards go to the coordinator,
-    pieces to write come back, tables of chunks go to it. Where replicas differ, it looks at samples
-    of them.
+    Collective operation: all ranks must call it. They send descriptions of shards to the
+    coordinator, receive the pieces to write, and send tables of chunks. Where replicas differ, the
+    coordinator compares samples of them.
     """
     shared = _plan_together(ranks, table, settings.options, num_shards)
     share = shared.share
@@ -296,14 +320,14 @@ def _make_plan(
 def _report_differences(
     ranks: Ranks, samples: Sequence[bytes], shared: SharedPlan, settings: ShardSettings
 ) -> None:
-    """Let the coordinator look at samples of replicas that differ."""
+    """Let the coordinator compare samples of replicas that differ."""
     # Imported when it is needed: replicas rarely differ.
     from distckpt._io import replica_differences as comparing
 
-    gathered = ranks.gather(comparing.samples_to_bytes(samples))
+    messages = ranks.gather(comparing.samples_to_bytes(samples))
     with ranks.phase("compare replicas", decision=True):
         if shared.differing is not None:
-            samples_of_ranks = [comparing.samples_from_bytes(data) for data in gathered]
+            samples_of_ranks = [comparing.samples_from_bytes(data) for data in messages]
             warns = settings.options.unsupported == "warn"
             comparing.report_differences(shared.differing, samples_of_ranks, warns)
 
@@ -311,7 +335,7 @@ def _report_differences(
 def _plan_together(
     ranks: Ranks, table: ShardTable, options: SaveOptions, num_shards: int
 ) -> SharedPlan:
-    """Let the coordinator plan for all ranks, or several ranks where there are many shards."""
+    """Plan for all ranks on the coordinator, or on several ranks."""
     manifest: Manifest | None = None
     differing: ReplicasToCompare | None = None
     if ranks.size == 1:
@@ -328,7 +352,7 @@ def _plan_together(
     def plan() -> list[bytes]:
         nonlocal manifest, differing
         tables = ShardTable.all_from_messages(*messages)
-        # As large as the tables that are made of them.
+        # The messages are as large as the tables.
         messages.clear()
         shares, manifest, differing = _plan_for_all(tables, options)
         return [share.to_bytes() for share in shares]
@@ -340,7 +364,7 @@ def _plan_together(
 def _plan_for_all(
     tables: list[ShardTable], options: SaveOptions
 ) -> tuple[list[Share], Manifest, ReplicasToCompare | None]:
-    """Plan from the descriptions of all ranks, a list that is emptied.
+    """Plan from the descriptions of all ranks; the list is emptied.
 
     Return the share of each rank, the keys, and replicas that differ.
     """
@@ -375,8 +399,9 @@ def _plan_for_all(
 def _different_replicas(
     merged: GlobalTable, starts: list[int], options: SaveOptions
 ) -> ReplicasToCompare | None:
-    """Find replicas that differ, and see to it that one rank writes each of them whole; None when
-    all are equal.
+    """Find replicas that differ, if there are any.
+
+    One rank then writes each of them whole.
 
     Raises:
         InvalidShardingError: some differ, and `validate_replicas` is True.
@@ -393,8 +418,9 @@ def _different_replicas(
 def _lay_out(
     ranks: Ranks, table: ShardTable, shared: SharedPlan, checksum_file: str | None
 ) -> tuple[list[PlannedFile], list[PlannedChunk], PlannedManifest | None]:
-    """Lay out the files of this rank; return them, its objects, and on the coordinator the manifest
-    of all ranks.
+    """Lay out the files of this rank.
+
+    Return the files, the objects of this rank, and on the coordinator the manifest of all ranks.
     """
     error = None
     files: list[PlannedFile] = []
@@ -402,12 +428,15 @@ def _lay_out(
     own = ChunkTable.empty()
     try:
         files, objects = lay_out_files(ranks.rank, table, shared.share.pieces)
-        own = chunk_table([*files, open_object_file(ranks.rank, objects)] if objects else files)
+        all_files = files
+        if objects:
+            all_files = [*files, open_object_file(ranks.rank, objects)]
+        own = chunk_table(all_files)
         if checksum_file is not None:
             own = own._replace(files=[*own.files, ShardFile(checksum_file, 0, 0, 0)])
     except Exception as caught:
         error = caught
-    # Whether or not it has failed: the coordinator waits for it.
+    # Even after an error, since the coordinator waits for this rank.
     own, parts = shared.divide_chunks(ranks, own)
     tables = _gather_tables(ranks, own)
     planned = None
@@ -420,7 +449,7 @@ def _lay_out(
 
 
 def _gather_tables(ranks: Ranks, table: ChunkTable) -> list[ChunkTable]:
-    """Return the tables of all ranks on the coordinator; an empty list elsewhere."""
+    """Return the tables of all ranks on the coordinator; elsewhere nothing."""
     if ranks.size == 1:
         return [table]
     if len(table.key_ids):
@@ -430,8 +459,10 @@ def _gather_tables(ranks: Ranks, table: ChunkTable) -> list[ChunkTable]:
     return [_read_table(data) for data in ranks.gather(message)]
 
 
-_TABLE, _FILES = b"+", b"-"
-"""How messages begin: that of a rank without chunks has only its files."""
+_TABLE = b"+"
+"""First byte of a message with a table of chunks."""
+_FILES = b"-"
+"""First byte of a message without chunks: it lists only files."""
 
 
 def _read_table(message: bytes) -> ChunkTable:

@@ -1,4 +1,4 @@
-"""A save of which everything is decided and nothing written."""
+"""Prepared saves: everything is decided, nothing is written yet."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from distckpt._ranks.collectives import Ranks
 
 
 class FileCopies(Protocol):
-    """What a save in the background copies data with; the class is `HostCopies`."""
+    """The interface of `HostCopies`, which copies data for background saves."""
 
     def copy(self, files: Sequence[NewFile]) -> Sequence[NewFile]:
-        """Return files to write in the place of others, whose data they have in copies."""
+        """Return the same files with copied data."""
 
 
 class OwnedChunk(NamedTuple):
-    """A chunk of a tensor that this rank would write, and the values of its pieces, which are views
-    of the tensors of the state dict.
+    """A chunk of a tensor that this rank would write.
+
+    The values of its pieces are views of the tensors in the state dict.
     """
 
     chunk: PlannedChunk
@@ -31,18 +32,18 @@ class OwnedChunk(NamedTuple):
 
 
 class PreparedSave(ABC):
-    """A save of which everything is decided, on all ranks, and nothing written.
+    """A save that all ranks have planned and not yet written.
 
     Attributes:
-        num_bytes: how much this rank is going to write.
+        num_bytes: the bytes that this rank is going to write.
         plan_reused: whether the plan was made for an earlier save.
         folder_suffix: the end of the names of the folders `tensors` and `objects`. `save` sets it
             before `write` if several saves may write in one place, on object stores. None for a
             strategy that gives files fixed names: its saves are not kept apart there, and do not
             replace a checkpoint.
         exchanges_in_write: whether ranks exchange something within `write_own`.
-        written: on the coordinator, after `complete`: name and size of each file. `save` looks at
-            them before it commits.
+        written: on the coordinator, after `complete`: the name and size of each file, which `save`
+            checks before it commits.
     """
 
     num_bytes: int = 0
@@ -52,8 +53,7 @@ class PreparedSave(ABC):
     written: Sequence[tuple[str, int]] = ()
 
     def stage(self, copies: FileCopies) -> PreparedSave | None:
-        """Return the same save with everything it writes in copies, so that the caller's tensors
-        may change.
+        """Return the same save with copied tensors, so that training can continue.
 
         Not a collective operation. The default returns None: `async_save` finishes such a save
         before it returns.
@@ -63,23 +63,30 @@ class PreparedSave(ABC):
 
     @abstractmethod
     def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any] | None:
-        """Write all shards into a directory that nobody else uses, see `SaveShardedStrategy.save`.
+        """Write all shards into a directory of this save alone.
 
-        After `stage` this runs in a background thread, and must use no other process group than
-        that of `ranks`.
+        See `SaveShardedStrategy.save`.
+
+        After `stage` this runs in a background thread, and must use no process group except
+        the one of `ranks`.
         """
 
     def write_own(self, checkpoint_dir: str, ranks: Ranks) -> bytes:
-        """Write what this rank owns; return what the coordinator needs for `complete`.
+        """Write the files of this rank; return its report for `complete`.
 
         The default calls `write`.
         """
         fields = self.write(checkpoint_dir, ranks)
-        return json.dumps(fields if ranks.is_coordinator else None).encode()
+        if not ranks.is_coordinator:
+            fields = None
+        return json.dumps(fields).encode()
 
     def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any] | None:
-        """Return fields of the marker, given what `write_own` of each rank has returned; for the
-        coordinator.
+        """Return fields of the marker, on the coordinator.
+
+        Args:
+            checkpoint_dir: the directory of the files.
+            told: the result of `write_own` on each rank.
         """
         del checkpoint_dir
         fields: Mapping[str, Any] | None = json.loads(told[0])

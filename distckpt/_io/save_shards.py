@@ -1,4 +1,4 @@
-"""The engine of saves: write files of the shards of a rank as planned, complete the manifest."""
+"""The engine of saves: write planned files, complete the manifest."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def prepare_shards(
     shards: Sequence[Shard],
     settings: ShardSettings,
 ) -> ShardSave:
-    """Give every byte of the shards of all ranks an owner and a place in a file.
+    """Plan a save: every byte gets one owner and a place in a file.
 
-    Collective operation: all ranks must call it. They compare whether a kept plan fits. Only when
-    it does not on any of them, descriptions go to rank 0, and pieces to write come from it.
+    Collective operation: all ranks must call it. They vote whether a cached plan fits. Only if it
+    does not fit on some rank, all ranks send descriptions to rank 0 and receive their pieces.
 
     Raises:
         InvalidShardingError: shards overlap, leave gaps or contradict each other.
@@ -63,19 +63,21 @@ def prepare_shards(
 
 
 def plan_shards(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> ShardSave:
-    """Use the plan that all ranks have kept, or plan together. Collective operation: all ranks must
-    call it.
+    """Use the cached plan of all ranks, or plan together.
+
+    Collective operation: all ranks must call it.
     """
-    shards, num_bytes = ready.shards, ready.num_bytes
+    shards = ready.shards
+    num_bytes = ready.num_bytes
     plan = plan_of(ranks, ready, verdict)
     encoded = encoded_objects(plan.objects, shards)
     if not verdict.reuses_plan:
         num_bytes = plan.tensor_bytes + sum(map(len, encoded.values()))
     measured = {}
-    for name, option in _MEASURES.items():
+    for name, (option, module) in _MEASURES.items():
         if getattr(ready.settings.options, option):
             with ranks.phase(f"compute {name}"):
-                measured[name] = _measure(name).numbers_of(_owned_chunks(plan, shards))
+                measured[name] = module().numbers_of(_owned_chunks(plan, shards))
     return ShardSave(
         make_tensor_files=tensor_files_of(plan.files, shards),
         plan=plan,
@@ -87,38 +89,50 @@ def plan_shards(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> Shard
     )
 
 
-_MEASURES = {"fingerprints": "fingerprint", "statistics": "stats"}
-"""What is computed from values, and the option that asks for it."""
+def _fingerprints() -> ModuleType:
+    from distckpt._io import fingerprints
+
+    return fingerprints
 
 
-def _measure(name: str) -> ModuleType:
-    # Imported when it is needed, by few saves.
-    if name == "fingerprints":
-        from distckpt._io import fingerprints
-
-        return fingerprints
+def _statistics() -> ModuleType:
     from distckpt._io import save_stats
 
     return save_stats
 
 
+_MEASURES = {
+    "fingerprints": ("fingerprint", _fingerprints),
+    "statistics": ("stats", _statistics),
+}
+"""Figures computed from values: the option that requests each, and its module.
+
+Modules are imported when they are needed: few saves compute figures.
+"""
+
+
 def plan_chunks(
     ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
 ) -> tuple[list[OwnedChunk], Manifest | None]:
-    """Give every element of the shards of all ranks an owner, as `prepare_shards` does; return the
-    chunks of tensors of this rank, and on the coordinator the keys of all ranks.
+    """Give every element one owner, as `prepare_shards` does.
 
-    Collective operation: all ranks must call it.
+    Collective operation: all ranks must call it. Return the chunks of tensors of this rank, and on
+    the coordinator the keys of all ranks.
     """
     ready, verdict = compare_plans(ranks, shards, settings)
     plan = plan_of(ranks, ready, verdict)
     owned = _owned_chunks(plan, ready.shards)
-    return owned, plan.manifest.manifest if plan.manifest is not None else None
+    if plan.manifest is None:
+        return owned, None
+    return owned, plan.manifest.manifest
 
 
 def _owned_chunks(plan: SavePlan, shards: Sequence[Shard]) -> list[OwnedChunk]:
-    chunks = (chunk for file in plan.files for chunk in file.chunks)
-    return [OwnedChunk(chunk, _tensors_of(chunk, shards)) for chunk in chunks]
+    owned = []
+    for file in plan.files:
+        for chunk in file.chunks:
+            owned.append(OwnedChunk(chunk, _tensors_of(chunk, shards)))
+    return owned
 
 
 @dataclass
@@ -127,11 +141,11 @@ class ShardSave(PreparedSave):
 
     Attributes:
         make_tensor_files: call it in the thread that computes, see `file_of_tensors`.
-        plan: its objects are written after the tensors, into a file of their own.
+        plan: the plan. Its objects are written after the tensors, into a file of their own.
         encoded: the objects, by unique key.
-        settings: how files are written.
-        measured: what this rank adds to the fingerprints and statistics that are stored, if they
-            are, see `numbers_of`.
+        settings: settings for writing files.
+        measured: this rank's contribution to fingerprints and statistics, if they are stored, see
+            `numbers_of`.
     """
 
     make_tensor_files: Callable[[], Sequence[NewFile]]
@@ -146,33 +160,35 @@ class ShardSave(PreparedSave):
     written: Sequence[tuple[str, int]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Let a class that does more in `write` be written by that, as other strategies are."""
+        """Call an overridden `write`, as for other strategies."""
         if "write" in vars(cls):
             cls.exchanges_in_write = True
             cls.write_own = PreparedSave.write_own  # type: ignore[method-assign]
             cls.complete = PreparedSave.complete  # type: ignore[assignment, method-assign]
 
     def stage(self, copies: FileCopies) -> ShardSave:
-        # Objects are copies already, encoded ones.
+        # Encoded objects are copies already.
         staged = copies.copy(self.make_tensor_files())
         return replace(self, make_tensor_files=lambda: staged)
 
     def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any]:
-        """Write what this rank owns; the coordinator then notes what is where.
+        """Write the files of this rank; the coordinator then writes the manifest.
 
-        Collective operation: all ranks must call it. Chunks of objects, and checksums, go to the
-        coordinator.
+        Collective operation: all ranks must call it. They send chunks of objects and checksums to
+        the coordinator.
         """
         fields: Mapping[str, Any] = {}
-        with ranks.telling("write shard files") as told:
-            told.payload = ShardSave.write_own(self, checkpoint_dir, ranks)
-        with ranks.answering(told, "write the manifest"):
+        with ranks.telling("write shard files") as exchange:
+            exchange.payload = ShardSave.write_own(self, checkpoint_dir, ranks)
+        with ranks.answering(exchange, "write the manifest"):
             if ranks.is_coordinator:
-                fields = ShardSave.complete(self, checkpoint_dir, told.payloads)
+                fields = ShardSave.complete(self, checkpoint_dir, exchange.payloads)
         return fields
 
     def write_own(self, checkpoint_dir: str, ranks: Ranks) -> bytes:
-        plan, suffix = self.plan, self.folder_suffix
+        plan = self.plan
+        suffix = self.folder_suffix
+        durable = self.settings.durable
         with ranks.part("write shard files"):
             files = [*self.make_tensor_files()]
             planned_objects = []
@@ -182,18 +198,21 @@ class ShardSave(PreparedSave):
                 files.append(object_file)
             placed = [file.below(checkpoint_dir, suffix) for file in files]
             checksums = write_files(placed, self.settings)
-            objects, durable = chunk_table(planned_objects), self.settings.durable
+            objects = chunk_table(planned_objects)
             report = report_of_written(checkpoint_dir, plan, objects, checksums, suffix, durable)
-        return pack_parts([report, *self.measured.values()]) if self.measured else report
+        if not self.measured:
+            return report
+        return pack_parts([report, *self.measured.values()])
 
     def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
         planned = self.plan.manifest
         assert planned is not None
         figures: dict[str, npt.NDArray[Any]] = {}
         if self.measured:
-            told, *of_all = zip(*map(unpack_parts, told), strict=True)
-            for name, numbers in zip(self.measured, of_all, strict=True):
-                figures |= _measure(name).columns_of(planned.manifest, numbers)
+            told, *columns = zip(*map(unpack_parts, told), strict=True)
+            for name, numbers in zip(self.measured, columns, strict=True):
+                _, module = _MEASURES[name]
+                figures |= module().columns_of(planned.manifest, numbers)
         fields, self.written = write_manifest(
             checkpoint_dir,
             planned,
@@ -216,14 +235,15 @@ def report_of_written(
     suffix: str,
     durable: bool = True,
 ) -> bytes:
-    """Return what the coordinator learns of what a rank has written. Where checksums have a file of
-    their own, this writes it.
+    """Return the report of a rank that has written its files.
+
+    If checksums have a file of their own, this writes it.
 
     Args:
-        checkpoint_dir: where files are written, into the folders with the suffix.
-        plan: of the rank.
+        checkpoint_dir: the directory of the save; files are in its folders with the suffix.
+        plan: the plan of the rank.
         objects: the file of its objects, if there is one.
-        checksums: of the blocks of all of its files.
+        checksums: the checksums of the blocks of all its files.
         suffix: see `PreparedSave.folder_suffix`.
         durable: whether the file must have reached the disk on return.
     """
@@ -239,18 +259,20 @@ def report_of_written(
 def tensor_files_of(
     files: Sequence[PlannedFile], shards: Sequence[Shard]
 ) -> Callable[[], list[NewFile]]:
-    """Look up the tensors that files consist of. The files themselves are made when the result is
-    called.
+    """Look up the tensors of files.
+
+    The files themselves are made when the result is called.
     """
-    contents = [[_tensors_of(chunk, shards) for chunk in file.chunks] for file in files]
-    pairs = list(zip(files, contents, strict=True))
+    pairs = []
+    for file in files:
+        pairs.append((file, [_tensors_of(chunk, shards) for chunk in file.chunks]))
     return lambda: [file_of_tensors(file.name, file.header, tensors) for file, tensors in pairs]
 
 
 def object_file_of(
     rank: int, objects: Sequence[PlannedChunk], encoded: Mapping[str, bytes]
 ) -> tuple[PlannedFile, NewFile]:
-    """Lay out the file of the encoded objects of one rank, and make it."""
+    """Lay out and make the file of one rank's encoded objects."""
     planned = lay_out_object_file(rank, objects, {key: len(data) for key, data in encoded.items()})
     contents = [[torch.frombuffer(bytearray(data), dtype=torch.uint8)] for data in encoded.values()]
     return planned, file_of_tensors(planned.name, planned.header, contents)
@@ -264,12 +286,12 @@ def write_manifest(
     durable: bool,
     figures: KeyFigures | None = None,
 ) -> tuple[Mapping[str, Any], list[tuple[str, int]]]:
-    """Write the manifest of what the ranks report; its files get the names that they have in the
-    folders with the suffix, and its keys get figures.
+    """Write the manifest from the reports of all ranks.
 
-    Returns the marker fields that name it, and the names and sizes of all files, its own included.
-    On an object store, a manifest that is there is never replaced, since a marker may name it; the
-    new one gets another name.
+    Files get their names in the folders with the suffix, and keys get figures. Returns the marker
+    fields that name the manifest, and the names and sizes of all files, including its own. An
+    existing manifest on an object store is never replaced, since a marker may name it; the new one
+    gets another name.
     """
     chunks, parts = with_parts(planned, planned.completed(reports))
     for part, content in parts.items():

@@ -1,4 +1,4 @@
-"""The plan of a save as one rank knows it, however many ranks have made it."""
+"""The plan of a save from the view of one rank."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from distckpt._io.replica_differences import ReplicasToCompare
 
 SHARDS_OF_PLANNER = 1 << 20
-"""With more shards on all ranks, several planners share the work, of about as many each."""
+"""Shards per planner: saves with more shards in total are planned by several ranks."""
 MAX_PLANNERS = 16
+"""Largest number of ranks that plan together."""
 
 
 def num_planners_for(num_shards: int, num_ranks: int) -> int:
-    """Return how many ranks plan a save; 1 if that is the coordinator alone."""
+    """Return the number of ranks that plan; 1 for the coordinator alone."""
     needed = -(-num_shards // SHARDS_OF_PLANNER)
     return max(1, min(needed, MAX_PLANNERS, num_ranks))
 
@@ -32,11 +33,11 @@ class Share(NamedTuple):
     Attributes:
         number: identifies the plan on all ranks.
         stride: see `replica_weights`; 0 if no rank has replicas.
-        sampled: rows of this rank whose samples the coordinator needs; None if the replicas of all
-            ranks are equal.
+        sampled: rows of this rank whose samples the coordinator needs; None if all replicas are
+            equal.
         has_checksum_file: whether each rank writes the checksums of its blocks into a file.
         factors: a number for each row of the rank's table, see `replica_factors`.
-        pieces: that this rank writes.
+        pieces: the pieces that this rank writes.
     """
 
     number: int
@@ -59,21 +60,21 @@ class Share(NamedTuple):
 
 
 def without_parts(ranks: Ranks, table: ChunkTable) -> tuple[ChunkTable, Mapping[str, bytes]]:
-    """Leave all chunks of a rank to the coordinator, which sorts them."""
+    """Leave the sorting of all chunks to the coordinator."""
     del ranks
     return table, {}
 
 
 class SharedPlan(NamedTuple):
-    """A new plan of all ranks, as this rank knows it.
+    """The view of one rank of a new plan of all ranks.
 
     Attributes:
         share: the part of this rank.
-        manifest: describes the keys of all ranks; None except on the coordinator.
-        differing: replicas that differ; None where all are equal, and except on the coordinator.
+        manifest: the keys of all ranks; only on the coordinator.
+        differing: replicas that differ, if there are any; only on the coordinator.
         divide_chunks: a collective operation. It takes the chunks that this rank writes, and
-            returns those that no part of the manifest has; on the coordinator, also the parts by
-            name.
+            returns the chunks that no part of the manifest has; on the coordinator, also the parts
+            by name.
     """
 
     share: Share

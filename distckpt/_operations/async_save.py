@@ -1,4 +1,4 @@
-"""Save a state dict in the background; see `background_save` for the steps."""
+"""Saves of state dicts in the background; see `background_save` for the steps."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ def async_save(
     options: SaveOptions | None = None,
     **changes: Any,
 ) -> SaveHandle:
-    """Save like `save`, in the background: return as soon as training may change its tensors.
+    """Save a state dict in the background, while training continues.
 
-    Everything that this rank writes is copied before the call returns (into memory that the next
-    save of the same structure reuses); a thread with a process group of its own writes and commits.
-    Saves of one process follow each other. Two may be in progress; a third one waits for the first
-    before it copies.
+    The tensors of this rank are copied before the call returns (into memory that the next save of
+    the same structure reuses); a thread with its own process group writes and commits. Saves of one
+    process follow each other. Two may be in progress; a third one waits for the first before it
+    copies.
 
         handle = distckpt.async_save(state, "checkpoints/step_100")
         ...                      # train on
-        report = handle.result()  # raises what went wrong on any rank
+        report = handle.result()  # raises the error of any rank
 
     Collective operation: all ranks must call it. The first call also makes the process group of the
     background.
 
     Args:
-        state_dict: this and all others as in `save`.
-        path: a path or fsspec URL.
-        overwrite: replace a complete checkpoint that is there.
+        state_dict: as in `save`.
+        path: a path or fsspec URL, as in `save`.
+        overwrite: replace an existing complete checkpoint.
         process_group: the ranks that save together.
         content_metadata: describes the content.
-        options: further options. With `max_inflight_bytes`, what does not fit into it is copied
-            while files are being written: wait for `staged` of the handle before changing any
-            tensor. A save that a `strategy` cannot stage (`PreparedSave.stage`) is finished before
-            this returns. With an `exit_timeout` of 0 the save is abandoned when the process ends.
+        options: further options. With `max_inflight_bytes`, tensors that do not fit into it are
+            copied while files are being written: wait for `staged` of the handle before changing
+            any tensor. A save that a `strategy` cannot stage (`PreparedSave.stage`) is finished
+            before this returns. With an `exit_timeout` of 0 the save is abandoned when the process
+            ends.
         changes: options by keyword; see `SaveOptions` for all of them.
 
     Returns:
-        A handle to wait for the save and to get its report. When the save fails and nobody asks,
-        the error is logged, and the next save of these ranks raises it, when that save has been
-        committed, or started in the background.
+        A handle to wait for the save and to get its report. If the save fails, the error is logged.
+        Unless the handle has reported it, the next save of these ranks raises it, after that save
+        has been committed, or started in the background.
 
     Raises:
-        CheckpointingException: as `save` does, for errors that are found before anything is
-            written.
+        CheckpointingException: as in `save`, for errors before anything is written.
     """
     ranks = Ranks(process_group)
     request = SaveRequest(
@@ -89,31 +89,31 @@ def reserve_staging_memory(
     options: SaveOptions | None = None,
     **changes: Any,
 ) -> Future[int]:
-    """Prepare the first `async_save` of a state dict, which then blocks training no longer than
-    later ones.
+    """Prepare the first `async_save` of a state dict.
 
-    Plans the save, makes the process group of the background, and returns; a thread then allocates
-    the memory for the copies, which takes several times as long as copying. Call it when the state
-    dict has all its tensors: after `load`, or after the first step of a new optimizer.
+    That save then blocks training no longer than later ones. This call plans the save, makes the
+    process group of the background, and returns; a thread then allocates the memory for the copies,
+    which takes several times as long as copying. Call it when the state dict has all its tensors:
+    after `load`, or after the first step of a new optimizer.
 
-    Collective operation: all ranks must call it. A save may come before the memory is there: it
-    goes on at once with what there is, though page-locked memory, which an accelerator copies to,
-    is waited for. A state dict whose structure has changed by then is saved as if nothing had been
-    reserved. The memory is kept until a save of another structure, or `release_staging_memory`.
+    Collective operation: all ranks must call it. A save that starts before the memory is complete
+    uses the memory allocated so far, but waits for page-locked memory, which an accelerator copies
+    to. A state dict whose structure has changed is saved as if no memory was reserved. The memory
+    stays reserved until a save of another structure, or `release_staging_memory`.
 
     Args:
-        state_dict: what will be saved; nothing of it is copied or kept.
+        state_dict: the state dict to save; it is neither copied nor kept.
         process_group: the ranks that will save together.
-        options: as `async_save` will be given.
+        options: the options of the later `async_save`.
         changes: options by keyword.
 
     Returns:
-        A future: its result is how many bytes the copies of this rank take, when they are there. An
-        error, such as that there is no memory, is logged, and raised by `result`; the save then
-        tries for itself.
+        A future whose result is the size of this rank's copies in bytes, once the memory is there.
+        An error, such as too little memory, is logged, and raised by `result`; the save then
+        allocates its memory itself.
 
     Raises:
-        CheckpointingException: as `async_save` does, for a state dict that cannot be saved.
+        CheckpointingException: as in `async_save`, for a state dict that cannot be saved.
     """
     return reserve_for(
         state_dict,

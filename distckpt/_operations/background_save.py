@@ -1,15 +1,16 @@
 """Saves in the background.
 
-plan     in the caller's thread: decide who writes what (`save.plan_save`)
+plan     in the caller's thread: assign every byte to a rank (`save.plan_save`)
   |
-stage    copy what this rank writes (`_io.host_copies`); training can go on
+stage    copy the tensors that this rank writes (`_io.host_copies`); training can continue
   |
 queue    one background thread in each process takes the saves in order (`_io.background`)
   |
-write    shard files and manifest, then commit, with a process group that nothing else uses
+write    shard files and manifest, then commit, with a process group for this thread alone
   |      (`planned_save.write_and_commit`)
   |
-report   from `SaveHandle.result`; the next save raises, at its end, an error that nobody asked for
+report   from `SaveHandle.result`; an error that no caller has seen is raised by the next save, at
+         its end
 """
 
 from __future__ import annotations
@@ -42,17 +43,18 @@ Write: TypeAlias = Callable[[Ranks, PlannedSave], SaveReport]
 
 
 class SaveHandle(SaysOtherNames, background.Task[SaveReport]):
-    """A save in the background: a `concurrent.futures.Future` of its `SaveReport`, which cannot be
-    cancelled.
+    """A save in the background: a `concurrent.futures.Future` of its `SaveReport`.
+
+    It cannot be cancelled.
 
     Not a collective operation: each rank may wait alone, and all get the same outcome.
 
     Attributes:
-        location: where the checkpoint is saved.
+        location: the location of the checkpoint.
         staged: a `threading.Event`, set once the saved tensors may change. Without
             `max_inflight_bytes` it is set from the beginning.
-        was_asked: whether the caller has seen how the save ended; until then the next save raises
-            its error.
+        was_asked: whether the caller has seen the outcome; until then the next save raises its
+            error.
     """
 
     location: str
@@ -70,7 +72,7 @@ class SaveHandle(SaysOtherNames, background.Task[SaveReport]):
         self.was_asked = False
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait for the end of the save; return what was saved and how long it took.
+        """Wait for the end of the save; return its report.
 
         Args:
             timeout: seconds to wait, None without a limit.
@@ -94,17 +96,20 @@ class SaveHandle(SaysOtherNames, background.Task[SaveReport]):
             self.was_asked = self.was_asked or self.done()
 
     def error(self) -> BaseException | None:
-        """Do the same as `exception`, without counting as asking."""
+        """Return the result of `exception` without marking it as seen."""
         return super().exception()
 
     def disown(self) -> None:
-        """In a forked process, forget the save: it belongs to the parent, and so does its error."""
+        """Forget the save in a forked process: it belongs to the parent."""
         super().disown()
         self.was_asked = True
 
 
 def finished_handle(location: str, end: Callable[[], SaveReport]) -> SaveHandle:
-    """Return the handle of a save that has ended: `end` returns its report, or raises its error."""
+    """Return the handle of a finished save.
+
+    `end` returns its report or raises its error.
+    """
     staged = threading.Event()
     staged.set()
     handle = SaveHandle(end, location, staged)
@@ -117,10 +122,10 @@ def finished_handle(location: str, end: Callable[[], SaveReport]) -> SaveHandle:
 
 @dataclass(frozen=True)
 class BackgroundRequest:
-    """A save that is to be written in the background.
+    """A request for a save in the background.
 
     Attributes:
-        request: what to plan.
+        request: the save to plan.
         is_abandoned: set once the end of the process no longer waits for it.
     """
 
@@ -131,10 +136,11 @@ class BackgroundRequest:
 def in_background(request: SaveRequest) -> BackgroundRequest:
     """Return the request for a save in the background.
 
-    Half of its memory is for copies, the other half for data that is being written. Once abandoned,
-    the save stops the next time that it reports progress.
+    Half of its memory is for copies, the other half for data that is being written. An abandoned
+    save stops at its next report of progress.
     """
-    options, is_abandoned = request.options, threading.Event()
+    options = request.options
+    is_abandoned = threading.Event()
 
     def check_progress(done: int, total: int) -> None:
         if is_abandoned.is_set():
@@ -143,26 +149,27 @@ def in_background(request: SaveRequest) -> BackgroundRequest:
             options.progress(done, total)
 
     limit = options.max_inflight_bytes
-    # Anything else is refused with the other arguments, on all ranks.
-    half = limit // 2 if isinstance(limit, int) else limit
-    options_of_write = replace(options, progress=check_progress, max_inflight_bytes=half)
+    # All ranks refuse a limit of a wrong type later, with the other arguments.
+    if isinstance(limit, int):
+        limit = limit // 2
+    options_of_write = replace(options, progress=check_progress, max_inflight_bytes=limit)
     return BackgroundRequest(replace(request, options=options_of_write), is_abandoned)
 
 
 @dataclass
 class BackgroundSave:
-    """A planned save: `stage` copies what it writes, then `write` can run in the background.
+    """A planned save that is first staged, then written in the background.
 
     Attributes:
-        location: where the checkpoint is saved.
+        location: the location of the checkpoint.
         exit_timeout: see `SaveOptions`.
-        saves: of the same process group.
-        ranks: those that write together, in the background.
-        planned: None once it is being written.
-        copies: what is written.
+        saves: the background saves of the same process group.
+        ranks: the ranks that write together, in the background.
+        planned: the plan; None once it is being written.
+        copies: the copies of tensors.
         is_abandoned: set once the end of the process no longer waits for it.
         write_planned: writes and commits.
-        is_staged: set once what it writes is being copied.
+        is_staged: set once copying has begun.
     """
 
     location: str
@@ -176,12 +183,12 @@ class BackgroundSave:
     is_staged: bool = False
 
     def stage(self, ranks: Ranks) -> bool:
-        """Copy what this rank writes; return False if the strategy cannot do this.
+        """Copy this rank's tensors; return False if the strategy cannot.
 
         Collective operation: all ranks of the caller's group must call it.
         """
         if self.planned is None or self.is_staged:
-            # Refused where it happens, without an exchange: the other ranks need not do the same.
+            # Refused without an exchange: the other ranks may not make this mistake.
             raise CheckpointingException(
                 f"The request of the save to {self.location!r} was scheduled before: each request "
                 "is scheduled once. To save again, call save again, and schedule its request."
@@ -217,18 +224,24 @@ class BackgroundSave:
             self.copies.release()
 
     def write_now(self, ranks: Ranks) -> SaveReport:
-        """Write and commit in this thread. Collective operation: all given ranks must call it."""
-        planned, self.planned = self.planned, None
+        """Write and commit in this thread.
+
+        Collective operation: all of `ranks` must call it.
+        """
+        planned = self.planned
+        self.planned = None
         assert planned is not None
         try:
             return self.write_planned(ranks, planned)
         finally:
-            # Nothing may refer to the copies any more when their memory is given back.
+            # No reference to the copies may be left when their memory is released.
             del planned
             self.copies.release()
 
     def _note_failure(self, error: BaseException) -> None:
-        state = FAILED if self.ranks.are_in_step_after(error) else OUT_OF_STEP
+        state = OUT_OF_STEP
+        if self.ranks.are_in_step_after(error):
+            state = FAILED
         self.saves.state = max(self.saves.state, state)
         logger.error(
             "rank %d: the background save to %s failed: %s: %s",
@@ -252,14 +265,15 @@ def prepare(
     background.
 
     Args:
-        ranks: of the caller's group.
-        background_request: what was planned.
-        planned: the plan.
+        ranks: the ranks of the caller's group.
+        background_request: the request.
+        planned: its plan.
         write: writes and commits.
-        only_measures: find out how much memory the copies take, and copy nothing.
+        only_measures: measure the memory for copies, without copying.
     """
-    # Ranks compared them when they planned the save.
-    options, process_group = planned.request.options, planned.request.process_group
+    # Ranks have compared these options when they planned the save.
+    options = planned.request.options
+    process_group = planned.request.process_group
     saves = saves_of(process_group)
     if options.timeout not in saves.ranks:
         saves.ranks[options.timeout] = Ranks.in_background(process_group, options.timeout)
@@ -283,7 +297,10 @@ def prepare(
 
 
 def start(ranks: Ranks, save: BackgroundSave) -> SaveHandle:
-    """Stage a save and put it into the queue. Collective operation: all ranks must call it."""
+    """Stage a save and put it into the queue.
+
+    Collective operation: all ranks must call it.
+    """
     if not save.stage(ranks):
         logger.warning(
             "the strategy of the save to %s cannot stage data: saved before training goes on",
@@ -308,8 +325,9 @@ def _may_be_reported(handle: SaveHandle) -> bool:
 def reserve(
     ranks: Ranks, background_request: BackgroundRequest, planned: PlannedSave
 ) -> Future[int]:
-    """Reserve the memory for the copies of a planned save, in the background; the result is its
-    size.
+    """Reserve the memory for a planned save in the background.
+
+    The result is its size.
 
     Collective operation: all ranks must call it.
     """
@@ -339,7 +357,10 @@ def reserve(
 
 
 def release_staging_memory() -> None:
-    """Free the memory that background saves keep for the next one. Not a collective operation."""
+    """Free the memory that background saves reuse.
+
+    Not a collective operation.
+    """
     shared_memory.free()
 
 
@@ -354,9 +375,9 @@ class GroupSaves:
     """The background saves of one process group.
 
     Attributes:
-        ranks: ranks by timeout; each has a process group that only the background thread uses.
-        unreported: the `SaveHandle`s of saves that failed, or may fail, and whose result was not
-            asked for.
+        ranks: ranks by timeout, with process groups for the background thread alone.
+        unreported: the `SaveHandle`s of saves that have failed or may fail, unless the caller has
+            seen their outcome.
         state: the worst state since ranks last compared it; `OUT_OF_STEP` after a rank was lost.
     """
 
@@ -366,8 +387,9 @@ class GroupSaves:
 
 
 _saves_of_groups: weakref.WeakKeyDictionary[Any, GroupSaves] = weakref.WeakKeyDictionary()
-"""Background saves by process group of the caller. When a group is destroyed, so are the groups
-that its background saves use, which other ranks notice.
+"""Background saves by process group of the caller.
+
+When a group is destroyed, so are the groups of its background saves, which other ranks notice.
 """
 
 if hasattr(os, "register_at_fork"):
@@ -375,46 +397,46 @@ if hasattr(os, "register_at_fork"):
 
 
 def saves_of(process_group: Any) -> GroupSaves:
-    """Return the background saves of a process group, for adding new ones."""
+    """Return the background saves of a process group; new ones are added there."""
     return _saves_of_groups.setdefault(_owner_of(process_group), GroupSaves())
 
 
 def _owner_of(process_group: Any) -> Any:
-    # The class stands for this process without a group.
+    # The class is the key for this process without a group.
     return groups.group_of(process_group) or GroupSaves
 
 
 @contextlib.contextmanager
 def raising_pending_errors(ranks: Ranks, request: SaveRequest) -> Iterator[None]:
-    """Run the body, a save, then raise errors of background saves.
+    """Run a save, then raise an error of earlier background saves.
 
-    These are errors of earlier background saves of these ranks that were not asked for. The save
-    comes first: a program that ends with the error has its newest state stored.
+    The body is the save. Errors are raised if no caller has seen them. The save comes first: a
+    program that ends with the error has stored its newest state.
 
-    Collective operation: all ranks must call it. It exchanges one number, and nothing if there were
-    no background saves. If a save has failed on any rank, all ranks wait for their unfinished
+    Collective operation: all ranks must call it. It exchanges one number, or nothing without
+    earlier background saves. If a save has failed on any rank, all ranks wait for their unfinished
     saves, and all raise.
     """
     saves = _saves_of_groups.get(_owner_of(request.process_group))
     if saves is None or not _has_failed(ranks, saves):
         yield
         return
-    failed = saves.unreported
+    handles = saves.unreported
     saves.unreported = []
     try:
         yield
     except BaseException:
-        saves.unreported[:0] = failed
+        saves.unreported[:0] = handles
         saves.state = max(saves.state, FAILED)
         raise
     with ranks.phase("raise the error of an earlier background save"):
-        raise_unseen_error(failed)
+        raise_unseen_error(handles)
 
 
 def _has_failed(ranks: Ranks, saves: GroupSaves) -> bool:
     """Whether a background save has failed on any rank.
 
-    If so, wait for all of them, and make it possible to save again.
+    If so, wait for all of them, and enable new saves.
     """
     state = saves.state
     if ranks.all_equal(state) and state == FINE:
@@ -423,23 +445,23 @@ def _has_failed(ranks: Ranks, saves: GroupSaves) -> bool:
 
     wait_for_all()
     if OUT_OF_STEP in ranks.all_gather_numbers([saves.state]):
-        # The groups are left as they are: a group made instead of a destroyed one would get its
-        # name, and meet its traces in the store.
+        # The groups are not destroyed: a new group would get the name of a destroyed one, and find
+        # its traces in the store.
         saves.ranks.clear()
     saves.state = FINE
     return True
 
 
 def raise_unseen_error(handles: list[Any]) -> None:
-    """Wait for saves; raise the first error that was not asked for.
+    """Wait for saves; raise the first error that no caller has seen.
 
     `handles` are `SaveHandle`s; the list is emptied.
     """
-    unasked = []
+    unseen = []
     for handle in handles:
         if not handle.was_asked:
-            unasked.append(handle)
+            unseen.append(handle)
     handles.clear()
-    for error in [handle.exception() for handle in unasked]:
+    for error in [handle.exception() for handle in unseen]:
         if error is not None:
             raise error

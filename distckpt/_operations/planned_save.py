@@ -1,4 +1,4 @@
-"""A save as values, and its second half: write what is planned and commit it."""
+"""Requests and plans of saves, and their writing and commit."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """How to save a state dict.
+    """A request to save a state dict.
 
     Attributes:
-        path: where to save it.
+        path: the path or URL of the checkpoint.
         process_group: the ranks that save together.
-        overwrite: replace a complete checkpoint that is there.
+        overwrite: replace an existing complete checkpoint.
         content_metadata: describes the content.
-        has_metadata_entry: whether an entry `content_metadata` of the state dict is that, as in
-            Megatron Core.
-        options: of the caller.
-        preprocess_common: called with a copy of the common state; returns what ranks compare.
+        has_metadata_entry: whether the entry `content_metadata` of the state dict describes the
+            content, as in Megatron Core.
+        options: the options of the caller.
+        preprocess_common: called with a copy of the common state; returns the part that ranks
+            compare.
         notes: further fields of the marker.
-        is_step: whether it is a step of a manager, which nothing else than steps is read from.
+        is_step: whether it is a step of a manager, which reads nothing but steps.
         verb: name of the call in the journal.
-        has_target: False to plan only: the location is not looked at, and common state, which may
-            be another by then, is not compared.
+        has_target: False to plan only: the location is not checked, and common state, which may
+            still change, is not compared.
     """
 
     path: str | os.PathLike[str]
@@ -82,7 +83,7 @@ class SaveRequest:
             check_seconds("exit_timeout", self.options.exit_timeout)
 
     def of_all_ranks(self) -> dict[str, object]:
-        """Return what must be the same on all ranks."""
+        """Return the options that must be the same on all ranks."""
         options = self.options
         return {
             "overwrite": self.overwrite,
@@ -98,15 +99,15 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """A save of which everything is decided, on all ranks, and nothing written.
+    """A save that all ranks have planned and not yet written.
 
     Attributes:
-        location: where it is to appear.
-        request: of the caller.
+        location: the location of the new checkpoint.
+        request: the request of the caller.
         config: names the format.
-        prepared: writes it.
-        timer: of the call.
-        source: marker of the checkpoint that it is made of, where it takes the place of that one.
+        prepared: writes the files.
+        timer: the timer of the call.
+        source: the marker of the source checkpoint, if this save replaces its source.
     """
 
     location: str
@@ -118,16 +119,21 @@ class PlannedSave:
 
 
 def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
-    """Write everything beside the target and commit it. Collective operation: all ranks must call
-    it.
+    """Write a planned save next to its target and commit it.
+
+    Collective operation: all ranks must call it.
     """
     with new_output(ranks) as output:
         return write_and_commit_to(ranks, save, output)
 
 
 def write_and_commit_to(ranks: Ranks, save: PlannedSave, output: Output) -> SaveReport:
-    """Do the same with an output whose place may have been made while the save was planned."""
-    timer, prepared = save.timer, save.prepared
+    """Write a planned save into an output and commit it.
+
+    The directory of the output may already exist since planning.
+    """
+    timer = save.timer
+    prepared = save.prepared
     has_own_folders = prepared.folder_suffix is not None
     settings = output_settings(save.request, prepared.num_bytes, has_own_folders)
     output.aim(save.location, settings)
@@ -138,19 +144,19 @@ def write_and_commit_to(ranks: Ranks, save: PlannedSave, output: Output) -> Save
             if prepared.exchanges_in_write:
                 with ranks.phase("find the directory of the save"):
                     output.check_is_seen()
-            with ranks.telling("save") as told:
+            with ranks.telling("save") as exchange:
                 own = _write_own(ranks, prepared, output)
-                told.payload = pack_parts([timer.figures(prepared.num_bytes), own])
-        with timer.phase("commit"), ranks.answering(told, "commit"):
+                exchange.payload = pack_parts([timer.figures(prepared.num_bytes), own])
+        with timer.phase("commit"), ranks.answering(exchange, "commit"):
             if ranks.is_coordinator:
-                figures, of_all = zip(*map(unpack_parts, told.payloads), strict=True)
-                _commit(save, output, of_all)
-                told.answer = json.dumps(timer.united(figures, "write")).encode()
-    return _report(ranks, save, tuple(json.loads(told.answer)))
+                figures, reports = zip(*map(unpack_parts, exchange.payloads), strict=True)
+                _commit(save, output, reports)
+                exchange.answer = json.dumps(timer.united(figures, "write")).encode()
+    return _report(ranks, save, tuple(json.loads(exchange.answer)))
 
 
 def _write_own(ranks: Ranks, prepared: PreparedSave, output: Output) -> bytes:
-    """Write what this rank owns; return what the coordinator needs of it."""
+    """Write the files of this rank; return its report to the coordinator."""
     output.check_is_seen()
     if prepared.folder_suffix is not None:
         prepared.folder_suffix = output.folder_suffix
@@ -159,8 +165,8 @@ def _write_own(ranks: Ranks, prepared: PreparedSave, output: Output) -> bytes:
     return own
 
 
-def _commit(save: PlannedSave, output: Output, told: Sequence[bytes]) -> None:
-    fields = save.prepared.complete(output.location, told) or {}
+def _commit(save: PlannedSave, output: Output, reports: Sequence[bytes]) -> None:
+    fields = save.prepared.complete(output.location, reports) or {}
     if save.source is not None:
         _check_source(save)
     notes = {**_duration(save), **save.request.notes}
@@ -168,23 +174,24 @@ def _commit(save: PlannedSave, output: Output, told: Sequence[bytes]) -> None:
 
 
 def _duration(save: PlannedSave) -> Mapping[str, Any]:
-    """Return the field of the marker that says how long the save of a step took. Other saves of
-    equal states are equal bytes.
+    """Return the duration of a step's save, for the marker.
+
+    Other saves have no duration, so that equal states have equal bytes.
     """
     if not save.request.is_step:
         return {}
-    # Always as long, so that markers of equal saves have one size.
+    # A fixed length, so that markers of equal saves have the same size.
     return {"seconds": f"{save.timer.seconds:012.3f}"}
 
 
 def _check_source(save: PlannedSave) -> None:
-    """Refuse to replace another checkpoint than the one that this one is made of."""
+    """Refuse to replace a checkpoint other than the source of this save."""
     if marker_of(save.location) != save.source:
         raise replaced(save.location)
 
 
 def output_settings(request: SaveRequest, num_bytes: int, has_own_folders: bool) -> OutputSettings:
-    """Return how the output of a save is written."""
+    """Return the settings of a save's output."""
     return OutputSettings(
         num_bytes=num_bytes,
         folders=posix.SUBDIRECTORIES,

@@ -61,7 +61,7 @@ def save(
     options: SaveOptions | None = None,
     **changes: Any,
 ) -> SaveReport:
-    """Save a state dict whose tensors are distributed over the ranks.
+    """Save a state dict with tensors distributed over ranks.
 
     Every byte is written once, by one of the ranks that hold it. A save is atomic: a reader sees a
     complete checkpoint or none, and an earlier one stays until it is replaced in one step.
@@ -78,14 +78,12 @@ def save(
             `RngState` are stored for each rank), `ShardedTensor`s, `ShardedObject`s,
             `ShardedTensorFactory`s, and values, which are common state and saved once.
             `LocalNonpersistentObject`s are not saved. Parameters of the module at `model` keep
-            their names, those of other modules are prefixed with the path to them. Neither the dict
+            their names, keys of other modules are prefixed with their path. Neither the dict
             nor the objects are changed.
-        path: a path or fsspec URL. It must not hold a complete checkpoint (see `overwrite`); what
-            an unfinished save left there is moved aside, or removed from an object store when this
-            one is complete. Other files that are there stay. A directory that holds other
-            checkpoints is refused.
-        overwrite: replace a complete checkpoint that is there. It stays until the new one is
-            complete.
+        path: a path or fsspec URL. It must not hold a complete checkpoint (see `overwrite`). Files
+            of an unfinished save are moved aside, or removed from an object store when this save is
+            complete. Other files stay. A directory that holds other checkpoints is refused.
+        overwrite: replace an existing complete checkpoint. It stays until the new one is complete.
         process_group: the ranks that save together; None for the default group, or for this process
             alone when torch.distributed is not initialized.
         content_metadata: describes the content, see `Checkpoint.metadata`.
@@ -93,18 +91,18 @@ def save(
         changes: options by keyword, such as `durable=False`; see `SaveOptions` for all of them.
 
     Returns:
-        What was saved and how long it took; rank 0 logs it too.
+        A report of the save, with sizes and durations; rank 0 logs it too.
 
     Raises:
         InvalidShardingError: shards overlap, leave gaps or contradict each other. Nothing is
             written.
-        CheckpointExistsError: a complete checkpoint is there and `overwrite` is False, or the
-            directory cannot be replaced: it holds other checkpoints or a mount, or is the current
-            directory. Or it holds a Hugging Face model, which `load` would not find any more, and
-            `overwrite` is False. Nothing is written.
-        RankFailedError: raised on all ranks when any rank failed; nothing is committed. The error
-            of an earlier background save, whose result nobody has asked for, is raised once this
-            save is committed.
+        CheckpointExistsError: `overwrite` is False, and the path has a complete checkpoint or a
+            Hugging Face model, which `load` would no longer find; or the directory cannot be
+            replaced, since it holds other checkpoints or a mount, or is the current directory.
+            Nothing is written.
+        RankFailedError: raised on all ranks when any rank failed; nothing is committed. Once this
+            save is committed, the error of an earlier background save is raised, unless its handle
+            has already reported it.
     """
     ranks = Ranks(process_group)
     request = SaveRequest(
@@ -127,7 +125,7 @@ def save_now(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) -
 
 @dataclass(frozen=True)
 class _Target:
-    """Where to save, and with what: a strategy, or the built-in engine where that is None."""
+    """The location of a save, and the strategy; None is the built-in engine."""
 
     location: str
     strategy: SaveShardedStrategy | None
@@ -141,15 +139,15 @@ class _Target:
 
 
 @dataclass(frozen=True)
-class _DescribedState:
+class _FlatState:
     """A state dict as shards of tensors and objects, and common state.
 
     Attributes:
-        shards: of this rank.
-        common: on every rank; the coordinator's is saved.
-        compared: what ranks compare of it.
-        digest: of `compared`; 0 where it is not compared.
-        notes: about its objects, for the marker.
+        shards: the shards of this rank.
+        common: the common state; the coordinator saves its own.
+        compared: the part of the common state that ranks compare.
+        digest: the digest of `compared`; 0 if ranks do not compare it.
+        notes: about objects in the state dict, for the marker.
     """
 
     shards: list[Shard]
@@ -159,7 +157,7 @@ class _DescribedState:
     notes: Mapping[str, Any]
 
     def all_shards(self, ranks: Ranks) -> list[Shard]:
-        """Return the shards that this rank saves: common state is one on the coordinator."""
+        """Return the shards of this rank, with common state on the coordinator."""
         if not ranks.is_coordinator:
             return self.shards
         return [*self.shards, ShardedObject(COMMON_KEY, self.common, (1,), (0,))]
@@ -170,24 +168,25 @@ class _LocalSave:
     """The part of this rank in a save, before the first exchange.
 
     Attributes:
-        target: where to save.
-        objects: in the state dict.
-        state: without them.
-        ready: its shards; None for a strategy, and where no save is planned.
-        digest: of the objects, for the vote.
+        target: the target of the save.
+        objects: the objects in the state dict.
+        state: the state dict without objects.
+        ready: its shards; None for a strategy, and without a plan.
+        digest: the digest of the objects, for the vote.
     """
 
     target: _Target
     objects: objects.Description
-    state: _DescribedState
+    state: _FlatState
     ready: ReadyShards | None
     digest: int = 0
 
     def vote(self) -> bytes:
         """Return the vote of this rank, encoded."""
         digest = self.state.digest ^ self.digest
-        vote = PlanVote(digest) if self.ready is None else self.ready.vote(digest)
-        return vote.to_bytes()
+        if self.ready is None:
+            return PlanVote(digest).to_bytes()
+        return self.ready.vote(digest).to_bytes()
 
 
 def plan_save(
@@ -196,10 +195,10 @@ def plan_save(
     request: SaveRequest,
     output: Output | None = None,
 ) -> PlannedSave:
-    """Decide everything about a save. The result refers to the tensors of the state dict.
+    """Plan a save; the result refers to the tensors of the state dict.
 
-    Collective operation: all ranks must call it. The place of the `output` is made on the way if
-    nothing is to be planned anew.
+    Collective operation: all ranks must call it. If the ranks reuse their cached plan, this also
+    creates the directory of the `output`.
     """
     timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
     with timer.phase("describe"):
@@ -211,13 +210,13 @@ def plan_save(
 
 
 class DescribedShards(NamedTuple):
-    """What a rank would save.
+    """The shards that a rank would save.
 
     Attributes:
-        shards: of tensors and objects; on the coordinator, the common state is one of them.
+        shards: shards of tensors and objects; the coordinator's include the common state.
         common: the common state.
-        objects: in the state dict.
-        settings: how the shards would be saved.
+        objects: the objects in the state dict.
+        settings: the settings of the save.
     """
 
     shards: list[Shard]
@@ -235,8 +234,8 @@ def describe_shards(
     """
     timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
     own, _ = _describe(ranks, state_dict, request, timer)
-    state, settings = own.state, own.target.settings
-    return DescribedShards(state.all_shards(ranks), state.common, own.objects, settings)
+    shards = own.state.all_shards(ranks)
+    return DescribedShards(shards, own.state.common, own.objects, own.target.settings)
 
 
 def _describe(
@@ -246,22 +245,23 @@ def _describe(
     timer: PhaseTimer,
     output: Output | None = None,
 ) -> tuple[_LocalSave, PlanVerdict]:
-    """Describe a state dict in the same way on all ranks; the coordinator makes the place of the
-    output if kept plans fit.
+    """Describe a state dict in the same way on all ranks.
+
+    The coordinator creates the directory of the output if the cached plans fit.
     """
-    with ranks.telling("describe the state dict", same=request.of_all_ranks()) as told:
+    with ranks.telling("describe the state dict", same=request.of_all_ranks()) as exchange:
         own = _describe_own(ranks, state_dict, request, timer)
-        told.payload = own.vote()
-    with ranks.answering(told, "create directories"):
+        exchange.payload = own.vote()
+    with ranks.answering(exchange, "create directories"):
         if ranks.is_coordinator:
-            verdict = PlanVerdict.of(told.payloads)
+            verdict = PlanVerdict.of(exchange.payloads)
             place = b""
             if output is not None and verdict.reuses_plan:
                 num_bytes = verdict.num_bytes
                 output.aim(own.target.location, output_settings(request, num_bytes, True))
                 place = output.make(num_bytes)
-            told.answer = pack_parts([verdict.to_bytes(), place])
-    verdict_bytes, place = unpack_parts(told.answer)
+            exchange.answer = pack_parts([verdict.to_bytes(), place])
+    verdict_bytes, place = unpack_parts(exchange.answer)
     verdict = PlanVerdict.from_bytes(verdict_bytes)
     if output is not None and place:
         output.aim(own.target.location, output_settings(request, 0, True))
@@ -276,33 +276,36 @@ def _describe(
 def _describe_own(
     ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest, timer: PhaseTimer
 ) -> _LocalSave:
-    """Check the arguments and describe the state dict of this rank. Nothing is exchanged."""
+    """Check the arguments and describe this rank's state dict, without exchanges."""
     with ranks.part("check the arguments", decision=True):
         target = _check_target(ranks, request)
     timer.location = target.location
     with ranks.part("flatten the state dict"):
-        described, digest = _described_objects(ranks, state_dict, request)
-        state = _flatten(ranks, described, request)
+        description, digest = _describe_objects(ranks, state_dict, request)
+        state = _flatten(ranks, description, request)
     ready = None
     if target.strategy is None and request.has_target:
         with ranks.part("describe the shards"):
             ready = ready_to_plan(ranks, state.all_shards(ranks), target.settings)
-    return _LocalSave(target, described, state, ready, digest)
+    return _LocalSave(target, description, state, ready, digest)
 
 
-def _described_objects(
+def _describe_objects(
     ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
 ) -> tuple[objects.Description, int]:
-    """The objects of this rank and their digest, without settings that cannot be stored."""
+    """Return the objects of this rank and their digest.
+
+    Settings that cannot be stored are left out.
+    """
     warns = request.options.unsupported == "warn"
-    described = objects.describe_objects(ranks, state_dict, breaks_cycles=warns)
+    description = objects.describe_objects(ranks, state_dict, breaks_cycles=warns)
     try:
-        return described, described.digest()
+        return description, description.digest()
     except UnsupportedObjectError:
         if not warns:
             raise
-    described = objects.with_storable_settings(described)
-    return described, described.digest()
+    description = objects.with_storable_settings(description)
+    return description, description.digest()
 
 
 def _compares(ranks: Ranks, request: SaveRequest) -> bool:
@@ -311,20 +314,23 @@ def _compares(ranks: Ranks, request: SaveRequest) -> bool:
 
 def _check_target(ranks: Ranks, request: SaveRequest) -> _Target:
     request.check()
-    location = posix.resolve(request.path) if request.has_target else ""
+    location = ""
+    if request.has_target:
+        location = posix.resolve(request.path)
     settings = ShardSettings(options=request.options)
     strategy = None
     if request.options.strategy is not None:
-        strategy, settings = _chosen_strategy(request)
+        strategy, settings = _choose_strategy(request)
     if ranks.is_coordinator and request.has_target:
-        given = os.fspath(request.path)
-        posix.check_target(location, request.overwrite, given, is_step=request.is_step)
+        path = os.fspath(request.path)
+        posix.check_target(location, request.overwrite, path, is_step=request.is_step)
     return _Target(location, strategy, settings)
 
 
-def _chosen_strategy(request: SaveRequest) -> tuple[SaveShardedStrategy | None, ShardSettings]:
-    """Return the strategy that the caller asks for; None for the built-in engine, which is to be
-    used with the settings.
+def _choose_strategy(request: SaveRequest) -> tuple[SaveShardedStrategy | None, ShardSettings]:
+    """Return the strategy of the caller and the engine's settings.
+
+    The strategy is None for the built-in engine.
     """
     options = request.options
     from distckpt.strategies.base import choose_save_strategy
@@ -340,54 +346,53 @@ def _chosen_strategy(request: SaveRequest) -> tuple[SaveShardedStrategy | None, 
         exchange_group=engine.exchange_group,
         direct_io=engine.direct_io,
     )
-    return strategy, settings if engine.plans is None else replace(settings, plans=engine.plans)
+    if engine.plans is not None:
+        settings = replace(settings, plans=engine.plans)
+    return strategy, settings
 
 
 def _united(ranks: Ranks, own: _LocalSave, request: SaveRequest) -> _LocalSave:
-    """Describe a state dict again, together: its objects or common state are not the same on all
-    ranks.
+    """Describe a state dict again, if it differs between ranks.
 
     Collective operation: all ranks must call it.
     """
     warns = request.options.unsupported == "warn"
-    with_objects = objects.united(ranks, own.objects, warns=warns)
+    description = objects.united(ranks, own.objects, warns=warns)
     with ranks.phase("flatten the state dict"):
-        state = _flatten(ranks, with_objects, request)
+        state = _flatten(ranks, description, request)
     if _compares(ranks, request):
         from distckpt._state.common_differences import check_differences
 
         check_differences(ranks, state.compared, state.digest, warns)
-    return _LocalSave(own.target, with_objects, state, None)
+    return _LocalSave(own.target, description, state, None)
 
 
-def _flatten(
-    ranks: Ranks, with_objects: objects.Description, request: SaveRequest
-) -> _DescribedState:
-    state_dict = objects.completed(with_objects)
+def _flatten(ranks: Ranks, description: objects.Description, request: SaveRequest) -> _FlatState:
+    state_dict = objects.completed(description)
     split = _split(state_dict, request)
     shards, common, _ = split
     if any(shard.key == COMMON_KEY for shard in shards):
         raise InvalidShardingError(f"The key {COMMON_KEY!r} is reserved: rename yours.")
-    modules = [place.path for place in with_objects.places if place.kind is objects.Kind.MODULE]
+    modules = [place.path for place in description.places if place.kind is objects.Kind.MODULE]
     flatten.check_keys_are_different(split, modules)
     _check_metadata_entry(state_dict, request)
     if request.content_metadata is not None:
         metadata = common_state.storable_metadata(request.content_metadata)
         common = {**common, CONTENT_METADATA: metadata}
-    notes = note_of_module(with_objects.names) | note_of_schedulers(with_objects.schedulers)
+    notes = note_of_module(description.names) | note_of_schedulers(description.schedulers)
     compared = common_state.comparable(common, request.preprocess_common)
     if not _compares(ranks, request):
-        return _DescribedState(shards, common, compared, 0, notes)
+        return _FlatState(shards, common, compared, 0, notes)
     try:
         digest = common_state.digest(compared)
     except UnsupportedObjectError:
         if request.options.unsupported != "warn":
             raise
-        # What is left out is named when the coordinator encodes it.
+        # The coordinator logs the values that are left out when it encodes them.
         common = cast(CommonStateDict, codec.without_unsupported(common)[0])
         compared = common_state.comparable(common, request.preprocess_common)
         digest = common_state.digest(compared)
-    return _DescribedState(shards, common, compared, digest, notes)
+    return _FlatState(shards, common, compared, digest, notes)
 
 
 def _split(state_dict: StateDict, request: SaveRequest) -> flatten.SplitState:
@@ -411,7 +416,7 @@ def _check_metadata_entry(state_dict: StateDict, request: SaveRequest) -> None:
 
 
 def _prepare(ranks: Ranks, own: _LocalSave, verdict: PlanVerdict) -> PreparedSave:
-    """Decide which rank writes what, with the built-in engine or a strategy of the user."""
+    """Plan the writes of all ranks, with a strategy or without."""
     if own.ready is not None:
         return plan_shards(ranks, own.ready, verdict)
     shards = own.state.all_shards(ranks)

@@ -1,6 +1,6 @@
-"""What one rank writes: pieces become chunks, chunks become files, files a plan.
+"""Layout of one rank's files: pieces become chunks, chunks files, files a plan.
 
-Plans are kept, so that saving the same structure again exchanges next to nothing. A plan has
+Plans are cached, so that repeated saves of one structure exchange next to nothing. A plan has
 regions, names and sizes; never a tensor, a pointer or a value.
 """
 
@@ -39,13 +39,15 @@ from distckpt._state.validation import replica_weights
 from distckpt.mapping._wrappers import ShardedObject
 
 SMALL_CHUNK_BYTES = 256 << 10
-"""Chunks of at most this size lie side by side. A load by other ranks that needs only those, say
-the few rows of small tensors that a rank has, would otherwise read each with a request of its own.
+"""Chunks of at most this size are adjacent in a file.
+
+A load that needs only small chunks, such as a rank's few rows of small tensors, would otherwise
+read each with its own request.
 """
 
 
 class PlannedChunk(NamedTuple):
-    """A chunk to be written: a region of a global tensor, or a cell of a grid of objects.
+    """A chunk to write: a region of a global tensor, or an object.
 
     The `num_bytes` of an object are known once it is encoded. `pieces` has the `(shard id, region)`
     of each piece of the chunk, in the order of the bytes.
@@ -60,7 +62,7 @@ class PlannedChunk(NamedTuple):
 
 
 class PlannedFile(NamedTuple):
-    """A file to be written: the header, then the bytes of the chunks without gaps."""
+    """A file to write: the header, then all chunks without gaps."""
 
     name: str
     header: bytes
@@ -77,15 +79,14 @@ class SavePlan(NamedTuple):
 
     Attributes:
         number: identifies the plan on all ranks.
-        files: of tensors.
-        objects: that this rank writes; their file is laid out once they are encoded.
-        manifest: on the coordinator, the manifest of what all ranks write.
-        replicas: regions of shards that other ranks hold too, and that must be equal; None if no
-            rank has any.
-        weights: one for each of them; the weights of all replicas of a region add up to 0, modulo
-            2**64.
-        checksum_file: the name of the file that gets the checksums of what this rank writes; None
-            if they go into the manifest, or there are none.
+        files: files of tensors.
+        objects: the objects that this rank writes; their file is laid out once they are encoded.
+        manifest: on the coordinator, the manifest of all ranks.
+        replicas: regions of shards that must be equal on several ranks; None if no rank has any.
+        weights: a weight for each replica; the weights of all replicas of a region add up to 0,
+            modulo 2**64.
+        checksum_file: the name of the file with the checksums of this rank's blocks; None if they
+            go into the manifest, or there are none.
     """
 
     number: int
@@ -98,13 +99,14 @@ class SavePlan(NamedTuple):
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of tensors that this rank writes."""
+        """Total size of the tensors that this rank writes."""
         return sum(sum(file.chunk_bytes) for file in self.files)
 
 
 def manifest_of_keys(table: GlobalTable, aliases: Mapping[int, int]) -> Manifest:
-    """Describe the keys that are stored, in a manifest without chunks; for `aliases` see
-    `plan_owners`.
+    """Describe the stored keys in a manifest without chunks.
+
+    For `aliases` see `find_aliases`.
     """
     stored = [key_id for key_id in range(len(table.keys)) if key_id not in aliases]
     return Manifest(
@@ -119,34 +121,34 @@ def manifest_of_keys(table: GlobalTable, aliases: Mapping[int, int]) -> Manifest
 def lay_out_files(
     rank: int, table: ShardTable, pieces: Pieces
 ) -> tuple[list[PlannedFile], list[PlannedChunk]]:
-    """Arrange the pieces of one rank, whose shards the table describes; return the files of
-    tensors, and the objects.
+    """Arrange the pieces of one rank; return files of tensors, and objects.
 
     As torch's readers require, a file has at most one chunk of a key. Pieces that follow one
     another in memory order become one chunk; a key's further chunks go to further files.
     """
-    groups = _groups_for_files(_chunks_of_pieces(table, pieces))
-    objects = [chunk for group in groups for chunk in group if chunk.dtype == OBJECT]
-    of_tensors = [[chunk for chunk in group if chunk.dtype != OBJECT] for group in groups]
-    of_files = list(filter(None, of_tensors))
+    objects: list[PlannedChunk] = []
+    chunks_of_files = []
+    for group in _groups_for_files(_chunks_of_pieces(table, pieces)):
+        objects += [chunk for chunk in group if chunk.dtype == OBJECT]
+        tensors = [chunk for chunk in group if chunk.dtype != OBJECT]
+        if tensors:
+            chunks_of_files.append(tensors)
     global_shapes = dict(zip(table.keys, table.global_shapes, strict=True))
-    files = [
-        lay_out_tensor_file(
-            "tensors/" + shard_file_name(rank, number, len(of_files)), chunks, global_shapes
-        )
-        for number, chunks in enumerate(of_files)
-    ]
+    files = []
+    for number, chunks in enumerate(chunks_of_files):
+        name = "tensors/" + shard_file_name(rank, number, len(chunks_of_files))
+        files.append(lay_out_tensor_file(name, chunks, global_shapes))
     return files, objects
 
 
 def _groups_for_files(chunks: Iterable[tuple[int, PlannedChunk]]) -> list[list[PlannedChunk]]:
-    """Put chunks, each after the number of its key, into groups with one chunk of a key each."""
+    """Divide numbered chunks into groups with one chunk of a key each."""
     by_key: dict[int, list[PlannedChunk]] = {}
     for index, chunk in chunks:
         by_key.setdefault(index, []).append(chunk)
     groups: list[list[PlannedChunk]] = []
-    for of_key in by_key.values():
-        for number, chunk in enumerate(coalesced(of_key)):
+    for chunks_of_key in by_key.values():
+        for number, chunk in enumerate(coalesced(chunks_of_key)):
             if number == len(groups):
                 groups.append([])
             groups[number].append(chunk)
@@ -154,14 +156,17 @@ def _groups_for_files(chunks: Iterable[tuple[int, PlannedChunk]]) -> list[list[P
 
 
 def _chunks_of_pieces(table: ShardTable, pieces: Pieces) -> Iterator[tuple[int, PlannedChunk]]:
-    """Make a chunk of each piece; yield it after the number that its key has in the table."""
-    # A table lists shards in order. Those of pieces may be few of them.
+    """Yield `(key number in the table, chunk)` for each piece."""
+    # A table lists shards in order; few of them may have pieces.
     indices = table.key_ids[np.searchsorted(table.shard_ids, pieces.shard_ids)]
     columns = (column.tolist() for column in (*pieces, indices))
     for key_id, shard_id, offset, shape, index in zip(*columns, strict=True):
-        ndim, dtype = len(table.global_shapes[index]), table.dtypes[index]
+        ndim = len(table.global_shapes[index])
+        dtype = table.dtypes[index]
         region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
-        num_bytes = 0 if dtype == OBJECT else region.num_elements * ITEM_BYTES[dtype]
+        num_bytes = 0
+        if dtype != OBJECT:
+            num_bytes = region.num_elements * ITEM_BYTES[dtype]
         parts = ((shard_id, region),)
         yield index, PlannedChunk(key_id, table.keys[index], dtype, region, num_bytes, parts)
 
@@ -169,11 +174,11 @@ def _chunks_of_pieces(table: ShardTable, pieces: Pieces) -> Iterator[tuple[int, 
 def lay_out_tensor_file(
     name: str, chunks: Sequence[PlannedChunk], global_shapes: Mapping[str, tuple[int, ...]]
 ) -> PlannedFile:
-    """Arrange chunks, at most one for each key, in the order that the format prescribes.
+    """Arrange chunks of different keys in the order that the format prescribes.
 
     Chunks that are in this order already give the same bytes.
     """
-    # Stable: of items of one size, small chunks follow the others.
+    # Stable: among items of one size, small chunks come last.
     chunks = sorted(chunks, key=lambda chunk: chunk.num_bytes <= SMALL_CHUNK_BYTES)
     entries = [Entry(c.key, c.dtype, c.region.shape, c.num_bytes) for c in chunks]
     order = layout_order(entries)
@@ -185,24 +190,30 @@ def lay_out_tensor_file(
 
 
 def open_object_file(rank: int, objects: Sequence[PlannedChunk]) -> PlannedFile:
-    """Return the file of objects that are not encoded yet: without a header, and without sizes."""
+    """Return the file of objects that are not encoded yet.
+
+    It has no header, and its chunks no sizes.
+    """
     return PlannedFile(object_file_of_rank(rank), b"", list(objects))
 
 
 def object_file_of_rank(rank: int) -> str:
-    """Name the file of the objects that a rank writes."""
+    """Name the file of a rank's objects."""
     return "objects/" + object_file_name(rank)
 
 
 def checksum_file_name(rank: int) -> str:
-    """Name the file of the checksums of what a rank writes."""
+    """Name the file of a rank's checksums."""
     return f"objects/rank-{rank + 1:05d}{CHECKSUMS_SUFFIX}"
 
 
 def lay_out_object_file(
     rank: int, objects: Sequence[PlannedChunk], sizes: Mapping[str, int]
 ) -> PlannedFile:
-    """Arrange encoded objects; `sizes` has, in their order, the size of each by its unique key."""
+    """Arrange encoded objects.
+
+    `sizes` has the size of each object by its unique key, in the order of the objects.
+    """
     pairs = zip(objects, sizes.values(), strict=True)
     chunks = [chunk._replace(num_bytes=size) for chunk, size in pairs]
     entries = [Entry(key, "U8", (size,), size) for key, size in sizes.items()]
@@ -217,17 +228,19 @@ _OWN_METADATA = {"distckpt_format": str(FORMAT_VERSION)}
 def chunk_table(files: Sequence[PlannedFile]) -> ChunkTable:
     """Tabulate the chunks of files; checksums are not known yet."""
     first_bytes: list[int] = []
-    described: list[ShardFile] = []
+    shard_files: list[ShardFile] = []
+    chunks: list[PlannedChunk] = []
     for file in files:
         position = len(file.header)
         for size in file.chunk_bytes:
             first_bytes.append(position)
             position += size
-        described.append(ShardFile(file.name, position, len(file.header), checksum(file.header)))
-    chunks = [chunk for file in files for chunk in file.chunks]
+        header = file.header
+        shard_files.append(ShardFile(file.name, position, len(header), checksum(header)))
+        chunks += file.chunks
     offsets, shapes = regions_to_arrays([chunk.region for chunk in chunks])
     return ChunkTable(
-        files=described,
+        files=shard_files,
         key_ids=np.array([chunk.key_id for chunk in chunks], np.int64),
         file_ids=np.repeat(np.arange(len(files)), [len(file.chunks) for file in files]),
         first_bytes=np.array(first_bytes, np.int64),
@@ -239,8 +252,9 @@ def chunk_table(files: Sequence[PlannedFile]) -> ChunkTable:
 
 
 def coalesced(chunks: list[PlannedChunk]) -> list[PlannedChunk]:
-    """Put chunks of one key together whose contents follow one another; cells of objects stay as
-    they are.
+    """Join chunks of one key whose contents follow one another.
+
+    Objects stay as they are.
     """
     if len(chunks) == 1:
         return chunks
@@ -249,7 +263,10 @@ def coalesced(chunks: list[PlannedChunk]) -> list[PlannedChunk]:
         return in_order
     merged: list[PlannedChunk] = []
     for chunk in in_order:
-        while merged and (region := _joined(merged[-1].region, chunk.region)) is not None:
+        while merged:
+            region = _joined(merged[-1].region, chunk.region)
+            if region is None:
+                break
             previous = merged.pop()
             chunk = chunk._replace(
                 region=region,
@@ -261,20 +278,21 @@ def coalesced(chunks: list[PlannedChunk]) -> list[PlannedChunk]:
 
 
 def _joined(first: Region, second: Region) -> Region | None:
-    """Return the region whose row-major content is the content of two regions, one after the other;
+    """Return the region with the row-major contents of two regions in sequence.
+
     None if there is no such region.
     """
     if not first.shape:
         return None
     largest = map(max, first.shape, second.shape)
-    # Along an axis behind the first long one, they would not follow one another in memory.
+    # Joined along an axis after the first long one, they would not be contiguous in memory.
     last_axis = next((axis for axis, size in enumerate(largest) if size > 1), 0)
     for axis in range(last_axis + 1):
-        wanted = Region(
+        next_region = Region(
             with_item(first.offset, axis, first.offset[axis] + first.shape[axis]),
             with_item(first.shape, axis, second.shape[axis]),
         )
-        if second == wanted:
+        if second == next_region:
             extent = first.shape[axis] + second.shape[axis]
             return Region(first.offset, with_item(first.shape, axis, extent))
     return None
@@ -283,44 +301,45 @@ def _joined(first: Region, second: Region) -> Region | None:
 def compared_replicas(
     table: ShardTable, factors: IntArray, stride: int
 ) -> tuple[list[tuple[int, Region]] | None, npt.NDArray[np.uint64]]:
-    """Return the `replicas` and `weights` of a plan for the shards of one rank, see
-    `replica_weights`; a stride of 0 stands for no replicas on any rank.
+    """Return the `replicas` and `weights` of a plan for one rank.
+
+    See `replica_weights`. A stride of 0 stands for no replicas on any rank.
     """
     if not stride:
         return None, np.empty(0, np.uint64)
     weights = replica_weights(table, factors, stride)
     rows = np.flatnonzero(weights)
     columns = table.shard_ids, table.key_ids, table.offsets, table.shapes
+    lists = [column[rows].tolist() for column in columns]
     ndims = [len(shape) for shape in table.global_shapes]
-    replicas = [
-        (shard_id, Region(tuple(offset[: ndims[key_id]]), tuple(shape[: ndims[key_id]])))
-        for shard_id, key_id, offset, shape in zip(
-            *(column[rows].tolist() for column in columns), strict=True
-        )
-    ]
+    replicas = []
+    for shard_id, key_id, offset, shape in zip(*lists, strict=True):
+        ndim = ndims[key_id]
+        replicas.append((shard_id, Region(tuple(offset[:ndim]), tuple(shape[:ndim]))))
     return replicas, weights[rows]
 
 
-# --- Plans that are kept --------------------------------------------------------------------------
+# --- Cached plans ---------------------------------------------------------------------------------
 
 Structure: TypeAlias = tuple[Any, ...]
-"""Everything that a plan depends on about the shards of one rank; equal structures have equal
-plans.
+"""Everything about the shards of one rank that its plan depends on.
+
+Equal structures have equal plans.
 """
 
 MAX_PLANS = 8
-"""Structures that are kept, for programs that save several state dicts in turn."""
+"""Structures per cache, for programs that save several state dicts in turn."""
 
 
 class PlanCache:
-    """The latest structures of one strategy and their plans; the last used come first."""
+    """The latest structures of one strategy and their plans, latest use first."""
 
     def __init__(self) -> None:
         self._plans: list[tuple[Structure, SavePlan | None]] = []
         self._lock = threading.Lock()
 
     def find(self, structure: Structure) -> tuple[bool, SavePlan | None]:
-        """Return whether a structure was kept, and its plan."""
+        """Return whether the cache has a structure, and its plan."""
         with self._lock:
             for place, (known, plan) in enumerate(self._plans):
                 if known == structure:
@@ -329,7 +348,7 @@ class PlanCache:
         return False, None
 
     def keep(self, structure: Structure, plan: SavePlan | None) -> None:
-        """Keep a structure in the place of the one that was used longest ago.
+        """Cache a structure; it replaces the least recently used one.
 
         A plan of None stands for a state dict that ranks had to describe together: its own
         structure has no plan.
@@ -340,10 +359,12 @@ class PlanCache:
 
 
 def structure_of(shards: Sequence[Shard], ranks: Ranks, *settings: object) -> Structure:
-    """Return what a plan depends on: every shard except for its data, which of them share memory,
-    who saves, and how.
+    """Return the key of a plan in the cache.
+
+    It has everything that the plan depends on: all shards except for their data, shared memory, the
+    ranks and the settings.
     """
-    of_tensor = attrgetter(
+    tensor_getter = attrgetter(
         "key",
         "dtype",
         "local_shape",
@@ -353,13 +374,14 @@ def structure_of(shards: Sequence[Shard], ranks: Ranks, *settings: object) -> St
         "prepend_axis_num",
         "flattened_range",
     )
-    of_object = attrgetter("key", "global_shape", "global_offset", "replica_id")
-    # One isinstance for each class, not for each shard: there may be many.
-    getters = {
-        kind: of_object if issubclass(kind, ShardedObject) else of_tensor
-        for kind in set(map(type, shards))
-    }
-    described = [getters[type(shard)](shard) for shard in shards]
-    # Some compare equal to replica ids that the author has chosen.
-    copies = [type(shard.replica_id) for shard in shards]
-    return (ranks.rank, ranks.size, settings, find_ties(shards), described, copies)
+    object_getter = attrgetter("key", "global_shape", "global_offset", "replica_id")
+    # One check for each class, not for each shard: there may be many.
+    getters: dict[type, attrgetter[Any]] = {}
+    for kind in set(map(type, shards)):
+        getters[kind] = tensor_getter
+        if issubclass(kind, ShardedObject):
+            getters[kind] = object_getter
+    attributes = [getters[type(shard)](shard) for shard in shards]
+    # Replica ids of different types may compare equal.
+    replica_types = [type(shard.replica_id) for shard in shards]
+    return (ranks.rank, ranks.size, settings, find_ties(shards), attributes, replica_types)

@@ -1,5 +1,6 @@
-"""Planning a save: which rank writes which bytes. The coordinator does this for all ranks, over
-numpy columns only.
+"""Planning of saves: one owner for every byte.
+
+The coordinator plans for all ranks, over numpy columns only.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from distckpt._geometry.region import (
 from distckpt._state.shards import GlobalTable
 
 BALANCE_TOLERANCE = 0.01
-"""A cut may be this far, as a share of one rank's bytes, from where it would be perfectly even."""
+"""Largest distance of a cut from even, relative to one rank's bytes."""
 MIN_SLICE_BYTES = 4096
-"""Nothing smaller is cut: the balance gained is not worth another chunk."""
+"""Smallest slice: better balance is not worth another chunk below this size."""
 MAX_SMALL_WRITERS = 16
-"""So many ranks may write little each: then it matters more that all take part than that there are
-few files.
-"""
+"""Up to this many ranks share even small writes: parallelism outweighs more files."""
 MIN_RANK_BYTES = 1 << 20
-"""What each of more ranks writes at least of what they all hold: otherwise thousands of
-ranks would write thousands of tiny files.
+"""Smallest share of a rank among more ranks.
+
+Otherwise, thousands of ranks would write thousands of tiny files.
 """
 
 
 class Pieces(NamedTuple):
-    """Regions of the shards of one rank that it writes, and the ids that their keys have in the
-    manifest.
+    """The regions of its shards that one rank writes.
+
+    `key_ids` are the ids of keys in the manifest.
     """
 
     key_ids: IntArray
@@ -52,24 +53,24 @@ class Pieces(NamedTuple):
 
 
 def find_aliases(table: GlobalTable) -> dict[int, int]:
-    """Find tied keys: every main shard of one is, on its own rank, the same memory as a shard of
-    the other.
+    """Find tied keys, whose main shards share memory with another key.
+
+    Every main shard of a tied key has, on its own rank, the memory of a shard of that one key.
 
     Returns:
-        Key id -> id of the key that is stored in its place.
+        Key id -> id of the key that is stored instead.
     """
     tied = np.flatnonzero(table.is_main & (table.tie_ids != table.shard_ids))
     if not len(tied):
         return {}
     partners = _keys_of_shards(table, table.ranks[tied], table.tie_ids[tied])
-    # Shards without elements, which some ranks of an uneven division have, are no memory and cannot
-    # be tied.
+    # Some ranks of an uneven division have shards without elements, which have no memory to share.
     counted = table.is_main & (table.shapes > 0).all(axis=1)
     num_main = np.bincount(table.key_ids[counted], minlength=len(table.keys))
     aliases: dict[int, int] = {}
     pairs, counts = np.unique(np.stack([table.key_ids[tied], partners]), axis=1, return_counts=True)
     for (alias, key), count in zip(pairs.T.tolist(), counts.tolist(), strict=True):
-        # A chain cannot arise: a tie always points at the rank's first shard with that memory.
+        # A chain cannot arise: a tie always points to the rank's first shard in that memory.
         if (
             alias != key
             and count == num_main[alias]
@@ -94,26 +95,27 @@ def plan_owners(
     aliases: dict[int, int],
     exchange_groups: Sequence[int] | None = None,
 ) -> list[Pieces]:
-    """Give every byte one owner among the ranks that hold it, and each rank the same number of
-    bytes as far as possible.
+    """Give every byte one owner among the ranks that hold it.
 
-    Shards that are held by the same set of ranks form one long line of bytes. It is cut into one
-    run per rank; ranks with less to do so far get longer runs. At most (ranks - 1) tensors of a
-    line are cut, between rows. Keys in `aliases` are not stored. With `exchange_groups`, the id of
-    each rank's group, replicas take over bytes only from a main replica in their own group.
+    The loads of ranks are balanced. Shards on the same set of ranks form one long line of bytes. It
+    is cut into one run per rank; ranks with lower loads get longer runs. At most (ranks - 1)
+    tensors of a line are cut, between rows. Keys in `aliases` are not stored. With
+    `exchange_groups`, the id of each rank's group, replicas take over bytes only from a main
+    replica in their own group.
     """
     groups = group_replicas(table, num_ranks, aliases, exchange_groups)
     return _pieces_of_lines(table, groups, groups.shared_lines(), aliases, num_ranks)
 
 
 def plan_held(table: GlobalTable, num_ranks: int, holders: Sequence[range]) -> list[Pieces]:
-    """Do the same for regions that ranges of ranks hold: a table with a row for each rank would be
-    large.
+    """Plan owners of regions that ranges of ranks hold.
+
+    The result is the same as for a table with a row for each rank, which would be large.
 
     Args:
-        table: the main replicas, each on the first rank that holds it; the rest is known.
-        num_ranks: as many ranks write.
-        holders: of each row of the table.
+        table: the main replicas, each on the first rank of its range.
+        num_ranks: the number of ranks that write.
+        holders: the ranks that hold each row of the table.
     """
     groups = group_replicas(table, num_ranks, {}, None)
     members: dict[range, list[int]] = defaultdict(list)
@@ -121,8 +123,8 @@ def plan_held(table: GlobalTable, num_ranks: int, holders: Sequence[range]) -> l
         if len(holders[row]) > 1 and groups.num_bytes[group]:
             members[holders[row]].append(group)
     # In the order of `lines`.
-    in_order = sorted(members.items(), key=lambda line: (len(line[0]), line[1][0]))
-    shared = [(np.array(found), np.array(ranks)) for ranks, found in in_order]
+    in_order = sorted(members.items(), key=lambda item: (len(item[0]), item[1][0]))
+    shared = [(np.array(line), np.array(ranks)) for ranks, line in in_order]
     return _pieces_of_lines(table, groups, shared, {}, num_ranks)
 
 
@@ -133,10 +135,9 @@ def _pieces_of_lines(
     aliases: Collection[int],
     num_ranks: int,
 ) -> list[Pieces]:
-    """Divide the lines of what several ranks hold, and give what is in none to the rank that holds
-    it.
-    """
-    whole_owner, shared = groups.lone_owners(), list(shared)
+    """Divide the shared lines; groups in no line go to the only rank that holds them."""
+    whole_owner = groups.lone_owners()
+    shared = list(shared)
     for members, _ in shared:
         whole_owner[members] = -1
     loads = groups.loads_of(whole_owner, num_ranks)
@@ -154,18 +155,20 @@ def _pieces_of_lines(
 
 
 def cut_tolerance(num_bytes: int, num_ranks: int) -> int:
-    """Return how many bytes a cut may be from where it would be perfectly even, where ranks share
-    some bytes.
-    """
+    """Return the largest distance of a cut from its even position."""
     return max(MIN_SLICE_BYTES, int(num_bytes / num_ranks * BALANCE_TOLERANCE))
 
 
 class Groups(NamedTuple):
-    """Equal regions of one key: `rows` of their main replicas, the ranks of these, and the ranks
-    that hold each.
+    """Groups of equal regions: each is a main replica with its copies.
 
-    `holder_rows` and `holder_ranks` are sorted by group and rank, `holder_starts` is where each
-    group begins in them.
+    Attributes:
+        rows: the row of each main replica.
+        ranks: the rank of each main replica.
+        num_bytes: the size of each region.
+        holder_ranks: the ranks that can write each group, sorted by group and rank.
+        holder_rows: the rows of these ranks.
+        holder_starts: the first holder of each group, then the number of holders.
     """
 
     rows: IntArray
@@ -181,21 +184,22 @@ class Groups(NamedTuple):
         return (np.diff(self.holder_starts) > 1) & (self.num_bytes > 0)
 
     def lone_owners(self) -> IntArray:
-        """Return the rank that writes each group, -1 where several can."""
+        """Return the only writer of each group; -1 where there are several."""
         first_holders = self.holder_ranks[self.holder_starts[:-1]]
         owners = np.where(self.num_bytes > 0, first_holders, self.ranks)
         return np.where(self.is_shared, -1, owners)
 
     def loads_of(self, owners: IntArray, num_ranks: int) -> IntArray:
-        """Return how many bytes each rank writes of groups that have an owner."""
+        """Return the bytes of each rank in groups that have an owner."""
         has_owner = owners >= 0
         # Floating point is exact up to 2**53 bytes.
         loads = np.bincount(owners[has_owner], self.num_bytes[has_owner], num_ranks)
         return loads.astype(np.int64)
 
     def shared_lines(self) -> Iterator[tuple[IntArray, IntArray]]:
-        """Yield the `lines` of what several ranks hold."""
-        counts, is_shared = np.diff(self.holder_starts), self.is_shared
+        """Yield the `lines` of groups that several ranks hold."""
+        counts = np.diff(self.holder_starts)
+        is_shared = self.is_shared
         shared = np.flatnonzero(is_shared)
         ranks = self.holder_ranks[np.repeat(is_shared, counts)]
         for members, candidates in lines(ranks, np.append(0, np.cumsum(counts[shared]))):
@@ -212,7 +216,7 @@ def group_replicas(
 ) -> Groups:
     """Find the ranks that hold each region; see `plan_owners`.
 
-    Groups are in the order in which the ranks named them or, `by_key`, in that of their keys first.
+    Groups are in the order of the table or, with `by_key`, in the order of their keys.
     """
     sizes = {**ITEM_BYTES, OBJECT: 1}
     item_bytes = np.array([sizes[dtype] for dtype in table.dtypes], np.int64)
@@ -243,7 +247,7 @@ def group_replicas(
             group_of_rank[table.ranks] == np.append(group_of_rank[table.ranks[rows]], -1)[group]
         )
     holders = np.flatnonzero(belongs)
-    # The ranks are in ascending order already.
+    # The ranks are already in ascending order.
     holders = holders[np.argsort(group[holders], kind="stable")]
     pair = group[holders] * num_ranks + table.ranks[holders]
     holders = holders[np.diff(pair, prepend=-1) != 0]
@@ -260,15 +264,14 @@ def group_replicas(
 def _main_rows(
     table: GlobalTable, stored: npt.NDArray[np.bool_], is_empty_key: npt.NDArray[np.bool_]
 ) -> IntArray:
-    """Return for each row the first main row of the same region; -1 without one."""
+    """Return the first main row of each row's region; -1 without one."""
     main_of_row = np.where(stored & table.is_main, np.arange(len(stored)), -1)
-    # Regions of main replicas alone are all different, except for those without elements.
+    # Regions of main replicas alone are all different, except for empty ones.
     is_copied = is_empty_key.copy()
     is_copied[table.key_ids[~table.is_main]] = True
     rows = np.flatnonzero(is_copied[table.key_ids])
     columns = (table.key_ids, *table.offsets.T, *table.shapes.T)
-    # One sort, and no look-ups in the order of the ranks, each of which would miss the cache of the
-    # processor.
+    # One sort instead of look-ups in the order of the ranks, which would all miss the CPU's cache.
     regions, region = np.unique(
         row_hashes([column[rows] for column in columns]), return_inverse=True
     )
@@ -280,10 +283,10 @@ def _main_rows(
 
 
 def lines(ranks: IntArray, starts: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield `(members, ranks)` for each distinct set of ranks that hold something, smaller sets
-    first, in a fixed order.
+    """Yield `(members, ranks)` for each distinct set of ranks.
 
-    Member i is held by `ranks[starts[i] : starts[i + 1]]`.
+    Smaller sets come first, in a fixed order. The ranks of member i are
+    `ranks[starts[i] : starts[i + 1]]`.
     """
     if len(starts) == 1:
         return
@@ -298,22 +301,22 @@ def lines(ranks: IntArray, starts: IntArray) -> Iterator[tuple[IntArray, IntArra
 
 
 def writer_shares(loads: IntArray, total: int) -> IntArray:
-    """Split `total` bytes among ranks that write them, like `even_shares`; of many ranks so few get
-    some that each writes `MIN_RANK_BYTES`. Those that have a file anyway come first.
+    """Split `total` bytes among the ranks that write them.
+
+    As `even_shares`, but with many ranks only so many get a share that each writes at least
+    `MIN_RANK_BYTES`. Ranks that have a file anyway come first.
     """
     count = max(MAX_SMALL_WRITERS, total // MIN_RANK_BYTES)
     if len(loads) <= count:
         return even_shares(loads, total)
     shares = np.zeros(len(loads), np.int64)
-    chosen = np.lexsort((loads, loads == 0))[:count]
-    shares[chosen] = even_shares(loads[chosen], total)
+    writers = np.lexsort((loads, loads == 0))[:count]
+    shares[writers] = even_shares(loads[writers], total)
     return shares
 
 
 def even_shares(loads: IntArray, total: int) -> IntArray:
-    """Split `total` bytes so that the loads of all ranks become as equal as possible, as water
-    finds its level.
-    """
+    """Split `total` bytes to make loads as equal as possible."""
     order = np.argsort(loads, kind="stable")
     ascending = loads[order]
     # With the lowest k ranks filled, the level is (total + their loads) / k; take the smallest
@@ -324,14 +327,14 @@ def even_shares(loads: IntArray, total: int) -> IntArray:
     shares = np.zeros(len(loads), np.int64)
     level = int(levels[count - 1])
     shares[order[:count]] = np.maximum(level - ascending[:count], 0)
-    # The rest that rounding has left, in parts that differ by at most one.
+    # The remainder from rounding, in parts that differ by at most one.
     rest, more = divmod(total - int(shares.sum()), count)
     shares[order[:count]] += rest + (np.arange(count) < more)
     return shares
 
 
 Slice: TypeAlias = tuple[int, int, int, int]
-"""A part of a group that is cut: group, rank, first element, last element + 1."""
+"""A part of a cut group: group, rank, first element, last element + 1."""
 
 
 def cut_line(
@@ -342,27 +345,29 @@ def cut_line(
     candidates: IntArray,
     tolerance: int,
 ) -> tuple[IntArray, list[Slice]]:
-    """Cut one line of groups at the given bytes.
+    """Cut the line of `members` among its ranks, the `candidates`.
+
+    Each cut is at most `tolerance` from its even position in `cuts`, in bytes.
 
     Returns:
-        The rank that writes each group whole, -1 if it is cut; and the parts of those.
+        The rank that writes each group whole, -1 if it is cut; and the parts of cut groups.
     """
     sizes = groups.num_bytes[members]
     ends = np.cumsum(sizes)
     starts = ends - sizes
-    # Where each cut falls: a position in bytes, moved to a border between groups or between rows.
+    # The position of each cut in bytes, moved to a border between groups or between rows.
     borders: list[int] = []
+    border = 0
     for cut in cuts.tolist():
         index = min(int(np.searchsorted(ends, cut, side="right")), len(members) - 1)
         inside = cut - int(starts[index])
         size = int(sizes[index])
-        step = (
-            size
-            if size <= tolerance
-            else _row_bytes(table, int(groups.rows[members[index]]), tolerance)
-        )
+        step = size
+        if size > tolerance:
+            step = _row_bytes(table, int(groups.rows[members[index]]), tolerance)
         moved = min(size, (inside + step // 2) // max(step, 1) * step)
-        borders.append(max(int(starts[index]) + moved, borders[-1] if borders else 0))
+        border = max(int(starts[index]) + moved, border)
+        borders.append(border)
     edges = np.array([0, *borders, int(ends[-1])], np.int64)
     # A group belongs to the run in which it begins; it is cut if it ends beyond that run.
     run = np.clip(np.searchsorted(edges, starts, side="right") - 1, 0, len(candidates) - 1)
@@ -371,26 +376,23 @@ def cut_line(
     for index in np.flatnonzero(ends > edges[run + 1]).tolist():
         group = int(members[index])
         owners[index] = -1
+        start = int(starts[index])
+        end = int(ends[index])
         item = int(sizes[index]) // math.prod(table.row_region(int(groups.rows[group])).shape)
         for rank, low, high in zip(
             candidates.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True
         ):
-            first, last = max(low, int(starts[index])), min(high, int(ends[index]))
+            first = max(low, start)
+            last = min(high, end)
             if first < last:
-                slices.append(
-                    (
-                        group,
-                        rank,
-                        (first - int(starts[index])) // item,
-                        (last - int(starts[index])) // item,
-                    )
-                )
+                slices.append((group, rank, (first - start) // item, (last - start) // item))
     return owners, slices
 
 
 def _row_bytes(table: GlobalTable, row: int, tolerance: int) -> int:
-    """Return the bytes of one step along the first axis whose steps are small enough to be cut
-    between.
+    """Return the size of the rows between which a tensor is cut.
+
+    The first axis with rows of at most `tolerance` bytes divides it into rows.
     """
     shape = table.row_region(row).shape
     step = ITEM_BYTES[table.dtypes[table.key_ids[row]]] * math.prod(shape)
@@ -402,8 +404,14 @@ def _row_bytes(table: GlobalTable, row: int, tolerance: int) -> int:
 
 
 class OwnedParts(NamedTuple):
-    """What ranks write, by rank: the rows of the table that hold it, and the regions, which are
-    those of the rows as far as `is_whole`.
+    """The parts that ranks write, in the order of the ranks.
+
+    Attributes:
+        ranks: the writer of each part.
+        rows: the row of the table that has each part.
+        offsets: with `shapes`, the region of each part.
+        shapes: see `offsets`.
+        is_whole: whether the part is the whole region of its row.
     """
 
     ranks: IntArray
@@ -413,7 +421,7 @@ class OwnedParts(NamedTuple):
     is_whole: npt.NDArray[np.bool_]
 
     def bounds(self, num_ranks: int) -> list[int]:
-        """Return where the parts of each rank begin, and the end."""
+        """Return the first part of each rank, then the number of parts."""
         bounds: list[int] = np.searchsorted(self.ranks, np.arange(num_ranks + 1)).tolist()
         return bounds
 
@@ -421,16 +429,16 @@ class OwnedParts(NamedTuple):
 def owned_parts(
     table: GlobalTable, groups: Groups, whole_owner: IntArray, cut: Sequence[Slice]
 ) -> OwnedParts:
-    """List what ranks write, given the owners of groups that are written whole (-1 for others), and
-    the parts of others. Those of one rank are in the order of the groups.
+    """List the parts that ranks write; the parts of one rank in the order of groups.
+
+    `whole_owner` is -1 for cut groups, whose parts are in `cut`.
     """
     group_ids = [np.flatnonzero(whole_owner >= 0)]
     owners = [whole_owner[group_ids[0]]]
     num_whole = len(group_ids[0])
-    offsets, shapes = (
-        [table.offsets[groups.rows[group_ids[0]]]],
-        [table.shapes[groups.rows[group_ids[0]]]],
-    )
+    whole_rows = groups.rows[group_ids[0]]
+    offsets = [table.offsets[whole_rows]]
+    shapes = [table.shapes[whole_rows]]
     ndim = table.offsets.shape[1]
     for group, rank, first, last in cut:
         origin = table.row_region(int(groups.rows[group]))
@@ -440,8 +448,11 @@ def owned_parts(
         shapes.append(widen(part_shapes, ndim, 1))
         group_ids.append(np.full(len(regions), group))
         owners.append(np.full(len(regions), rank))
-    group_id, owner = np.concatenate(group_ids), np.concatenate(owners)
-    order = np.argsort(group_id, kind="stable") if cut else np.arange(num_whole)
+    group_id = np.concatenate(group_ids)
+    owner = np.concatenate(owners)
+    order = np.arange(num_whole)
+    if cut:
+        order = np.argsort(group_id, kind="stable")
     order = order[stable_order(owner[order], int(owner.max(initial=0)) + 1)]
     return OwnedParts(
         ranks=owner[order],
@@ -453,9 +464,7 @@ def owned_parts(
 
 
 def _rows_of_holders(groups: Groups, group_id: IntArray, owner: IntArray) -> IntArray:
-    """Return for each (group, owner) the owner's row that holds the region of the group, or the
-    only one that there is.
-    """
+    """Return each owner's row, or the only row of the group."""
     counts = np.diff(groups.holder_starts)
     position = groups.holder_starts[group_id]
     several = np.flatnonzero(counts[group_id] > 1)
@@ -478,7 +487,7 @@ def _pieces_of_ranks(
         parts.offsets,
         parts.shapes,
     )
-    return [
-        Pieces(*(column[low:high] for column in pieces))
-        for low, high in itertools.pairwise(parts.bounds(num_ranks))
-    ]
+    pieces_of_ranks = []
+    for low, high in itertools.pairwise(parts.bounds(num_ranks)):
+        pieces_of_ranks.append(Pieces(*(column[low:high] for column in pieces)))
+    return pieces_of_ranks

@@ -1,7 +1,7 @@
-"""Shared reads: what ranks tell rank 0 of what they request, and what it answers. Pure functions.
+"""Messages of shared reads: requests to rank 0, and its answers.
 
-Chunks are divided into cells, in the same way on every rank. A unit is the part of a `Copy` that
-lies in one cell. Rank 0 compares units by the numbers of their cells, see `share_out`.
+Pure functions. Chunks are divided into cells, in the same way on every rank. A unit is the part of
+a `Copy` in one cell. Rank 0 compares units by the numbers of their cells, see `share_out`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,27 @@ from distckpt._geometry.region import IntArray, Region, regions_to_arrays, widen
 from distckpt._plan.load import Copy
 
 UNIT_BYTES = 2 << 20
-"""Chunks are divided into cells of about this size: few enough to be planned, small enough to be
-dealt out evenly.
-"""
+"""Approximate size of cells: few to plan, small to balance."""
 MAX_UNIT_BYTES = 16 << 20
-"""Cells of loads that are so large that there would be too many."""
+"""Largest size of cells, for very large loads."""
 MANY_UNITS = 2048
+"""Largest number of units per rank before cells grow."""
 UNALIGNED_UNIT_BYTES = 8 << 20
-"""Cells that do not end where blocks do are larger: blocks on their edges are read twice."""
+"""Size of cells without alignment, whose outer blocks are read twice."""
 _KINDS = 64
-"""Larger than the size of an element of any dtype."""
+"""A number above the element size of any dtype."""
 
 
 # --- Cells ----------------------------------------------------------------------------------------
 
 
 class Units(NamedTuple):
-    """The units of one rank; for each the index of its copy, and the number of its cell in the
-    chunk.
+    """The units of one rank.
+
+    Attributes:
+        units: the units.
+        copy_of: for each unit the index of its copy.
+        cells: for each unit the number of its cell in the chunk.
     """
 
     units: list[Copy]
@@ -49,7 +52,7 @@ class Units(NamedTuple):
 
 
 def unit_bytes_for(most_bytes: int) -> int:
-    """Return the size of cells if no rank requests more than `most_bytes`."""
+    """Return the size of cells; no rank requests more than `most_bytes`."""
     size = UNIT_BYTES
     while size < MAX_UNIT_BYTES and most_bytes > size * MANY_UNITS:
         size *= 2
@@ -78,21 +81,23 @@ def divide(manifest: Manifest, copies: Sequence[Copy], unit_bytes: int = UNIT_BY
 
 
 def _in_cells(manifest: Manifest, copy: Copy, unit_bytes: int) -> Iterator[tuple[int, Region]]:
-    """Yield the parts of a copy in the cells of its chunk, each after the number of the cell."""
-    shape, (offset, extent) = manifest.chunk_region(copy.chunk).shape, copy.source
+    """Yield `(cell, part)` for each cell that a copy touches."""
+    shape = manifest.chunk_region(copy.chunk).shape
+    offset, extent = copy.source
     item = ITEM_BYTES[manifest.dtypes[manifest.key_ids[copy.chunk]]]
-    block_bytes = manifest.block_bytes if manifest.has_checksums else 1
+    block_bytes = _block_bytes(manifest)
     axis, step = _cell_rows(shape, item, unit_bytes, block_bytes)
-    low, high = offset[axis], offset[axis] + extent[axis]
+    low = offset[axis]
+    high = low + extent[axis]
     numbers = range(low // step, -(-high // step))
-    for outer in itertools.product(
-        *(range(o, o + n) for o, n in zip(offset[:axis], extent, strict=False))
-    ):
+    outer_ranges = [range(o, o + n) for o, n in zip(offset[:axis], extent, strict=False)]
+    for outer in itertools.product(*outer_ranges):
         row = 0
         for size, index in zip(shape, outer, strict=False):
             row = row * size + index
         for number in numbers:
-            first, end = max(low, number * step), min(high, (number + 1) * step)
+            first = max(low, number * step)
+            end = min(high, (number + 1) * step)
             piece = Region(
                 (*outer, first, *offset[axis + 1 :]),
                 ((1,) * axis + (end - first, *extent[axis + 1 :])),
@@ -104,34 +109,42 @@ def _in_cells(manifest: Manifest, copy: Copy, unit_bytes: int) -> Iterator[tuple
 def _cell_rows(
     shape: tuple[int, ...], item: int, unit_bytes: int, block_bytes: int
 ) -> tuple[int, int]:
-    """Return along which axis the cells of a chunk follow one another, and their size there. They
-    have one index along earlier axes, and all along later ones.
+    """Return the axis along which cells divide a chunk, and their length.
 
-    If possible they begin and end between blocks, so that each block is read by one rank.
+    Cells have one index along earlier axes, and all indices along later ones. If possible they
+    begin and end between blocks, so that each block is read by one rank.
     """
     rows = [math.prod(shape[axis + 1 :]) * item for axis in range(len(shape))]
     axis = next(axis for axis, row in enumerate(rows) if row <= unit_bytes or axis == len(rows) - 1)
     num_rows = math.lcm(rows[axis], block_bytes) // rows[axis]
     is_aligned = axis == 0 or shape[axis] * rows[axis] % block_bytes == 0
     if not is_aligned or num_rows * rows[axis] > MAX_UNIT_BYTES:
-        num_rows, unit_bytes = 1, max(unit_bytes, UNALIGNED_UNIT_BYTES)
+        num_rows = 1
+        unit_bytes = max(unit_bytes, UNALIGNED_UNIT_BYTES)
     return axis, max(1, unit_bytes // (rows[axis] * num_rows)) * num_rows
 
 
+def _block_bytes(manifest: Manifest) -> int:
+    """Return the size of the blocks that reads consist of; 1 without checksums."""
+    if not manifest.has_checksums:
+        return 1
+    return manifest.block_bytes
+
+
 class ReadCosts(NamedTuple):
-    """How many bytes it takes to read regions of chunks.
+    """The bytes that are read for regions of chunks.
 
     Attributes:
-        manifest: of the checkpoint.
-        are_exact: nothing is read that was not asked for; otherwise whole blocks, from that with
-            the first element to that with the last one.
+        manifest: the manifest of the checkpoint.
+        are_exact: whether only the requested bytes are read; otherwise all blocks from the first
+            element to the last one.
     """
 
     manifest: Manifest
     are_exact: bool = False
 
     def of(self, chunks: IntArray, offsets: IntArray, shapes: IntArray) -> IntArray:
-        """Return the bytes of some regions."""
+        """Return the cost of each region."""
         manifest = self.manifest
         item_bytes = np.array([ITEM_BYTES.get(name, 0) for name in manifest.dtypes], np.int64)
         items = item_bytes[manifest.key_ids[chunks]]
@@ -142,25 +155,27 @@ class ReadCosts(NamedTuple):
         strides[:, :-1] = np.cumprod(manifest.shapes[chunks][:, :0:-1], axis=1)[:, ::-1]
         first = (offsets * strides).sum(axis=1)
         last = ((offsets + shapes - 1) * strides).sum(axis=1)
-        block = manifest.block_bytes if manifest.has_checksums else 1
-        starts, stops = first * items // block * block, -(-(last + 1) * items // block) * block
+        block = _block_bytes(manifest)
+        starts = first * items // block * block
+        stops = -(-(last + 1) * items // block) * block
         span: IntArray = np.minimum(stops, manifest.num_bytes[chunks]) - starts
         return span * (sizes > 0)
 
 
-# --- What ranks tell rank 0, and what it answers --------------------------------------------------
+# --- Messages -------------------------------------------------------------------------------------
 
 
 class UnitTable(NamedTuple):
     """The units of one rank, without data.
 
     Attributes:
-        names: int64 of shape (n, 3): the chunk, the cell, and the dtype of the target. Rows that
-            are equal on several ranks may be shared.
-        offsets: with `shapes`, what of the chunk is requested; int64 of shape (n, ndim).
-        num_bytes: that would be read without sharing, (n,).
-        group: ranks share within their group,
-        place: and only what is requested at two different places.
+        names: int64 of shape (n, 3): the chunk, the cell, and the dtype of the target. Units with
+            equal names on several ranks may be shared.
+        offsets: with `shapes`, the requested region of the chunk; int64 of shape (n, ndim).
+        shapes: see `offsets`.
+        num_bytes: the bytes read without sharing, of shape (n,).
+        group: ranks share only within their group.
+        place: ranks share only units that different places request.
     """
 
     names: IntArray
@@ -190,16 +205,16 @@ class UnitTable(NamedTuple):
 
 
 class UnitMessage(NamedTuple):
-    """What a rank tells of its units.
+    """The encoded units of a rank.
 
     Attributes:
-        num_units: how many there are.
-        group: of the rank,
-        place: and where it is.
+        num_units: the number of units.
+        group: the group of the rank.
+        place: the place of the rank.
         kinds: the dtypes of targets, see `item_bytes_of`.
-        largest: number in each column.
-        data: with the columns: chunk, cell, place in `kinds`, bytes, and as many columns of
-            offsets and shapes as there are axes.
+        largest: the largest number in each column.
+        data: the whole message. Its columns are chunk, cell, position in `kinds`, bytes, and one
+            column of offsets and of shapes for each axis.
     """
 
     num_units: int
@@ -211,11 +226,12 @@ class UnitMessage(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes, ndim: int) -> UnitMessage:
-        """Read the beginning of what `UnitTable.to_bytes` made."""
+        """Decode the beginning of a result of `UnitTable.to_bytes`."""
         num_units, num_kinds, group, place = np.frombuffer(data, np.int64, 4).tolist()
         rest = np.frombuffer(data, np.int64, num_kinds + 4 + 2 * ndim, 32)
-        kinds, largest = rest[:num_kinds], rest[num_kinds:]
-        return cls(num_units, group, place, kinds.tolist(), largest.copy(), data)
+        kinds = rest[:num_kinds].tolist()
+        largest = rest[num_kinds:].copy()
+        return cls(num_units, group, place, kinds, largest, data)
 
     def columns(self) -> IntArray:
         """Return the columns, of shape (columns, units)."""
@@ -225,20 +241,25 @@ class UnitMessage(NamedTuple):
 
 
 def item_bytes_of(kind: int) -> int:
-    """Return the size of an element of the dtype that a number stands for."""
+    """Return the element size of a dtype, given its number in `UnitMessage.kinds`."""
     return kind % _KINDS
 
 
 def describe_units(
     costs: ReadCosts, divided: Units, dtypes: Sequence[torch.dtype], group: int, place: int
 ) -> UnitTable:
-    """Describe the units of this rank; `dtypes` has the dtype of the target of each request."""
-    units, ndim = divided.units, costs.manifest.offsets.shape[1]
+    """Describe the units of this rank.
+
+    `dtypes` has the dtype of each request's target.
+    """
+    units = divided.units
+    ndim = costs.manifest.offsets.shape[1]
     chunks = np.array([unit.chunk for unit in units], np.int64)
     kinds = [zlib.crc32(str(dtype).encode()) * _KINDS + dtype.itemsize for dtype in dtypes]
     kind = np.array([kinds[unit.request] for unit in units], np.int64)
     offsets, shapes = regions_to_arrays([unit.source for unit in units])
-    offsets, shapes = widen(offsets, ndim, 0), widen(shapes, ndim, 1)
+    offsets = widen(offsets, ndim, 0)
+    shapes = widen(shapes, ndim, 1)
     return UnitTable(
         np.column_stack([chunks, divided.cells, kind]),
         offsets,
@@ -253,22 +274,22 @@ class SharePlan(NamedTuple):
     """The part of one rank in a plan of `num_waves` waves.
 
     Attributes:
-        num_waves: in which all ranks read and send.
-        most_bytes: no rank would read more of what is shared, if nothing was.
+        num_waves: the number of waves in which all ranks read and send.
+        most_bytes: the most bytes of shared units that one rank would read without sharing.
         readers: for each unit of this rank the rank that reads it; -1 if it is not shared.
-        sequence: for each unit its place in the order of the units of all ranks.
+        sequence: for each unit its position in the order of the units of all ranks.
         waves: for each unit the wave in which it is read and sent.
-        unit_reads: for each unit that this rank reads, the row in the columns that follow; else -1.
+        unit_reads: for each unit that this rank reads, the row in the `read_` columns; else -1.
         read_chunks: for each region that this rank reads, its chunk.
-        read_waves: the wave,
-        read_units: and the unit of this rank that is the whole region, -1 if none is.
-        read_offsets: where the region begins in the chunk,
-        read_shapes: and its shape.
-        send_reads: for each message to another rank, the row of the region that it is a part of.
-        send_ranks: to which rank,
-        send_sequence: at which place in the order,
-        send_offsets: and what of the chunk.
-        send_shapes: the shape of that.
+        read_waves: for each region its wave.
+        read_units: for each region the unit of this rank that is the whole region; -1 without one.
+        read_offsets: for each region its offset in the chunk.
+        read_shapes: for each region its shape.
+        send_reads: for each message to another rank, the row of its region.
+        send_ranks: for each message its receiver.
+        send_sequence: for each message its position in the order.
+        send_offsets: for each message the offset of its content in the chunk.
+        send_shapes: for each message the shape of its content.
     """
 
     num_waves: int
@@ -300,16 +321,17 @@ class SharePlan(NamedTuple):
         ndim: int,
         columns: Sequence[IntArray],
     ) -> bytes:
-        """Encode the columns about units, about regions and about messages, in the order of the
-        attributes; of offsets and shapes there are as many columns as axes.
+        """Encode the columns of units, of regions and of messages.
+
+        They are in the order of the attributes. Offsets and shapes have a column for each axis.
         """
-        counts = [each.shape[1] for each in columns]
+        counts = [numbers.shape[1] for numbers in columns]
         head = np.array([num_waves, most_bytes, ndim, *counts], np.int64)
-        return head.tobytes() + compress(b"".join(each.tobytes() for each in columns))
+        return head.tobytes() + compress(b"".join(numbers.tobytes() for numbers in columns))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SharePlan:
-        """Decode what `encode` made."""
+        """Decode the result of `encode`."""
         head = np.frombuffer(data, np.int64, 6)
         num_waves, most_bytes, ndim, num_units, num_reads, num_sends = head.tolist()
         numbers = np.frombuffer(decompress(data[head.nbytes :]), np.int64)
@@ -325,7 +347,7 @@ class SharePlan(NamedTuple):
 
 
 def _columns_of(numbers: IntArray, count: int, ndim: int) -> tuple[IntArray, ...]:
-    """Return three columns, and what follows as offsets and shapes, of `count` rows."""
+    """Split numbers into three columns, offsets and shapes of `count` rows."""
     first, second, third, *axes = numbers.reshape(3 + 2 * ndim, count)
     regions = np.array(axes, np.int64).reshape(2, ndim, count)
     return first, second, third, regions[0].T, regions[1].T

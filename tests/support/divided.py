@@ -7,24 +7,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distckpt._io.divided.plan import Coordinator, PartPlanning
-from distckpt._io.divided.planner import (
-    Cuts,
-    OwnKeys,
-    PlannedRows,
+from distckpt._io.divided.descriptions import (
+    KeysOfRank,
     describe_rows,
-    join_factors,
-    join_pieces,
     planner_ranks,
     tied_keys,
 )
+from distckpt._io.divided.owners import CutPoints, PlannedRows, join_factors, join_pieces
+from distckpt._io.divided.plan import Coordinator, PartPlanning
 from distckpt._plan.save import Pieces
 from distckpt._ranks.exchanges import unpack_parts
 from distckpt._state.shards import ShardTable
 
 
 class Planned(NamedTuple):
-    """What all ranks know in the end: pieces and factors by rank, and keys that are stored."""
+    """Pieces and factors by rank, and the stored keys."""
 
     pieces: list[Pieces]
     factors: list[np.ndarray]
@@ -38,41 +35,40 @@ def plan_divided(
 ) -> Planned:
     """Do what the ranks do with `distckpt._io.divided.plan.plan_divided`, one after the other."""
     coordinator = Coordinator(len(tables), num_planners)
-    told = coordinator.number_keys(
+    key_messages = coordinator.number_keys(
         [table.kinds_to_bytes() for table in tables], [tied_keys(table) for table in tables]
     )
-    own_keys = [OwnKeys.from_bytes(data) for data in told]
+    own_keys = [KeysOfRank.from_bytes(data) for data in key_messages]
     rows = [own.rows_of_planners(table) for own, table in zip(own_keys, tables, strict=True)]
-    described = [
-        [
-            describe_rows(table, own, of_rank[number])
-            for table, own, of_rank in zip(tables, own_keys, rows, strict=True)
-        ]
-        for number in range(num_planners)
-    ]
-    bundles = coordinator.hand_on(described)
+    descriptions = []
+    for number in range(num_planners):
+        messages = []
+        for table, own, rows_of_rank in zip(tables, own_keys, rows, strict=True):
+            messages.append(describe_rows(table, own, rows_of_rank[number]))
+        descriptions.append(messages)
+    bundles = coordinator.bundles_by_rank(descriptions)
     planners = {
         rank: PartPlanning(allow_gaps, False) for rank in planner_ranks(num_planners, len(tables))
     }
-    found = [b""] * len(tables)
+    reports = [b""] * len(tables)
     for rank, planner in planners.items():
-        found[rank] = planner.begin(bundles[rank])
-    coordinator.share_out(found)
+        reports[rank] = planner.begin(bundles[rank])
+    coordinator.balance(reports)
     aliases = coordinator.not_stored
     cuts = coordinator.cuts_by_rank()
-    finished = [b""] * len(tables)
+    payloads = [b""] * len(tables)
     for rank, planner in planners.items():
-        finished[rank] = planner.finish(Cuts.from_bytes(cuts[rank]))
-    coordinator.gather_shares(finished)
-    pieces, factors = [], []
-    for table, own, of_rank, shares in zip(
+        payloads[rank] = planner.finish(CutPoints.from_bytes(cuts[rank]))
+    coordinator.gather_shares(payloads)
+    pieces = []
+    factors = []
+    for table, own, rows_of_rank, shares in zip(
         tables, own_keys, rows, coordinator.shares_by_rank(), strict=True
     ):
-        planned = [
-            PlannedRows.from_bytes(*each)
-            for each in zip(unpack_parts(shares), of_rank, strict=True)
-        ]
-        pieces.append(join_pieces(table, planned, own.ids, aliases))
-        factors.append(join_factors(table, planned))
+        answers = []
+        for message, rows_of_planner in zip(unpack_parts(shares), rows_of_rank, strict=True):
+            answers.append(PlannedRows.from_bytes(message, rows_of_planner))
+        pieces.append(join_pieces(table, answers, own.ids, aliases))
+        factors.append(join_factors(table, answers))
     manifest = coordinator.manifest
     return Planned(pieces, factors, manifest.keys, manifest.aliases, coordinator)

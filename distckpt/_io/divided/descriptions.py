@@ -1,0 +1,340 @@
+"""Messages about keys, shards and chunks among ranks and several planners.
+
+Pure functions. The coordinator numbers the keys of all ranks. Each planner then receives a range of
+them, with the shards of all ranks, and later sorts the chunks of its keys into parts of the
+manifest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.columns import compress, decompress, narrow, pack, unpack
+from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.planned_manifest import cut_into_parts
+from distckpt._geometry.region import IntArray, stacked
+from distckpt._ranks.exchanges import pack_parts, unpack_parts
+from distckpt._state.shards import GlobalTable, ShardTable, choose_main_replicas, number_kinds
+
+_IS_MAIN = 1
+_IS_BUFFER = 2
+_OPEN_RANK = 4
+
+
+def planner_ranks(num_planners: int, num_ranks: int) -> list[int]:
+    """Return the ranks that plan: far apart, to use different hosts."""
+    return [(2 * i + 1) * num_ranks // (2 * num_planners) for i in range(num_planners)]
+
+
+# --- Keys -----------------------------------------------------------------------------------------
+
+
+def tied_keys(table: ShardTable) -> bytes:
+    """Encode the positions of keys whose tensors this rank holds twice."""
+    tied_rows = np.flatnonzero(table.tie_ids != table.shard_ids)
+    # Rows list shards in order.
+    partners = np.searchsorted(table.shard_ids, table.tie_ids[tied_rows])
+    return np.unique(table.key_ids[np.concatenate((tied_rows, partners))]).tobytes()
+
+
+class Numbering(NamedTuple):
+    """The keys of all ranks in the order of the manifest.
+
+    Keys of tied tensors come first, since one planner must see them together; keys of objects come
+    last.
+
+    Attributes:
+        keys: all keys, parallel to `dtypes` and `global_shapes`.
+        ids_of_ranks: for each rank the numbers of its keys; ranks with equal keys share one array.
+        edges: the first key of each planner, then the number of keys.
+    """
+
+    keys: list[str]
+    dtypes: list[str]
+    global_shapes: list[tuple[int, ...]]
+    ids_of_ranks: list[IntArray]
+    edges: list[int]
+
+    @property
+    def ndim(self) -> int:
+        """The largest number of axes of any tensor."""
+        return max(map(len, self.global_shapes), default=0)
+
+    def to_planner(self, planner: int) -> bytes:
+        """Encode the keys of a planner, with their dtypes and shapes."""
+        own = slice(self.edges[planner], self.edges[planner + 1])
+        kinds = [self.keys[own], self.dtypes[own], self.global_shapes[own]]
+        return compress(json.dumps([self.ndim, *kinds]).encode())
+
+    def to_ranks(self) -> list[bytes]:
+        """Encode for each rank the numbers of its keys, see `KeysOfRank`."""
+        fields = [self.ndim, self.edges]
+        messages: dict[int, bytes] = {}
+        for ids in self.ids_of_ranks:
+            if id(ids) not in messages:
+                messages[id(ids)] = pack(fields, {"ids": narrow(ids)})
+        return [messages[id(ids)] for ids in self.ids_of_ranks]
+
+
+def number_keys(kinds: Sequence[bytes], ties: Sequence[bytes], num_planners: int) -> Numbering:
+    """Number the keys of all ranks, see `ShardTable.kinds_to_bytes` and `tied_keys`.
+
+    Raises:
+        InvalidShardingError: ranks do not agree on a key.
+    """
+    keys, kind_of_key, positions = number_kinds(kinds)
+    dtypes = [dtype for dtype, _ in kind_of_key]
+    shapes = [shape for _, shape in kind_of_key]
+    # 0 for keys of tied tensors, 1 for other tensors, 2 for objects.
+    group = 1 + (np.array(dtypes, np.str_) == OBJECT)
+    for ids, tied in zip(positions, ties, strict=True):
+        if tied:
+            group[ids[np.frombuffer(tied, np.int64)]] = 0
+    order = np.argsort(group, kind="stable")
+    number = np.empty(len(order), np.int64)
+    number[order] = np.arange(len(order))
+    ids_of_ranks = _call_once_per_array(positions, lambda ids: number[ids])
+    in_order = order.tolist()
+    return Numbering(
+        keys=[keys[i] for i in in_order],
+        dtypes=[dtypes[i] for i in in_order],
+        global_shapes=[shapes[i] for i in in_order],
+        ids_of_ranks=ids_of_ranks,
+        edges=_edges(ids_of_ranks, len(keys), num_planners, int((group == 0).sum())),
+    )
+
+
+def _call_once_per_array(
+    arrays: Sequence[IntArray], function: Callable[[IntArray], IntArray]
+) -> list[IntArray]:
+    """Call a function once for each distinct array."""
+    results: dict[int, IntArray] = {}
+    for array in arrays:
+        if id(array) not in results:
+            results[id(array)] = function(array)
+    return [results[id(array)] for array in arrays]
+
+
+def _edges(
+    ids_of_ranks: Sequence[IntArray], num_keys: int, num_planners: int, num_tied: int
+) -> list[int]:
+    """Divide keys into ranges with similar numbers of shards.
+
+    The first range has all keys of tied tensors.
+    """
+    num_shards = np.zeros(num_keys, np.int64)
+    for ids in ids_of_ranks:
+        num_shards[ids] += 1
+    ends = np.cumsum(num_shards)
+    even = np.arange(1, num_planners) * int(num_shards.sum()) // num_planners
+    inner = np.maximum(np.searchsorted(ends, even), num_tied)
+    return [0, *inner.tolist(), num_keys]
+
+
+class KeysOfRank(NamedTuple):
+    """The part of a `Numbering` that one rank needs.
+
+    Attributes:
+        ndim: the largest number of axes of any tensor.
+        edges: see `Numbering`.
+        ids: the numbers of the keys of this rank.
+    """
+
+    ndim: int
+    edges: list[int]
+    ids: IntArray
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> KeysOfRank:
+        """Decode a message of `Numbering.to_ranks`."""
+        (ndim, edges), columns = unpack(data)
+        return cls(ndim, edges, columns["ids"].astype(np.int64))
+
+    def rows_of_planners(self, table: ShardTable) -> list[IntArray]:
+        """Return the rows of this rank's table for each planner."""
+        key_ids = self.ids[table.key_ids]
+        planner = np.searchsorted(self.edges[1:-1], key_ids, side="right")
+        return [np.flatnonzero(planner == number) for number in range(len(self.edges) - 1)]
+
+
+# --- Shards ---------------------------------------------------------------------------------------
+
+
+def describe_rows(table: ShardTable, own_keys: KeysOfRank, rows: IntArray) -> bytes:
+    """Encode some rows of a rank's table for their planner."""
+    flags = _IS_MAIN * table.is_main[rows] + _IS_BUFFER * table.is_buffer[rows]
+    numbers = np.zeros((4 + 2 * own_keys.ndim, len(rows)), np.int64)
+    numbers[0] = own_keys.ids[table.key_ids[rows]]
+    numbers[1] = table.shard_ids[rows]
+    numbers[2] = table.tie_ids[rows]
+    numbers[3] = flags + _OPEN_RANK * table.open_ranks[rows]
+    ndim = table.offsets.shape[1]
+    numbers[4 : 4 + ndim] = table.offsets[rows].T
+    numbers[4 + own_keys.ndim :] = 1
+    numbers[4 + own_keys.ndim : 4 + own_keys.ndim + ndim] = table.shapes[rows].T
+    head = np.array([len(rows), table.exchange_group], np.int64)
+    return head.tobytes() + table.digests[rows].tobytes() + _numbers_to_bytes(numbers)
+
+
+def _numbers_to_bytes(numbers: IntArray) -> bytes:
+    """Encode columns of numbers that are not negative."""
+    is_wide = bool(numbers.max(initial=0) > np.iinfo(np.int32).max)
+    body = numbers.astype(_number_dtype(is_wide)).tobytes()
+    return bytes([is_wide]) + compress(body)
+
+
+def _numbers_from_bytes(data: bytes, num_columns: int) -> Any:
+    body = np.frombuffer(decompress(data[1:]), _number_dtype(bool(data[0])))
+    return body.reshape(num_columns, -1)
+
+
+def _number_dtype(is_wide: bool) -> Any:
+    if is_wide:
+        return np.int64
+    return np.int32
+
+
+class _RowsOfRank(NamedTuple):
+    """The rows that one rank sends to a planner."""
+
+    exchange_group: int
+    digests: npt.NDArray[np.uint64]
+    numbers: IntArray
+
+
+def _read_rows(message: bytes, ndim: int) -> _RowsOfRank:
+    count, exchange_group = np.frombuffer(message, np.int64, 2).tolist()
+    digests = np.frombuffer(message, np.uint64, count, 16)
+    numbers = _numbers_from_bytes(message[16 + 8 * count :], 4 + 2 * ndim)
+    return _RowsOfRank(exchange_group, digests, numbers)
+
+
+class PlannerInput(NamedTuple):
+    """The keys of a planner, with the rows of all ranks.
+
+    Attributes:
+        table: the rows, rank by rank; keys are numbered from the planner's first key.
+        row_starts: the first row of each rank, then the number of rows.
+        exchange_groups: the exchange group of each rank.
+    """
+
+    table: GlobalTable
+    row_starts: IntArray
+    exchange_groups: list[int]
+
+
+def read_descriptions(
+    keys: bytes, first_key: int, messages: Sequence[bytes], senders: IntArray
+) -> PlannerInput:
+    """Decode the descriptions of all ranks into one table.
+
+    Args:
+        keys: see `Numbering.to_planner`.
+        first_key: the number of the first key.
+        messages: the distinct descriptions.
+        senders: for each rank, the position of its description among the messages.
+    """
+    ndim, names, dtypes, shapes = json.loads(decompress(keys))
+    distinct_rows = [_read_rows(message, ndim) for message in messages]
+    rows_of_ranks = [distinct_rows[i] for i in senders.tolist()]
+    numbers = np.concatenate([rows.numbers for rows in rows_of_ranks], axis=1)
+    counts = np.array([len(rows.digests) for rows in rows_of_ranks], np.int64)
+    flags = numbers[3]
+    table = GlobalTable(
+        keys=names,
+        dtypes=dtypes,
+        global_shapes=stacked([tuple(shape) for shape in shapes], ndim, 1),
+        ndims=np.array([len(shape) for shape in shapes], np.int64),
+        ranks=np.repeat(np.arange(len(rows_of_ranks)), counts),
+        key_ids=numbers[0] - first_key,
+        shard_ids=numbers[1],
+        tie_ids=numbers[2],
+        is_main=(flags & _IS_MAIN) != 0,
+        is_buffer=(flags & _IS_BUFFER) != 0,
+        digests=np.concatenate([rows.digests for rows in rows_of_ranks]),
+        offsets=numbers[4 : 4 + ndim].T,
+        shapes=numbers[4 + ndim :].T,
+    )
+    choose_main_replicas(table, (flags // _OPEN_RANK).astype(np.uint8))
+    row_starts = np.append(0, np.cumsum(counts))
+    return PlannerInput(table, row_starts, [rows.exchange_group for rows in rows_of_ranks])
+
+
+# --- Chunks ---------------------------------------------------------------------------------------
+
+
+def split_chunks(table: ChunkTable, edges: Sequence[int]) -> tuple[ChunkTable, list[bytes]]:
+    """Separate the chunks that planners receive from the rest.
+
+    Returns:
+        The chunks whose files are not laid out yet, with all files of the rank; and for each
+        planner the other chunks of its keys, encoded.
+    """
+    is_open = np.array([not file.header_bytes for file in table.files], np.bool_)
+    is_rest = is_open[table.file_ids]
+    planner = np.searchsorted(edges[1:-1], table.key_ids, side="right")
+    columns = (table.key_ids, table.file_ids, table.first_bytes, table.num_bytes)
+    numbers = np.vstack((*columns, table.offsets.T, table.shapes.T))
+    encoded = []
+    for number in range(len(edges) - 1):
+        own_numbers = numbers[:, ~is_rest & (planner == number)]
+        encoded.append(len(numbers).to_bytes(1, "little") + _numbers_to_bytes(own_numbers))
+    return table.rows(np.flatnonzero(is_rest)), encoded
+
+
+def chunks_message(rest: ChunkTable, encoded: Sequence[bytes]) -> bytes:
+    """Join the results of `split_chunks` into one message to the coordinator."""
+    return pack_parts([len(rest.files).to_bytes(8, "little"), *encoded])
+
+
+def chunks_by_planner(messages: list[bytes], manifest: Manifest) -> list[bytes]:
+    """Sort the chunks of all ranks by planner; return a message for each.
+
+    Args:
+        messages: see `chunks_message`. The list is emptied.
+        manifest: the keys, without chunks.
+    """
+    counts, *columns = zip(*map(unpack_parts, messages), strict=True)
+    messages.clear()
+    ends = np.cumsum([int.from_bytes(count, "little") for count in counts])
+    first_files = np.append(0, ends[:-1]).astype(np.int64).tobytes()
+    ndim = max(map(len, manifest.global_shapes), default=0).to_bytes(1, "little")
+    return [pack_parts([ndim, first_files, *chunks]) for chunks in columns]
+
+
+def parts_of_chunks(bundle: bytes) -> list[bytes]:
+    """Sort the chunks in a message of `chunks_by_planner` into manifest parts."""
+    axes, files, *messages = unpack_parts(bundle)
+    ndim = axes[0]
+    first_files = np.frombuffer(files, np.int64)
+    tables = [_numbers_from_bytes(message[1:], message[0]) for message in messages]
+    counts = [table.shape[1] for table in tables]
+    numbers = np.concatenate([_widened(table, ndim) for table in tables], axis=1)
+    key_ids, file_ids, first_bytes, num_bytes, *regions = numbers
+    if not len(key_ids):
+        return []
+    chunks = ChunkTable.empty()._replace(
+        key_ids=key_ids,
+        file_ids=file_ids + np.repeat(first_files, counts),
+        first_bytes=first_bytes,
+        num_bytes=num_bytes,
+        offsets=np.array(regions[:ndim]).T,
+        shapes=np.array(regions[ndim:]).T,
+    )
+    return cut_into_parts(chunks.rows(chunks.sorted_rows))
+
+
+def _widened(numbers: IntArray, ndim: int) -> IntArray:
+    """Add axes to the regions of a table until there are `ndim`."""
+    missing = ndim - (len(numbers) - 4) // 2
+    if not missing:
+        return numbers
+    middle = 4 + (len(numbers) - 4) // 2
+    zeros = np.zeros((missing, numbers.shape[1]), numbers.dtype)
+    return np.vstack((numbers[:middle], zeros, numbers[middle:], zeros + 1))
