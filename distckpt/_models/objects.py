@@ -33,8 +33,8 @@ from distckpt._base.tree import (
 )
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
-from distckpt._format.codec.encode import is_object_of_state, nodes_of_any
-from distckpt._format.codec.tree import REGISTERED
+from distckpt._format.codec.encode import is_object_of_state
+from distckpt._format.codec.tree import REGISTERED, nodes_of_any
 from distckpt._format.marker import first_name
 from distckpt._models.bound_state import BoundState
 from distckpt._models.dtensor import (

@@ -51,27 +51,22 @@ from distckpt._base.tree import (
 )
 from distckpt._format import safetensors_file
 from distckpt._format.codec.decode import Entries, decode_node
-from distckpt._format.codec.encode import (
-    NOT_STORED,
-    UnknownObject,
-    Writer,
-    collect_fingerprints,
-    encode_all,
-    encoders,
-    how_to_register,
-    unknown_objects,
-)
+from distckpt._format.codec.encode import Writer, collect_fingerprints, encode_all, encoders
 from distckpt._format.codec.tree import (
     MAX_DEPTH,
+    NOT_STORED,
     REGISTERED,
     REGISTERED_NAMES,
     Raw,
     Registration,
+    UnknownObject,
     default_functions,
     entry_name,
+    how_to_register,
     require,
     to_text,
     type_name,
+    unknown_objects,
 )
 
 logger = logging.getLogger(__name__)

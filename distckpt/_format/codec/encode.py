@@ -15,8 +15,8 @@ import math
 import re
 import struct
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +29,13 @@ from distckpt._base.tree import Hole
 from distckpt._format.codec.tree import (
     FACTORIES,
     MAX_DEPTH,
+    NOT_STORED,
     PATHS,
     REGISTERED,
     TENSOR_DTYPES,
     Json,
     Raw,
+    UnknownObject,
     default_functions,
     is_plain_dtype,
     is_tagged,
@@ -364,113 +366,6 @@ def _encode_as(name: str, obj: object, state: object, writer: Writer) -> Json:
     return {"$object": [name, *_encode_children(obj, [(_SAME, None, state)], writer)]}
 
 
-NOT_STORED = "not stored: "
-"""Beginning of the name of an `UnknownObject` for a left-out value. A save has left the value out.
-"""
-
-
-class UnknownObject:
-    """A stored object that this program cannot make.
-
-    Its class is not registered under the stored name, or its `from_state` does not take the stored
-    state.
-
-    It can only be saved again, as it was stored. Any other use raises an error that names the
-    class.
-
-    Attributes:
-        name: name of the class in the checkpoint.
-        state: the stored state of the object.
-        fault: the error of `from_state`; empty for a class that is not registered.
-    """
-
-    def __init__(self, name: str, state: object, fault: str = "") -> None:
-        self.name = name
-        self.state = state
-        self.fault = fault
-
-    def __repr__(self) -> str:
-        return f"<object of an unknown class, registered as {self.name!r}>"
-
-    def __getattr__(self, attribute: str) -> NoReturn:
-        if not vars(self):  # A copy that is being made.
-            raise AttributeError(attribute)
-        raise AttributeError(f"{attribute!r} of {self!r}: {how_to_register(self)}")
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, UnknownObject):
-            self._refuse()
-        return self is other or self._content() == other._content()
-
-    def __hash__(self) -> int:
-        return hash(self._content())
-
-    def _content(self) -> object:
-        writer = Writer()
-        return to_text(encode_node(self, writer)), tuple(map(bytes, writer.entries))
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise UnsupportedObjectError(f"{self!r} was used: {how_to_register(self)}")
-
-    # The operations of enums and named tuples. By name, since Python looks these up in the class.
-    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __getitem__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = _refuse
-
-
-def nodes(
-    obj: object, path: tuple[object, ...] = ()
-) -> Iterator[tuple[tuple[object, ...], object]]:
-    """Yield an object and its content, each after its path.
-
-    The path consists of the keys and positions that lead to it.
-    """
-    yield path, obj
-    if isinstance(obj, dict):
-        for key, value in obj.items():
-            yield from nodes(key, path)
-            yield from nodes(value, (*path, key))
-    elif isinstance(obj, list | tuple | collections.deque):
-        for index, value in enumerate(obj):
-            yield from nodes(value, (*path, index))
-    elif isinstance(obj, set | frozenset):
-        for value in obj:
-            yield from nodes(value, path)
-    elif isinstance(obj, slice):
-        yield from nodes((obj.start, obj.stop, obj.step), path)
-    elif isinstance(obj, argparse.Namespace | types.SimpleNamespace):
-        yield from nodes(vars(obj), path)
-
-
-_WALKED = (dict, list, tuple, collections.deque)
-
-
-def nodes_of_any(
-    obj: object, path: tuple[object, ...] = ()
-) -> Iterator[tuple[tuple[object, ...], object]]:
-    """Yield an object and its content, including registered objects' states.
-
-    See `nodes`.
-    """
-    for place, node in nodes(obj, path):
-        yield place, node
-        if type(node) in REGISTERED and not isinstance(node, _WALKED):
-            state: object = None
-            # The state of a given object may not be complete before the load.
-            with contextlib.suppress(Exception):
-                state = REGISTERED[type(node)].to_state(node)
-            yield from nodes_of_any(state, place)
-
-
-def unknown_objects(obj: object) -> Iterator[tuple[tuple[object, ...], UnknownObject]]:
-    """Yield the unknown objects in a decoded object, with their paths.
-
-    Paths consist of the keys and positions that lead to them.
-    """
-    for path, node in nodes(obj):
-        if isinstance(node, UnknownObject):
-            yield path, node
-
-
 def _encode_unknown(obj: UnknownObject, writer: Writer) -> Json:
     if writer.refuses_left_out and obj.name.startswith(NOT_STORED):
         raise UnsupportedObjectError(
@@ -479,37 +374,6 @@ def _encode_unknown(obj: UnknownObject, writer: Writer) -> Json:
             "or drop it before saving."
         )
     return _encode_as(obj.name, obj, obj.state, writer)
-
-
-def how_to_register(unknown: UnknownObject) -> str:
-    """Return advice to register the class of an unknown object.
-
-    It would be decoded then.
-    """
-    while inner := next(unknown_objects(unknown.state), None):
-        _, unknown = inner
-    name = unknown.name
-    if name.startswith(NOT_STORED):
-        return (
-            f"the save left out this value, of type {name.removeprefix(NOT_STORED)!r}, and stored "
-            f"all others ({unknown.state}). Leave it out of the load."
-        )
-    if unknown.fault:
-        return (
-            f"what is stored of {name!r} does not fit its class as it is registered here "
-            f"({unknown.fault}). Before loading, register the class as it was saved, or a "
-            "from_state that takes such a state."
-        )
-    if name.startswith("megatron."):
-        return (
-            f"its class is Megatron's {name!r}, which is unknown here. Before loading, import it, "
-            "from a version of Megatron that has it."
-        )
-    return (
-        f"its class is registered as {name!r}, which is unknown here. Before loading, call "
-        f"distckpt.register_object_type(cls, name={name!r}), with to_state= and from_state= unless "
-        "cls is an Enum class, a dataclass or a namedtuple class."
-    )
 
 
 def _encode_state(kind: str, to_state: Callable[[Any], object]) -> _Encoder:
