@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from distckpt._base.version import __version__ as __version__
     from distckpt._compute.merge import merge
     from distckpt._format.codec import register_object_type
-    from distckpt._format.codec.tree import UnknownObject
+    from distckpt._format.codec.encode import UnknownObject
     from distckpt._format.fingerprint import Fingerprint
     from distckpt._models.per_rank import PerRank, RngState
     from distckpt._move.record_loader import record_loader
@@ -136,7 +136,7 @@ _HOMES = {
     "LoadOptions": "_base.options",
     "MoveOptions": "_base.options",
     "SaveOptions": "_base.options",
-    "UnknownObject": "_format.codec.tree",
+    "UnknownObject": "_format.codec.encode",
     "register_object_type": "_format.codec",
     "CheckpointInfo": "manager._listing",
     "CheckpointManager": "manager._checkpoint_manager",

@@ -35,7 +35,7 @@ from distckpt._base.tree import (
     without_holes,
 )
 from distckpt._format.codec import refuse_unknown
-from distckpt._format.codec.tree import how_to_register, unknown_objects
+from distckpt._format.codec.encode import how_to_register, unknown_objects
 from distckpt._state.adopted import adopt
 from distckpt._state.shards import Shard
 from distckpt._state.stored_form import StoredEntry, stored_form

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from distckpt._base.lazy import torch
-from distckpt._format.codec.tree import UnknownObject
+from distckpt._format.codec.encode import UnknownObject
 
 _MAX_ELEMENTS = 1000
 """Largest number of elements of a tensor that is shown in full."""

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from distckpt._base.dtypes import in_memory_order
 from distckpt._base.lazy import torch
 from distckpt._base.tree import HOLE
+from distckpt._format.codec.encode import UnknownObject, unknown_objects
 from distckpt._format.codec.tree import (
     DTYPES,
     FACTORIES,
@@ -31,13 +32,11 @@ from distckpt._format.codec.tree import (
     PATHS,
     TENSOR_DTYPES,
     Json,
-    UnknownObject,
     entry_name,
     is_plain_dtype,
     is_tagged,
     registration_named,
     require,
-    unknown_objects,
 )
 
 _MAX_NDIM = 1024

@@ -1,6 +1,6 @@
 """The tree that the codec writes and reads: its vocabulary and its limits.
 
-Also the classes that programs register, and the place of objects of unknown classes.
+Also the classes that programs register, and texts about the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,9 @@ MAX_DEPTH = 128
 """Containers inside one another. Each takes up to four nested calls, of which Python allows 1000 by
 default.
 """
+
+ITEM = "[{}]"
+"""Form of the step into an item of a container, in messages."""
 
 Json = Any
 Raw = bytes | bytearray | memoryview
@@ -258,62 +261,14 @@ def _functions_of_fields(
     return to_state, from_state
 
 
-# --- Objects of unknown classes -------------------------------------------------------------------
-
-NOT_STORED = "not stored: "
-"""Beginning of the name of an `UnknownObject` for a left-out value. A save has left the value out.
-"""
-
-
-class UnknownObject:
-    """A stored object that this program cannot make.
-
-    Its class is not registered under the stored name, or its `from_state` does not take the stored
-    state.
-
-    It can only be saved again, as it was stored. Any other use raises an error that names the
-    class.
-
-    Attributes:
-        name: name of the class in the checkpoint.
-        state: the stored state of the object.
-        fault: the error of `from_state`; empty for a class that is not registered.
-    """
-
-    def __init__(self, name: str, state: object, fault: str = "") -> None:
-        self.name = name
-        self.state = state
-        self.fault = fault
-
-    def __repr__(self) -> str:
-        return f"<object of an unknown class, registered as {self.name!r}>"
-
-    def __getattr__(self, attribute: str) -> NoReturn:
-        if not vars(self):  # A copy that is being made.
-            raise AttributeError(attribute)
-        raise AttributeError(f"{attribute!r} of {self!r}: {how_to_register(self)}")
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, UnknownObject):
-            self._refuse()
-        return self is other or self._content() == other._content()
-
-    def __hash__(self) -> int:
-        return hash(self._content())
-
-    def _content(self) -> object:
-        # It imports this module.
-        from distckpt._format.codec.encode import Writer, encode_node
-
-        writer = Writer()
-        return to_text(encode_node(self, writer)), tuple(map(bytes, writer.entries))
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise UnsupportedObjectError(f"{self!r} was used: {how_to_register(self)}")
-
-    # The operations of enums and named tuples. By name, since Python looks these up in the class.
-    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __getitem__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = _refuse
+def registration_call(cls: type) -> str:
+    """Return the call that registers a class."""
+    try:
+        default_functions(cls)
+        arguments = cls.__name__
+    except TypeError:
+        arguments = f"{cls.__name__}, to_state=..., from_state=..."
+    return f"distckpt.register_object_type({arguments})"
 
 
 def nodes(
@@ -360,33 +315,36 @@ def nodes_of_any(
             yield from nodes_of_any(state, place)
 
 
-def unknown_objects(obj: object) -> Iterator[tuple[tuple[object, ...], UnknownObject]]:
-    """Yield the unknown objects in a decoded object, with their paths.
-
-    Paths consist of the keys and positions that lead to them.
-    """
-    for path, node in nodes(obj):
-        if isinstance(node, UnknownObject):
-            yield path, node
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in the tree."""
+    return str(dtype).removeprefix("torch.")
 
 
-def how_to_register(unknown: UnknownObject) -> str:
-    """Return advice to register the class of an unknown object.
+def segment_text(template: str, value: object) -> str:
+    """Return a step into a container as text."""
+    try:
+        return template.format(f"{value!r:.60}" if template == ITEM else value)
+    except Exception:
+        # Whatever the repr of a key raises, the error that is being described matters more.
+        return template.format("?")
 
-    It would be decoded then.
-    """
-    while inner := next(unknown_objects(unknown.state), None):
-        _, unknown = inner
-    name = unknown.name
+
+NOT_STORED = "not stored: "
+"""Beginning of the name of an `UnknownObject` for a left-out value. A save has left the value out.
+"""
+
+
+def advice_to_register(name: str, state: object, fault: str) -> str:
+    """Return advice to register the class of an unknown object."""
     if name.startswith(NOT_STORED):
         return (
             f"the save left out this value, of type {name.removeprefix(NOT_STORED)!r}, and stored "
-            f"all others ({unknown.state}). Leave it out of the load."
+            f"all others ({state}). Leave it out of the load."
         )
-    if unknown.fault:
+    if fault:
         return (
             f"what is stored of {name!r} does not fit its class as it is registered here "
-            f"({unknown.fault}). Before loading, register the class as it was saved, or a "
+            f"({fault}). Before loading, register the class as it was saved, or a "
             "from_state that takes such a state."
         )
     if name.startswith("megatron."):
@@ -398,4 +356,18 @@ def how_to_register(unknown: UnknownObject) -> str:
         f"its class is registered as {name!r}, which is unknown here. Before loading, call "
         f"distckpt.register_object_type(cls, name={name!r}), with to_state= and from_state= unless "
         "cls is an Enum class, a dataclass or a namedtuple class."
+    )
+
+
+def error_about_classes(
+    refusals: Mapping[type, tuple[str, UnsupportedObjectError]],
+) -> UnsupportedObjectError:
+    """Return the error about one or more classes that are not registered."""
+    if len(refusals) == 1:
+        return next(iter(refusals.values()))[1]
+    places = ", ".join(f"{where} of type {type_name(cls)}" for cls, (where, _) in refusals.items())
+    calls = "; ".join(map(registration_call, refusals))
+    return UnsupportedObjectError(
+        f"Cannot store {places}: their classes are not registered. Register them before saving and "
+        f"before loading: {calls}."
     )

@@ -28,7 +28,8 @@ from hypothesis.extra import numpy as hnp
 
 from distckpt._base.tree import HOLE
 from distckpt._format.codec import decode, encode, fingerprints, register_object_type
-from distckpt._format.codec.tree import REGISTERED, REGISTERED_NAMES, UnknownObject
+from distckpt._format.codec.encode import UnknownObject
+from distckpt._format.codec.tree import REGISTERED, REGISTERED_NAMES
 from distckpt.megatron.core import CorruptCheckpointError, UnsupportedObjectError
 from tests.support.codec_objects import Access, Box, Color, Level, Pair, Point, reference_blob, same
 
