@@ -10,16 +10,9 @@ import torch
 
 from distckpt._base.dtypes import TO_NAME
 from distckpt._plan.load import Request
-from distckpt.rules._mapped import (
-    MappedTensor,
-    TensorSpec,
-    invert,
-    resolve,
-    resolve_padding,
-    target_view,
-)
+from distckpt.rules._mapped import MappedTensor, TensorSpec, resolve, resolve_padding, target_view
 from distckpt.rules._rule import Rule
-from distckpt.rules._rules import Tie, apply_rules, matched_rules
+from distckpt.rules._rules import Tie, apply_rules, invert, matched_rules
 
 
 def _tensors_of_other_ranks(
