@@ -28,8 +28,8 @@ from distckpt._format.manifest import Manifest
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray, Region
-from distckpt._io.read import REQUEST_BYTES, _Reading
-from distckpt._io.read_parts import in_file_order, parts_of
+from distckpt._io.read import REQUEST_BYTES, _in_file_order, _Reading
+from distckpt._io.read_parts import parts_of
 from distckpt._plan.layout import PlannedChunk, lay_out_tensor_file
 from distckpt._plan.load import Copy, Request, plan_load
 from distckpt._plan.share import ReadCosts, SharePlan, describe_units, divide, unit_bytes_for
@@ -334,7 +334,7 @@ def counted(
     copier = Copier(targets)
     parts = parts_of(stored, copies, targets, copier, exact=False, reach_bytes=REQUEST_BYTES)
     plain = stored_without_checksums(stored)
-    reading = _Reading(in_file_order(plain, copier, parts), OpenFiles())
+    reading = _Reading(_in_file_order(plain, copier, parts), OpenFiles())
     gets = read = 0
     files = set()
     for units in reading._near_units():

@@ -4,7 +4,7 @@ The steps of a read:
 
 1. Parts: `parts_of` divides the copies of a plan into ranges of bytes of a chunk, each with its
    target.
-2. Units: `in_file_order` sorts the parts by file and position, and `units` joins neighbors. A
+2. Units: `_in_file_order` sorts the parts by file and position, and `units` joins neighbors. A
    thread reads one unit at a time.
 3. Contents: `content_for` chooses the memory of a unit: large plain targets directly, and scratch
    memory for all other bytes.
@@ -51,7 +51,6 @@ from distckpt._io.read_parts import (
     content_for,
     copy_from_scratch,
     deliver,
-    in_file_order,
     parts_of,
     useful_bytes,
 )
@@ -97,7 +96,7 @@ def read_copies(
     if with_check:
         check_files(stored, [part.chunk for part in parts])
     with _open_files(stored) as files:
-        reading = _Reading(in_file_order(stored, copier, parts), files, progress)
+        reading = _Reading(_in_file_order(stored, copier, parts), files, progress)
         reading.run(num_threads)
 
 
@@ -125,7 +124,7 @@ def read_chunks_into(
     for chunk, memory in zip(chunks, memories, strict=True):
         parts.append(ReadPart(chunk, 0, len(memory), memory, lead=0))
     with _open_files(stored) as files:
-        reading = _Reading(in_file_order(stored, Copier(()), parts), files)
+        reading = _Reading(_in_file_order(stored, Copier(()), parts), files)
         reading.run(num_threads)
 
 
@@ -143,7 +142,7 @@ def read_in_pieces(stored: StoredCheckpoint, chunk: int, piece_bytes: int) -> It
         for start in range(0, size, step):
             stop = min(start + step, size)
             part = ReadPart(chunk, start, stop, memory[: stop - start], lead=0)
-            reading = _Reading(in_file_order(stored, Copier(()), [part]), files)
+            reading = _Reading(_in_file_order(stored, Copier(()), [part]), files)
             reading.run(NUM_THREADS)
             yield part.target
 
@@ -166,6 +165,20 @@ def num_threads_at(location: str) -> int:
 
 
 # --- Units ----------------------------------------------------------------------------------------
+
+
+def _in_file_order(
+    stored: StoredCheckpoint, copier: Copier, parts: Sequence[ReadPart]
+) -> PartTable:
+    """Sort parts by file and position."""
+    manifest = stored.manifest
+    chunks = np.array([part.chunk for part in parts], np.int64)
+    starts = np.array([part.start for part in parts], np.int64)
+    files = manifest.file_ids[chunks]
+    positions = manifest.first_bytes[chunks] + starts
+    order = np.lexsort((positions, files))
+    in_order = [parts[i] for i in order.tolist()]
+    return PartTable(stored, copier, in_order, files[order], positions[order])
 
 
 class _Reading:

@@ -194,18 +194,6 @@ class PartTable(NamedTuple):
     positions: IntArray
 
 
-def in_file_order(stored: StoredCheckpoint, copier: Copier, parts: Sequence[ReadPart]) -> PartTable:
-    """Sort parts by file and position."""
-    manifest = stored.manifest
-    chunks = np.array([part.chunk for part in parts], np.int64)
-    starts = np.array([part.start for part in parts], np.int64)
-    files = manifest.file_ids[chunks]
-    positions = manifest.first_bytes[chunks] + starts
-    order = np.lexsort((positions, files))
-    in_order = [parts[i] for i in order.tolist()]
-    return PartTable(stored, copier, in_order, files[order], positions[order])
-
-
 class _Goal(NamedTuple):
     """Bytes of a unit that a target holds unchanged.
 

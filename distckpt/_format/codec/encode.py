@@ -36,7 +36,6 @@ from distckpt._format.codec.tree import (
     Json,
     Raw,
     advice_to_register,
-    dtype_name,
     error_about_classes,
     is_plain_dtype,
     is_tagged,
@@ -302,7 +301,7 @@ def _encode_bytes(obj: bytes | bytearray, writer: Writer) -> Json:
 
 
 def _encode_tensor(obj: torch.Tensor, writer: Writer) -> Json:
-    name = dtype_name(obj.dtype)
+    name = str(obj.dtype).removeprefix("torch.")
     if obj.layout is not torch.strided or name not in TENSOR_DTYPES or obj.is_meta:
         reason = f"it is a tensor of dtype {name} and layout {obj.layout} on device {obj.device}"
         raise writer.unsupported(
@@ -485,7 +484,7 @@ def encoders() -> dict[type, _Encoder]:
         },
         torch.Tensor: _encode_tensor,
         torch.nn.Parameter: _encode_tensor,
-        torch.dtype: _encode_state("torch.dtype", lambda obj: dtype_name(obj)),
+        torch.dtype: _encode_state("torch.dtype", lambda obj: str(obj).removeprefix("torch.")),
         torch.device: _encode_state("torch.device", str),
         torch.Size: _encode_state("torch.Size", list),
         np.ndarray: _encode_array,

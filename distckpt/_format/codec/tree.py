@@ -315,11 +315,6 @@ def nodes_of_any(
             yield from nodes_of_any(state, place)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in the tree."""
-    return str(dtype).removeprefix("torch.")
-
-
 def segment_text(template: str, value: object) -> str:
     """Return a step into a container as text."""
     try:
