@@ -256,7 +256,7 @@ class Output:
             posix.commit(self.location, self._target, self._settings.overwrite, durable)
 
     def check_files(self, files: Sequence[tuple[str, int]]) -> None:
-        """Check that the files of all ranks are there, by name and size; for the coordinator.
+        """Check that all files are there with their sizes; for the coordinator.
 
         Raises:
             CheckpointingException: a file is missing, or has another size.

@@ -89,9 +89,9 @@ def checksums_of_blocks(manifest: Manifest, file_ids: IntArray, blocks: IntArray
 def checksums_of_ranges(
     stored: StoredCheckpoint, file_ids: IntArray, ranges: Sequence[tuple[int, int, int]]
 ) -> tuple[Checksums, IntArray]:
-    """Return the checksums of all blocks of some ranges, and where each range begins.
+    """Return the checksums of all blocks of some ranges.
 
-    A range is a chunk, its first byte there, and the one behind its last. `file_ids` are the files
+    Also return the number of the first block of each range, in the result. A range is a chunk, its first byte there, and the one behind its last. `file_ids` are the files
     of the ranges, in ascending order.
     """
     manifest = stored.manifest

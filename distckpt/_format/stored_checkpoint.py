@@ -1,4 +1,4 @@
-"""A checkpoint in storage, as one value for all its readers, and the check of its files."""
+"""A checkpoint in storage, as one value for readers; checks of its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of reads: ranges of bytes, their targets, and the memory that units are read into.
+"""Parts of reads: ranges of bytes, their targets and their memory.
 
 Where checksums are compared, parts begin and end between blocks: no byte of an unverified block is
 used.

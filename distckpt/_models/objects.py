@@ -258,7 +258,7 @@ def _describe_tree(
 def _describe_places(
     places: Mapping[int, Place], values: list[Any], options: _Options
 ) -> list[_Tree]:
-    """Describe modules, DTensors and objects with a state, in place of their values.
+    """Describe modules, DTensors and stateful objects in place of their values.
 
     Return the trees of the states.
     """

@@ -1,4 +1,4 @@
-"""The store of a roll call: the inbox of its leader, and answers under keys of their own."""
+"""The store of a roll call: its leader's inbox, and answers."""
 
 from __future__ import annotations
 

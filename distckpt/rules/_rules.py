@@ -1,4 +1,4 @@
-"""Rules for whole tensors, the application of all rules, and the way back.
+"""Rules for whole tensors, the application of rules, and its inverse.
 
 `distckpt.rules` is the public path.
 """

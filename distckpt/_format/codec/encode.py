@@ -401,7 +401,7 @@ class UnknownObject:
 
 
 def unknown_objects(obj: object) -> Iterator[tuple[tuple[object, ...], UnknownObject]]:
-    """Yield the unknown objects in a decoded object, with their paths, see `nodes`."""
+    """Yield the unknown objects in a decoded object, with their paths. See `nodes`."""
     for path, node in nodes(obj):
         if isinstance(node, UnknownObject):
             yield path, node
