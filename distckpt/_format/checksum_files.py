@@ -91,8 +91,9 @@ def checksums_of_ranges(
 ) -> tuple[Checksums, IntArray]:
     """Return the checksums of all blocks of some ranges.
 
-    Also return the number of the first block of each range, in the result. A range is a chunk, its first byte there, and the one behind its last. `file_ids` are the files
-    of the ranges, in ascending order.
+    Also return, for each range, the number of its first block in the result. A range is a chunk,
+    its first byte there, and the one behind its last. `file_ids` are the files of the ranges, in
+    ascending order.
     """
     manifest = stored.manifest
     block = manifest.block_bytes
