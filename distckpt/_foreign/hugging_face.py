@@ -32,10 +32,7 @@ from distckpt._format.hf_names import (
 )
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.marker import read_file
-from distckpt._format.quantization_settings import (
-    is_shape,
-    read_settings,
-)
+from distckpt._format.quantization_settings import is_shape, read_settings
 from distckpt._format.safetensors_file import Header, ShardFile, read_header, read_header_bytes
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole

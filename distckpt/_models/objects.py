@@ -23,14 +23,7 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
 from distckpt._base.messages import summarize_keys
-from distckpt._base.tree import (
-    Position,
-    at,
-    dotted,
-    listed,
-    replaced,
-    with_leaves,
-)
+from distckpt._base.tree import Position, at, dotted, listed, replaced, with_leaves
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._format.codec.encode import is_object_of_state
@@ -45,16 +38,8 @@ from distckpt._models.dtensor import (
     shard_of_dtensor,
     shard_of_parts,
 )
-from distckpt._models.modules import (
-    bare_module,
-    sharded_state_dict,
-    sharded_state_dict_default,
-)
-from distckpt._models.optimizer.describe import (
-    OptimizerState,
-    describe_optimizer,
-    fill_gaps,
-)
+from distckpt._models.modules import bare_module, sharded_state_dict, sharded_state_dict_default
+from distckpt._models.optimizer.describe import OptimizerState, describe_optimizer, fill_gaps
 from distckpt._models.optimizer.read import is_optimizer
 from distckpt._models.optimizer.settings import check_one_rest, storable_entries, unite
 from distckpt._models.per_rank import PerRank, cell_of, state_of

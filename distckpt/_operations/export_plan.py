@@ -14,11 +14,7 @@ from distckpt._base.errors import CheckpointingException, CheckpointNotFoundErro
 from distckpt._base.messages import natural_order, summarize_keys
 from distckpt._base.options import ExportOptions
 from distckpt._base.wings import wing
-from distckpt._checkpoint.model_keys import (
-    left_out,
-    warn_of_cut_off,
-    warn_of_others,
-)
+from distckpt._checkpoint.model_keys import left_out, warn_of_cut_off, warn_of_others
 from distckpt._checkpoint.opening import holds_checkpoint, open_export
 from distckpt._format.code_names import may_be_codes, scales_of
 from distckpt._format.quantization_settings import CONFIG_NAMES

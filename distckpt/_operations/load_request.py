@@ -19,21 +19,10 @@ from distckpt._models import objects
 from distckpt._models.resolve import needs_stored, resolve, settings_of
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
 from distckpt._operations.shard_source import ShardSource
-from distckpt._plan.translate import (
-    decide_ties,
-    match_flags,
-    stored_names,
-    warn_of_unmatched,
-)
+from distckpt._plan.translate import decide_ties, match_flags, stored_names, warn_of_unmatched
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
-from distckpt._state.shards import (
-    Shard,
-    ShardTable,
-    find_ties,
-    merge_tables,
-    shard_table,
-)
+from distckpt._state.shards import Shard, ShardTable, find_ties, merge_tables, shard_table
 from distckpt._state.stored_form import StoredEntry, may_be_complex
 from distckpt._state.strictness import StrictHandling, handle_mismatch
 from distckpt._state.validation import validate_part, validate_shards

@@ -15,10 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from distckpt._base.errors import (
-    CheckpointingException,
-    CheckpointNotFoundError,
-)
+from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.interrupts import operation
 from distckpt._base.messages import check_choice, check_count
 from distckpt._base.options import Progress

@@ -31,16 +31,8 @@ from distckpt._checkpoint.stored_values import (
 )
 from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._operations.windows import (
-    map_windows,
-)
-from distckpt._plan.selection import (
-    check_all_match,
-    check_patterns,
-    check_rename,
-    matches,
-    renamed,
-)
+from distckpt._operations.windows import map_windows
+from distckpt._plan.selection import check_all_match, check_patterns, check_rename, matches, renamed
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt._tools.tensor_differences import (
