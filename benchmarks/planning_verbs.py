@@ -20,7 +20,8 @@ from distckpt._geometry.region import whole
 from distckpt._io.export import output_file
 from distckpt._operations.export_plan import plan_export, stored_source
 from distckpt._operations.export_request import OpenedSources
-from distckpt._operations.verify import Problem, list_blocks, open_or_describe, units_of_blocks
+from distckpt._operations.file_checks import Problem, list_blocks, units_of_blocks
+from distckpt._operations.verify import open_or_describe
 from distckpt._plan.layout import checksum_file_name
 from distckpt._plan.load import Request, plan_load
 from distckpt._ranks.collectives import Ranks

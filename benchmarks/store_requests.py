@@ -332,9 +332,9 @@ def counted(
     # Nobody writes into this memory, so it takes none.
     targets = [torch.empty(r.region.shape, dtype=d) for r, d in zip(requests, dtypes, strict=True)]
     copier = Copier(targets)
-    parts = parts_of(stored, copies, targets, copier, exact=False, unit_bytes=REQUEST_BYTES)
+    parts = parts_of(stored, copies, targets, copier, exact=False, reach_bytes=REQUEST_BYTES)
     plain = stored_without_checksums(stored)
-    reading = _Reading(plain, _in_file_order(stored, parts), copier, OpenFiles())
+    reading = _Reading(_in_file_order(plain, copier, parts), OpenFiles())
     gets = read = 0
     files = set()
     for units in reading._near_units():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
+from distckpt._base.messages import summarize_keys
+from distckpt._base.options import ExportOptions
 from distckpt._base.tree import dotted, leaves
 from distckpt._checkpoint.opening import find_reader
 from distckpt._checkpoint.stored_values import load_common_state
@@ -13,6 +16,8 @@ from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.marker import first_name, names_of_module
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.selection import check_patterns, divided, matches
+
+logger = logging.getLogger(__name__)
 
 _SETTINGS = ".settings"
 _STATES = ".state."
@@ -173,7 +178,7 @@ def left_out(stored: StoredCheckpoint, keys: str | Sequence[str] | None) -> set[
     return optimizer_keys(stored)
 
 
-def beside_model(
+def _beside_model(
     stored: StoredCheckpoint, keys: str | Sequence[str] | None, selected: Collection[str]
 ) -> list[str]:
     """Return selected tensors outside of `model` that no pattern asks for."""
@@ -183,7 +188,7 @@ def beside_model(
     return [key for key in selected if first_name(key) not in names]
 
 
-def cut_off(
+def _cut_off(
     stored: StoredCheckpoint, keys: str | Sequence[str] | None, selected: Collection[str]
 ) -> list[str]:
     """Return the tensors of `model` that a prefix cuts off.
@@ -199,3 +204,30 @@ def cut_off(
     absent = set(names).difference(map(first_name, selected))
     others = stored.manifest.key_index.keys() - optimizer_keys(stored)
     return [key for key in others if first_name(key) in absent and not matches(key, unwanted)]
+
+
+def warn_of_cut_off(
+    stored: StoredCheckpoint, options: ExportOptions, selected: Collection[str]
+) -> None:
+    """Warn of tensors of the model that a prefix leaves out."""
+    if absent := _cut_off(stored, options.keys, selected):
+        logger.warning(
+            "keys=%r leaves out a part of the model that was saved: %s. Without `keys`, the whole "
+            "model is exported.",
+            options.keys,
+            summarize_keys(absent),
+        )
+
+
+def warn_of_others(
+    stored: StoredCheckpoint, options: ExportOptions, selected: Collection[str]
+) -> None:
+    """Warn of tensors that were saved with the model, such as averages."""
+    if others := _beside_model(stored, options.keys, selected):
+        entry = others[0].partition(".")[0]
+        logger.warning(
+            "tensors that were saved beside the model are exported with it: %s. keys='!%s.*' "
+            "leaves them out; keys='%s.*' with rename={'%s.': ''} exports them in its place.",
+            summarize_keys(others),
+            *(entry, entry, entry),
+        )

@@ -130,7 +130,8 @@ class Output:
                 told.payload = self._settings.num_bytes.to_bytes(8, "little")
             with self._ranks.answering(told, "create directories"):
                 if self._ranks.is_coordinator:
-                    told.answer = self.make(sum(map(_number_in, told.payloads)))
+                    sizes = [int.from_bytes(size, "little") for size in told.payloads]
+                    told.answer = self.make(sum(sizes))
             self.enter(told.answer)
         try:
             yield
@@ -255,9 +256,7 @@ class Output:
             posix.commit(self.location, self._target, self._settings.overwrite, durable)
 
     def check_files(self, files: Sequence[tuple[str, int]]) -> None:
-        """Check that the files of all ranks are there.
-
-        They are given as names and sizes. It is for the coordinator.
+        """Check that all files are there with their sizes; for the coordinator.
 
         Raises:
             CheckpointingException: a file is missing, or has another size.
@@ -305,10 +304,6 @@ def new_output(
             if ranks.is_coordinator:
                 output.abandon()
             raise
-
-
-def _number_in(payload: bytes) -> int:
-    return int.from_bytes(payload, "little")
 
 
 def continued_output(target: str, nonce: str, journal: str, settings: OutputSettings) -> Output:

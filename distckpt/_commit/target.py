@@ -73,7 +73,7 @@ def check_replaceable(location: str) -> None:
     """Refuse a local directory that cannot be replaced in one step."""
     if not locations.is_local(location) or not locations.isdir(location):
         return
-    for point in locations.mount_points_within(location):
+    for point in _mount_points_within(location):
         inner = os.path.relpath(point, location)
         reason = f"{inner!r} in it is a mount point"
         if inner == ".":
@@ -93,7 +93,7 @@ def prepare_to_replace(location: str, directory: str) -> None:
     They are set before data is in it. No one may read more than before. A directory that the file
     system will not rename is refused.
     """
-    if locations.is_on_overlay(location):
+    if _is_on_overlay(location):
         _check_movable(location, directory)
     locations.take_over_access(location, directory)
 
@@ -176,3 +176,48 @@ def refused(location: str, reason: str) -> CheckpointExistsError:
         f"The directory {location!r} cannot be replaced by a new one: {reason}. Nothing there was "
         f"changed. Write to a directory of its own, such as {locations.join(location, 'step_1')!r}."
     )
+
+
+def _mount_points_within(path: str) -> list[str]:
+    """Return the mount points at or below a local path.
+
+    The system may not list all of them.
+    """
+    points = [point for point, _ in _mounts()]
+    if not points and os.path.ismount(path):
+        return [path]
+    return sorted(point for point in points if _is_within(point, path))
+
+
+def _is_on_overlay(path: str) -> bool:
+    """Return whether a local path is on an overlay.
+
+    An overlay is a file system of several layers; the system may not list it.
+    """
+    above = []
+    for index, (point, kind) in enumerate(_mounts()):
+        if _is_within(path, point):
+            above.append((len(point), index, kind))
+    return "overlay" in max(above, default=(0, 0, ""))[2]
+
+
+def _is_within(path: str, directory: str) -> bool:
+    return f"{path}/".startswith(f"{directory.rstrip('/')}/")
+
+
+def _mounts() -> list[tuple[str, str]]:
+    """Return this process's mount points with the types of file systems.
+
+    The list is empty if they are unknown.
+    """
+    try:
+        with open("/proc/self/mountinfo", "rb") as file:
+            fields = [line.split(b" ") for line in file]
+    except OSError:
+        return []
+    mounts = []
+    for field in fields:
+        point = re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), field[4])
+        kind = field[field.index(b"-") + 1].decode()
+        mounts.append((os.fsdecode(point), kind))
+    return mounts

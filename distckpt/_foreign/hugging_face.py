@@ -32,13 +32,12 @@ from distckpt._format.hf_names import (
 )
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.marker import read_file
-from distckpt._format.quantization_settings import is_shape
+from distckpt._format.quantization_settings import is_shape, read_settings
 from distckpt._format.safetensors_file import Header, ShardFile, read_header, read_header_bytes
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io.read import read_chunks
-from distckpt._plan.codes import CONFIG_NAMES
-from distckpt._quantization.detect import settings_of, unclear_shapes
+from distckpt._quantization.detect import unclear_shapes
 from distckpt._storage import locations
 from distckpt.rules._mapped import TensorSpec
 
@@ -47,7 +46,6 @@ logger = logging.getLogger(__name__)
 INDEX_NAME = HUGGING_FACE.marker
 _VARIANT_INDEX = re.compile(r".+\.safetensors\.index\.([^.]+)\.json")
 _NUMBERED = re.compile(r"(.*-)\d+(-of-0*(\d+)\.safetensors)", re.ASCII)
-_MAX_CONFIG_BYTES = 64 << 20
 _MAX_ELEMENTS = 1 << 62
 _MAX_AXES = 8
 
@@ -228,7 +226,7 @@ def _fields(
     if files.weight_map is not None:
         fields["has_index"] = True
     if any(may_be_codes(piece.dtype) for piece in pieces):
-        fields["quantization"] = _read_quantization(files.folder)
+        fields["quantization"] = read_settings(files.folder)
     if forgotten:
         fields["forgotten"] = forgotten
     return fields
@@ -285,27 +283,6 @@ def _check_all_are_there(location: str, names: Sequence[str]) -> None:
                 f"{location!r} holds {count} of the {total} files {f'{start}*{end}'!r}: copy the "
                 "others, and their index, or give the location of one file to read that alone."
             )
-
-
-def _read_quantization(location: str) -> dict[str, Any] | None:
-    """Return the settings of quantized tensors, see `settings_of`, or None.
-
-    They are in files next to the tensors.
-    """
-    configs = {}
-    for name in CONFIG_NAMES:
-        path = locations.join(location, name)
-        try:
-            # Not as strict as for headers: models have infinite limits in their configurations.
-            config = json.loads(read_file(path, _MAX_CONFIG_BYTES))
-        except FileNotFoundError:
-            continue
-        except (ValueError, RecursionError) as error:
-            raise CorruptCheckpointError(
-                f"{path!r} is damaged ({error}): restore it from a copy."
-            ) from error
-        configs[name] = config if isinstance(config, dict) else {}
-    return settings_of(configs)
 
 
 def _read_index(location: str, index: str) -> dict[str, str]:

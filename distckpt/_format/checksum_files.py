@@ -86,6 +86,27 @@ def checksums_of_blocks(manifest: Manifest, file_ids: IntArray, blocks: IntArray
     return checksums
 
 
+def checksums_of_ranges(
+    stored: StoredCheckpoint, file_ids: IntArray, ranges: Sequence[tuple[int, int, int]]
+) -> tuple[Checksums, IntArray]:
+    """Return the checksums of all blocks of some ranges.
+
+    Also return, for each range, the number of its first block in the result. A range is a chunk,
+    its first byte there, and the one behind its last. `file_ids` are the files of the ranges, in
+    ascending order.
+    """
+    manifest = stored.manifest
+    block = manifest.block_bytes
+    fetch_checksums(stored, file_ids)
+    chunks, starts, stops = np.array(ranges, np.int64).reshape(-1, 3).T
+    counts = -(-(stops - starts) // block)
+    begins = np.cumsum(counts) - counts
+    # For each block: the first one of its range, plus its number within the range.
+    firsts = manifest.first_blocks[chunks] + starts // block - begins
+    blocks = np.repeat(firsts, counts) + np.arange(int(counts.sum()))
+    return checksums_of_blocks(manifest, np.repeat(file_ids, counts), blocks), begins
+
+
 def read_checksums(stored: StoredCheckpoint, holder: int) -> Checksums:
     """Read a file of checksums.
 

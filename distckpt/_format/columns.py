@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import safetensors
 import safetensors.numpy
+
+from distckpt._geometry.region import IntArray
 
 Column = npt.NDArray[Any]
 
@@ -123,3 +125,83 @@ def require(condition: bool, message: str) -> None:
     """Raise ValueError with a message unless a condition holds."""
     if not condition:
         raise ValueError(message)
+
+
+class Runs(NamedTuple):
+    """Numbers as runs of equal differences.
+
+    The arrays have an item for each run.
+
+    Attributes:
+        ends: count of numbers up to the end of the run.
+        befores: the number before the run, 0 before the first one.
+        deltas: the differences.
+    """
+
+    ends: IntArray
+    befores: IntArray
+    deltas: IntArray
+
+    @classmethod
+    def of(cls, deltas: IntArray, counts: IntArray) -> Runs:
+        """Prepare stored runs for lookups."""
+        afters = np.cumsum(deltas * counts)
+        return cls(np.cumsum(counts), afters - deltas * counts, deltas)
+
+    @property
+    def counts(self) -> IntArray:
+        """Number of numbers in each run."""
+        return np.diff(self.ends, prepend=0)
+
+    def at(self, places: IntArray) -> IntArray:
+        """Return the numbers at some places."""
+        runs = np.searchsorted(self.ends, places, "right")
+        # Counted from the end of the run: 0 for its last number.
+        steps = places - self.ends[runs] + 1
+        lasts = self.befores[runs] + self.deltas[runs] * self.counts[runs]
+        numbers: IntArray = lasts + self.deltas[runs] * steps
+        return numbers
+
+    def all(self) -> IntArray:
+        """Return all numbers."""
+        return np.cumsum(np.repeat(self.deltas, self.counts))
+
+    def up_to(self, num_numbers: int) -> Runs:
+        """Return the runs of the first numbers.
+
+        The last run may go on after them.
+        """
+        stop = int(np.searchsorted(self.ends, num_numbers)) + 1
+        return Runs(self.ends[:stop], self.befores[:stop], self.deltas[:stop])
+
+    def places_in(self, are_selected: npt.NDArray[np.bool_]) -> IntArray:
+        """Return the places in some of the runs, in ascending order."""
+        counts = self.counts[are_selected]
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        places: IntArray = np.repeat(self.ends[are_selected] - counts, counts) + within
+        return places
+
+    def largest_in(self, starts: IntArray, stops: IntArray) -> IntArray:
+        """Return the largest number of the runs that meet some ranges.
+
+        No range is empty.
+        """
+        firsts = np.searchsorted(self.ends, starts, "right")
+        lasts = np.searchsorted(self.ends, stops)
+        # One number more, for ranges that end with the last run.
+        largest = np.append(self.befores + np.maximum(self.deltas, self.deltas * self.counts), 0)
+        pairs = np.stack([firsts, lasts + 1], axis=1).ravel()
+        return np.maximum.reduceat(largest, pairs)[::2]
+
+    def places_of(self, numbers: IntArray) -> IntArray:
+        """Return the places of some distinct numbers, in ascending order."""
+        counts = self.counts
+        starts = self.ends - self.counts
+        is_constant = self.deltas == 0
+        places = [self.places_in(is_constant & np.isin(self.befores, numbers))]
+        divisors = np.where(is_constant, 1, self.deltas)
+        for number in numbers.tolist():
+            steps, rests = np.divmod(number - self.befores, divisors)
+            has_number = ~is_constant & (rests == 0) & (steps > 0) & (steps <= counts)
+            places.append((starts + steps - 1)[has_number])
+        return np.sort(np.concatenate(places))

@@ -22,90 +22,10 @@ from distckpt._format.chunk_table import (
     Files,
     judging_manifest,
 )
-from distckpt._format.columns import COUNTS, DELTAS, Column, require, unpack
+from distckpt._format.columns import COUNTS, DELTAS, Column, Runs, require, unpack
 from distckpt._geometry.region import IntArray
 
 _STORED = (np.uint8, np.uint16, np.uint32, np.int64)
-
-
-class _Runs(NamedTuple):
-    """Numbers as runs of equal differences.
-
-    The arrays have an item for each run.
-
-    Attributes:
-        ends: count of numbers up to the end of the run.
-        befores: the number before the run, 0 before the first one.
-        deltas: the differences.
-    """
-
-    ends: IntArray
-    befores: IntArray
-    deltas: IntArray
-
-    @classmethod
-    def of(cls, deltas: IntArray, counts: IntArray) -> _Runs:
-        """Prepare stored runs for lookups."""
-        afters = np.cumsum(deltas * counts)
-        return cls(np.cumsum(counts), afters - deltas * counts, deltas)
-
-    @property
-    def counts(self) -> IntArray:
-        """Number of numbers in each run."""
-        return np.diff(self.ends, prepend=0)
-
-    def at(self, places: IntArray) -> IntArray:
-        """Return the numbers at some places."""
-        runs = np.searchsorted(self.ends, places, "right")
-        # Counted from the end of the run: 0 for its last number.
-        steps = places - self.ends[runs] + 1
-        lasts = self.befores[runs] + self.deltas[runs] * self.counts[runs]
-        numbers: IntArray = lasts + self.deltas[runs] * steps
-        return numbers
-
-    def all(self) -> IntArray:
-        """Return all numbers."""
-        return np.cumsum(np.repeat(self.deltas, self.counts))
-
-    def up_to(self, num_numbers: int) -> _Runs:
-        """Return the runs of the first numbers.
-
-        The last run may go on after them.
-        """
-        stop = int(np.searchsorted(self.ends, num_numbers)) + 1
-        return _Runs(self.ends[:stop], self.befores[:stop], self.deltas[:stop])
-
-    def places_in(self, are_selected: npt.NDArray[np.bool_]) -> IntArray:
-        """Return the places in some of the runs, in ascending order."""
-        counts = self.counts[are_selected]
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        places: IntArray = np.repeat(self.ends[are_selected] - counts, counts) + within
-        return places
-
-    def largest_in(self, starts: IntArray, stops: IntArray) -> IntArray:
-        """Return the largest number of the runs that meet some ranges.
-
-        No range is empty.
-        """
-        firsts = np.searchsorted(self.ends, starts, "right")
-        lasts = np.searchsorted(self.ends, stops)
-        # One number more, for ranges that end with the last run.
-        largest = np.append(self.befores + np.maximum(self.deltas, self.deltas * self.counts), 0)
-        pairs = np.stack([firsts, lasts + 1], axis=1).ravel()
-        return np.maximum.reduceat(largest, pairs)[::2]
-
-    def places_of(self, numbers: IntArray) -> IntArray:
-        """Return the places of some distinct numbers, in ascending order."""
-        counts = self.counts
-        starts = self.ends - self.counts
-        is_constant = self.deltas == 0
-        places = [self.places_in(is_constant & np.isin(self.befores, numbers))]
-        divisors = np.where(is_constant, 1, self.deltas)
-        for number in numbers.tolist():
-            steps, rests = np.divmod(number - self.befores, divisors)
-            has_number = ~is_constant & (rests == 0) & (steps > 0) & (steps <= counts)
-            places.append((starts + steps - 1)[has_number])
-        return np.sort(np.concatenate(places))
 
 
 class Segment(NamedTuple):
@@ -118,11 +38,11 @@ class Segment(NamedTuple):
     """
 
     num_rows: int
-    numbers: Column | _Runs
+    numbers: Column | Runs
 
     def at(self, rows: IntArray, num_axes: int | None) -> IntArray:
         """Return the numbers in some rows."""
-        if not isinstance(self.numbers, _Runs):
+        if not isinstance(self.numbers, Runs):
             return self.numbers[rows].astype(np.int64)
         if num_axes is None:
             return self.numbers.at(rows)
@@ -131,28 +51,28 @@ class Segment(NamedTuple):
 
     def all(self, num_axes: int | None) -> IntArray:
         """Return the numbers in all rows."""
-        if not isinstance(self.numbers, _Runs):
+        if not isinstance(self.numbers, Runs):
             return self.numbers.astype(np.int64)
         flat = self.numbers.all()
         if num_axes is None:
             return flat
         return flat.reshape(num_axes, self.num_rows).T
 
-    def runs(self) -> _Runs:
+    def runs(self) -> Runs:
         """Return the column, or its first axis, as runs.
 
         The last run may go on after it.
         """
-        if isinstance(self.numbers, _Runs):
+        if isinstance(self.numbers, Runs):
             return self.numbers.up_to(self.num_rows)
         numbers = self.numbers.reshape(self.num_rows, -1)[:, 0].astype(np.int64)
         deltas = np.diff(numbers, prepend=0)
-        return _Runs(np.arange(1, self.num_rows + 1), numbers - deltas, deltas)
+        return Runs(np.arange(1, self.num_rows + 1), numbers - deltas, deltas)
 
     def rows_of(self, numbers: IntArray) -> IntArray:
         """Return the rows with some distinct numbers, in ascending order."""
         runs = self.numbers
-        if isinstance(runs, _Runs) and len(runs.ends) * len(numbers) < self.num_rows:
+        if isinstance(runs, Runs) and len(runs.ends) * len(numbers) < self.num_rows:
             return runs.places_of(numbers)
         return np.flatnonzero(np.isin(self.all(None), numbers))
 
@@ -193,7 +113,7 @@ class Part(NamedTuple):
             return Segment(self.num_rows, column)
         num_numbers = self.num_rows * (1 if num_axes is None else num_axes)
         _check_runs(name, deltas, counts, num_numbers)
-        return Segment(self.num_rows, _Runs.of(deltas, counts))
+        return Segment(self.num_rows, Runs.of(deltas, counts))
 
 
 def _check_runs(name: str, deltas: Column, counts: Column, num_numbers: int) -> None:
@@ -268,7 +188,7 @@ class LazyColumn:
         rows = [start + segment.rows_of(numbers) for segment, start in self._with_starts()]
         return np.concatenate([np.zeros(0, np.int64), *rows])
 
-    def runs(self) -> Iterator[tuple[range, _Runs]]:
+    def runs(self) -> Iterator[tuple[range, Runs]]:
         """Yield the rows of each part, and its column as runs.
 
         The runs are of the column or its first axis; the last one may go on after it.

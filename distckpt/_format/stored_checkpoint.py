@@ -1,14 +1,21 @@
-"""A checkpoint in storage, as one value for all its readers."""
+"""A checkpoint in storage, as one value for readers; checks of its files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.lazy import torch
+from distckpt._base.threads import NUM_REQUESTS, run_threads
+from distckpt._format.checksum import checksum
 from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.marker import file_size
 from distckpt._storage import locations
 from distckpt._storage.file_state import FileState
 from distckpt._storage.open_files import OpenFiles
@@ -95,3 +102,63 @@ class StoredCheckpoint:
     def is_object(self, key: str) -> bool:
         """Return whether a key holds encoded objects instead of a tensor."""
         return self.dtype_name(key) == OBJECT
+
+
+def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
+    """Check that the files of some chunks have their manifest sizes.
+
+    On an object store each file takes a request, so missing bytes are left to checksums and reads
+    to find.
+    """
+    rows = np.array(chunks, np.int64)
+    stored.manifest.check_rows(rows)
+    if stored.verifies and not locations.is_local(stored.location):
+        return
+    num_threads = 1 if locations.is_local(stored.location) else NUM_REQUESTS
+    file_ids = stored.manifest.file_ids[rows]
+    # np.unique would import a part of numpy, at a time when perhaps no file can be opened any more.
+    different = np.flatnonzero(np.bincount(file_ids)).tolist()
+    check = _check_file if stored.files is None else _check_file_once
+    run_threads(lambda file_id: check(stored, file_id), different, num_threads)
+
+
+def _check_file_once(stored: StoredCheckpoint, file_id: int) -> None:
+    assert stored.files is not None
+    stored.files.check_once(stored.path_of_file(file_id), lambda: _check_file(stored, file_id))
+
+
+def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
+    path = stored.path_of_file(file_id)
+    expected = stored.manifest.files[file_id].num_bytes
+    try:
+        actual = file_size(path)
+    except FileNotFoundError as error:
+        raise missing_file(stored, path) from error
+    if actual != expected:
+        raise CorruptCheckpointError(
+            f"{path!r} has {actual} bytes, but the manifest of {stored.location!r} says "
+            f"{expected}: the file was cut off, extended or replaced. Restore it from a copy or "
+            "load another checkpoint."
+        )
+    if stored.compares_headers and not _has_described_header(stored, file_id):
+        raise CorruptCheckpointError(
+            f"{path!r} on host {os.uname().nodename!r} has another header than where rank 0 has "
+            "read it: they are not copies of one file, or it was replaced meanwhile. Give all "
+            "ranks the same files."
+        )
+
+
+def _has_described_header(stored: StoredCheckpoint, file_id: int) -> bool:
+    file = stored.manifest.files[file_id]
+    header = locations.read_range(stored.path_of_file(file_id), 0, file.header_bytes)
+    # Some formats have no headers that are known.
+    return not file.header_bytes or checksum(header) == file.header_checksum
+
+
+def missing_file(stored: StoredCheckpoint, path: str) -> CorruptCheckpointError:
+    """Return the error about a file that is not there."""
+    return CorruptCheckpointError(
+        f"{path!r} is missing, but the manifest of {stored.location!r} needs it: it was "
+        "deleted, or is not visible on this machine yet. Restore it from a copy, or check "
+        "that all machines see the same directory."
+    )

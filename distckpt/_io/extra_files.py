@@ -21,9 +21,8 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import summarize_keys
 from distckpt._format.code_names import may_be_codes
 from distckpt._format.marker import CONFIG_FNAME, read_marker
-from distckpt._plan.codes import CONFIG_NAMES
+from distckpt._format.quantization_settings import CONFIG_NAMES, FIELDS, configurations_in
 from distckpt._plan.export import OutputTensor
-from distckpt._quantization.detect import FIELDS, parts_of
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
@@ -201,7 +200,7 @@ def _read_config(path: str | None, must_be_read: bool) -> dict[str, Any] | None:
 
 def _replace_quantization(config: dict[str, Any], quantization: Mapping[str, Any] | None) -> None:
     """Replace, or remove, a configuration's description of its quantization."""
-    for part in parts_of(config):
+    for part in configurations_in(config):
         for name in FIELDS:
             part.pop(name, None)
     if quantization is not None:
@@ -225,7 +224,7 @@ def _name_dtype(config: Mapping[str, Any], dtype: torch.dtype | None) -> None:
     """Put a dtype into a configuration, wherever it names one."""
     if dtype is None:
         return
-    for part in parts_of(config):
+    for part in configurations_in(config):
         for name in ("dtype", "torch_dtype"):
             if name in part:
                 part[name] = str(dtype).removeprefix("torch.")

@@ -4,12 +4,14 @@ The steps of a read:
 
 1. Parts: `parts_of` divides the copies of a plan into ranges of bytes of a chunk, each with its
    target.
-2. Units: `_Reading` sorts the parts by file and position, and `units` joins neighbors. A thread
-   reads one unit at a time.
-3. Contents: `_content_for` chooses the memory of a unit: large plain targets directly, and scratch
+2. Units: `_in_file_order` sorts the parts by file and position, and `units` joins neighbors. A
+   thread reads one unit at a time.
+3. Contents: `content_for` chooses the memory of a unit: large plain targets directly, and scratch
    memory for all other bytes.
 4. Finish: `_finish` compares a unit with its checksums while it is in cache, then copies, converts
    or scatters the bytes in scratch memory to their targets.
+
+Parts and contents are in `read_parts.py`, units and their verification here.
 """
 
 from __future__ import annotations
@@ -17,42 +19,32 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from distckpt._base.dtypes import as_integers
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.lazy import torch
-from distckpt._base.libc import copy_bytes, fetch, read_into
-from distckpt._base.memory import (
-    Bytes,
-    Copier,
-    bounce_buffer,
-    is_plain_memory,
-    memory_at,
-    run_bytes,
-)
+from distckpt._base.libc import fetch, read_into
+from distckpt._base.memory import Bytes, Copier, bounce_buffer, is_plain_memory, run_bytes
 from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
-from distckpt._format.checksum import block_checksums, checksum
-from distckpt._format.checksum_files import Checksums, checksums_of_blocks, fetch_checksums
-from distckpt._format.marker import file_size
-from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import (
-    IntArray,
-    Region,
-    flat_range_regions,
-    flat_start,
-    intersect,
-    num_outer_axes,
-    run_starts,
-)
+from distckpt._format.checksum import block_checksums
+from distckpt._format.checksum_files import checksums_of_ranges
+from distckpt._format.stored_checkpoint import StoredCheckpoint, check_files, missing_file
+from distckpt._geometry.region import num_outer_axes, run_starts
 from distckpt._geometry.units import Span, units_of
-from distckpt._io.read_parts import NOT_PLAIN, REACH_BYTES, ReadPart, parts_of
+from distckpt._io.read_parts import (
+    REACH_BYTES,
+    Content,
+    PartTable,
+    ReadPart,
+    content_for,
+    copy_from_scratch,
+    deliver,
+    parts_of,
+    useful_bytes,
+)
 from distckpt._plan.load import Copy
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations, object_store
@@ -68,12 +60,6 @@ FETCH_PITCH_BYTES = 64 << 10
 """Read runs closer than this with the gaps: one by one is slower."""
 MAX_GAP_BYTES = 256 << 10
 """Merge reads whose gap is smaller: fetching the gap is cheaper than another request."""
-SMALL_BYTES = 16 << 10
-"""Copy smaller pieces through scratch memory: a copy costs less than a buffer of its own."""
-LONG_RUN_BYTES = 256 << 10
-"""Read longer runs of a scattered region straight into targets. Shorter ones, copied together out
-of scratch memory, take less time: threads hash pieces of blocks by turns.
-"""
 
 
 def read_copies(
@@ -101,7 +87,7 @@ def read_copies(
     if with_check:
         check_files(stored, [part.chunk for part in parts])
     with _open_files(stored) as files:
-        reading = _Reading(stored, _in_file_order(stored, parts), copier, files, progress)
+        reading = _Reading(_in_file_order(stored, copier, parts), files, progress)
         reading.run(num_threads)
 
 
@@ -129,7 +115,7 @@ def read_chunks_into(
     for chunk, memory in zip(chunks, memories, strict=True):
         parts.append(ReadPart(chunk, 0, len(memory), memory, lead=0))
     with _open_files(stored) as files:
-        reading = _Reading(stored, _in_file_order(stored, parts), Copier(()), files)
+        reading = _Reading(_in_file_order(stored, Copier(()), parts), files)
         reading.run(num_threads)
 
 
@@ -147,7 +133,8 @@ def read_in_pieces(stored: StoredCheckpoint, chunk: int, piece_bytes: int) -> It
         for start in range(0, size, step):
             stop = min(start + step, size)
             part = ReadPart(chunk, start, stop, memory[: stop - start], lead=0)
-            _Reading(stored, _in_file_order(stored, [part]), Copier(()), files).run(NUM_THREADS)
+            reading = _Reading(_in_file_order(stored, Copier(()), [part]), files)
+            reading.run(NUM_THREADS)
             yield part.target
 
 
@@ -171,22 +158,18 @@ def num_threads_at(location: str) -> int:
 # --- Units ----------------------------------------------------------------------------------------
 
 
-class _Parts(NamedTuple):
-    """Parts in file order, with their files and positions."""
-
-    parts: list[ReadPart]
-    files: IntArray
-    positions: IntArray
-
-
-def _in_file_order(stored: StoredCheckpoint, parts: Sequence[ReadPart]) -> _Parts:
+def _in_file_order(
+    stored: StoredCheckpoint, copier: Copier, parts: Sequence[ReadPart]
+) -> PartTable:
+    """Sort parts by file and position."""
     manifest = stored.manifest
     chunks = np.array([part.chunk for part in parts], np.int64)
     starts = np.array([part.start for part in parts], np.int64)
     files = manifest.file_ids[chunks]
     positions = manifest.first_bytes[chunks] + starts
     order = np.lexsort((positions, files))
-    return _Parts([parts[i] for i in order.tolist()], files[order], positions[order])
+    in_order = [parts[i] for i in order.tolist()]
+    return PartTable(stored, copier, in_order, files[order], positions[order])
 
 
 class _Reading:
@@ -194,21 +177,19 @@ class _Reading:
 
     def __init__(
         self,
-        stored: StoredCheckpoint,
-        sorted_parts: _Parts,
-        copier: Copier,
+        table: PartTable,
         files: OpenFiles,
         progress: Callable[[int], None] | None = None,
     ) -> None:
+        stored = table.stored
         self.stored = stored
-        self.parts = sorted_parts.parts
-        self.copier = copier
         self.files = files
-        self._sorted_parts = sorted_parts
+        self.table = table
         self._progress = progress
-        self._paths = {file: stored.path_of_file(file) for file in {*sorted_parts.files.tolist()}}
+        self._paths = {file: stored.path_of_file(file) for file in {*table.files.tolist()}}
         if stored.verifies:
-            self._expected, self._first_expected = _expected_checksums(stored, sorted_parts)
+            ranges = [(part.chunk, part.start, part.stop) for part in table.parts]
+            self._expected, self._first_expected = checksums_of_ranges(stored, table.files, ranges)
 
     def run(self, num_threads: int) -> None:
         """Read everything. A disk is fastest where each of a few threads reads on and on."""
@@ -222,7 +203,9 @@ class _Reading:
 
         Spans have the numbers of parts, and positions in them. A sparse part is a unit.
         """
-        parts, files, positions = self._sorted_parts
+        parts = self.table.parts
+        files = self.table.files
+        positions = self.table.positions
         sizes = [part.stop - part.start for part in parts]
         is_sparse = np.array([part.is_sparse for part in parts], np.bool_)
         begins_run = np.ones(len(parts), np.bool_)
@@ -263,12 +246,12 @@ class _Reading:
 
     def read(self, unit: list[Span]) -> None:
         """Read a unit of a local file, and finish it."""
-        part = self.parts[unit[0].chunk]
+        part = self.table.parts[unit[0].chunk]
         if part.is_sparse:
             _read_runs(self, part)
             self._count(unit)
             return
-        content = _content_for(self, unit)
+        content = content_for(self.table, unit)
         with self.open(self._paths[self.file_of(unit)]) as fd:
             self._finish(unit, content, self._read_pieces(unit, content.buffers, fd))
 
@@ -283,7 +266,7 @@ class _Reading:
         path = self._paths[self.file_of(units[0])]
         data = _fetch(self.stored, path, position, stop - position)
         for unit in units:
-            content = _content_for(self, unit)
+            content = content_for(self.table, unit)
             num_read = _fill(content.buffers, data[self._position(unit) - position :])
             if num_read < sum(map(len, content.buffers)):
                 raise _cut_off(self, unit, self._position(unit), num_read)
@@ -300,19 +283,19 @@ class _Reading:
                 raise _cut_off(self, unit, begin, position - begin)
             yield from piece
 
-    def _finish(self, unit: list[Span], content: _Content, filled: Iterable[Bytes]) -> None:
+    def _finish(self, unit: list[Span], content: Content, filled: Iterable[Bytes]) -> None:
         """Verify a unit while it is filled; copy it to its targets."""
         if self.stored.verifies:
             _verify(self, unit, filled)
         else:
             collections.deque(filled, maxlen=0)
         if content.small or content.values:
-            _deliver(self, content)
+            deliver(self.table, content)
         self._count(unit)
 
     def _count(self, unit: list[Span]) -> None:
         if self._progress is not None:
-            self._progress(sum(_useful_bytes(self, span) for span in unit))
+            self._progress(sum(useful_bytes(self.table, span) for span in unit))
 
     def expected(self, unit: list[Span], num_blocks: int) -> list[int]:
         """Return the stored checksums of a unit's `num_blocks` blocks."""
@@ -323,196 +306,11 @@ class _Reading:
 
     def _position(self, unit: list[Span]) -> int:
         """Return the position of a unit in its file."""
-        return int(self._sorted_parts.positions[unit[0].chunk]) + unit[0].start
+        return int(self.table.positions[unit[0].chunk]) + unit[0].start
 
     def file_of(self, unit: list[Span]) -> int:
         """Return the number of the file of a unit."""
-        return int(self._sorted_parts.files[unit[0].chunk])
-
-
-class _Goal(NamedTuple):
-    """Bytes of a unit that a target holds unchanged.
-
-    They begin at `place` in the unit, and at `address` in memory.
-    """
-
-    address: int
-    place: int
-    num_bytes: int
-
-
-class _Content(NamedTuple):
-    """The memory that a unit is read into.
-
-    Attributes:
-        buffers: memory in the order of the bytes; some buffers are pieces of `scratch`.
-        scratch: scratch memory as large as the unit.
-        small: bytes in `scratch` that go elsewhere as they are.
-        values: spans in `scratch` whose values are converted or scattered, and where they begin.
-    """
-
-    buffers: list[Bytes]
-    scratch: Bytes
-    small: list[_Goal]
-    values: list[tuple[Span, int]]
-
-
-def _content_for(reading: _Reading, unit: list[Span]) -> _Content:
-    """Choose the memory for a unit: large plain targets, and scratch memory."""
-    scratch = bounce_buffer("read", sum(span.num_bytes for span in unit), reading.copier.layer)
-    goals, values = _goals_of(reading, unit)
-    content = _Content([], scratch, [], values)
-    end = 0
-    for goal in goals:
-        if goal.num_bytes < SMALL_BYTES:
-            content.small.append(goal)
-            continue
-        content.buffers.extend([scratch[end : goal.place], memory_at(*goal[::2])])
-        end = goal.place + goal.num_bytes
-    content.buffers.append(scratch[end:])
-    content.buffers[:] = [buffer for buffer in content.buffers if len(buffer)]
-    return content
-
-
-def _goals_of(reading: _Reading, unit: list[Span]) -> tuple[list[_Goal], list[tuple[Span, int]]]:
-    """Return the goals of a unit's plain bytes, and its other spans.
-
-    Values of the other spans are converted or scattered; each span comes with its place in the
-    unit. Neighbors that go to neighboring memory are one goal.
-    """
-    goals: list[_Goal] = []
-    values: list[tuple[Span, int]] = []
-    begin = after = -1
-    end = 0
-    for span in unit:
-        start = end
-        end = end + span.stop - span.start
-        part = reading.parts[span.chunk]
-        if part.lead == NOT_PLAIN:
-            runs = _long_runs(reading, span, start)
-            goals.extend(runs)
-            if not runs:
-                values.append((span, start))
-            continue
-        if part.lead == span.start == 0:
-            low = 0
-            high = min(span.stop, part.target.nbytes)
-        else:
-            low, high = _bytes_of_target(part, span)
-        address = _address(part.target) + low
-        place = start + part.lead + low - span.start
-        if address == after and place == begin:
-            last = goals.pop()
-            goals.append(_Goal(last.address, last.place, last.num_bytes + high - low))
-        else:
-            goals.append(_Goal(address, place, high - low))
-        after = address + high - low
-        begin = place + high - low
-    return goals, values
-
-
-def _long_runs(reading: _Reading, span: Span, place: int) -> list[_Goal]:
-    """Return the goals of a scattered region's runs in a span.
-
-    `place` is the beginning of the span in its unit. There are no goals if runs are short or their
-    values are converted.
-    """
-    part = reading.parts[span.chunk]
-    target = part.target
-    dtype = reading.stored.dtype_of(part.chunk)
-    is_long = target.nbytes >= LONG_RUN_BYTES and target.dtype == dtype
-    if not is_long or reading.copier.is_away(target):
-        return []
-    shape = reading.stored.manifest.chunk_region(part.chunk).shape
-    # Runs are contiguous both in the file and in memory.
-    outer = num_outer_axes(shape, part.region)
-    while not is_plain_memory(target[(0,) * outer]) and outer < target.dim():
-        outer += 1
-    num_bytes = math.prod(target.shape[outer:]) * dtype.itemsize
-    if num_bytes < LONG_RUN_BYTES:
-        return []
-    unit_offset = place - part.start - span.start
-    begins = run_starts(shape, part.region, outer) * dtype.itemsize + unit_offset
-    places = begins.clip(place, place + span.num_bytes)
-    sizes = (begins + num_bytes).clip(place, place + span.num_bytes) - places
-    addresses = _run_addresses(target, outer) + places - begins
-    table = np.stack([addresses, places, sizes], axis=1)[sizes > 0]
-    return [_Goal(*row) for row in table.tolist()]
-
-
-def _run_addresses(target: torch.Tensor, num_outer: int) -> IntArray:
-    """Return the addresses of a tensor's runs behind `num_outer` axes, in order."""
-    addresses: IntArray = np.array([target.data_ptr()], np.int64)
-    for size, stride in zip(target.shape[:num_outer], target.stride(), strict=False):
-        steps = np.arange(size) * stride * target.itemsize
-        addresses = np.add.outer(addresses, steps).reshape(-1)
-    return addresses
-
-
-def _address(target: Any) -> int:
-    # Bytes are read without torch.
-    if isinstance(target, np.ndarray):
-        return target.ctypes.data
-    address: int = target.data_ptr()
-    return address
-
-
-def _bytes_of_target(part: ReadPart, span: Span) -> tuple[int, int]:
-    """Return the range of a plain target's bytes that a span holds."""
-    size = part.target.nbytes
-    return min(max(span.start - part.lead, 0), size), min(max(span.stop - part.lead, 0), size)
-
-
-def _deliver(reading: _Reading, content: _Content) -> None:
-    """Copy values from scratch memory to the targets."""
-    address = content.scratch.ctypes.data
-    try:
-        for goal in content.small:
-            copy_bytes(goal.address, address + goal.place, goal.num_bytes)
-        for span, place in content.values:
-            _deliver_values(reading, span, content.scratch[place : place + span.num_bytes])
-    finally:
-        # Also after an error: the memory is used again.
-        reading.copier.wait()
-
-
-def _deliver_values(reading: _Reading, span: Span, content: Bytes) -> None:
-    """Copy the values of a span to their targets."""
-    part = reading.parts[span.chunk]
-    shape = reading.stored.manifest.chunk_region(part.chunk).shape
-    dtype = reading.stored.dtype_of(part.chunk)
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    values = torch.from_numpy(content).view(dtype)
-    first = (part.start + span.start) // dtype.itemsize
-    for region in _regions_within(reading, span):
-        place = region.relative_to(part.region.offset).slices()
-        source = values.as_strided(region.shape, strides, flat_start(shape, region) - first)
-        _copy(source, part.target[place] if shape else part.target, reading.copier)
-
-
-def _regions_within(reading: _Reading, span: Span) -> Iterator[Region]:
-    """Yield the parts of a requested region that lie in a span."""
-    part = reading.parts[span.chunk]
-    shape = reading.stored.manifest.chunk_region(part.chunk).shape
-    item = reading.stored.dtype_of(part.chunk).itemsize
-    start = (part.start + span.start) // item
-    stop = (part.start + span.stop) // item
-    for run in flat_range_regions(shape, start, stop):
-        region = intersect(run, part.region)
-        if region is not None:
-            yield region
-
-
-def _useful_bytes(reading: _Reading, span: Span) -> int:
-    """Count the requested bytes of a span."""
-    part = reading.parts[span.chunk]
-    if part.lead != NOT_PLAIN:
-        low, high = _bytes_of_target(part, span)
-        return high - low
-    item = reading.stored.dtype_of(part.chunk).itemsize
-    if part.is_sparse:
-        return part.region.num_elements * item
-    return sum(region.num_elements for region in _regions_within(reading, span)) * item
+        return int(self.table.files[unit[0].chunk])
 
 
 def _read_runs(reading: _Reading, part: ReadPart) -> None:
@@ -521,7 +319,7 @@ def _read_runs(reading: _Reading, part: ReadPart) -> None:
     Runs go straight to their target if their memory is contiguous there.
     """
     stored = reading.stored
-    copier = reading.copier
+    copier = reading.table.copier
     region = part.region
     target = part.target
     shape = stored.manifest.chunk_region(part.chunk).shape
@@ -545,18 +343,8 @@ def _read_runs(reading: _Reading, part: ReadPart) -> None:
             if num_read < len(run):
                 raise _file_ends(stored, part.chunk, position + num_read)
     if goal is not target:
-        _copy(goal, target, copier)
+        copy_from_scratch(goal, target, copier)
         copier.wait()
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
-    """Copy values out of scratch memory, converting the dtype if needed; it is done after
-    `copier.wait`.
-    """
-    if target.dtype == source.dtype and not (target.is_conj() or target.is_neg()):
-        source = as_integers(source)
-        target = as_integers(target)
-    copier.copy(target, source)
 
 
 def pieces_of(buffers: Sequence[Bytes], max_bytes: int) -> Iterator[tuple[list[Bytes], int]]:
@@ -605,24 +393,6 @@ def _verify(reading: _Reading, unit: list[Span], filled: Iterable[Bytes]) -> Non
         raise _mismatch(reading, unit, next(i for i, (a, b) in enumerate(pairs) if a != b))
 
 
-def _expected_checksums(
-    stored: StoredCheckpoint, sorted_parts: _Parts
-) -> tuple[Checksums, IntArray]:
-    """Return all parts' stored block checksums, and where each part begins."""
-    manifest = stored.manifest
-    block = stored.manifest.block_bytes
-    fetch_checksums(stored, sorted_parts.files)
-    table = [(part.chunk, part.start, part.stop) for part in sorted_parts.parts]
-    chunks, starts, stops = np.array(table, np.int64).reshape(-1, 3).T
-    counts = -(-(stops - starts) // block)
-    begins = np.cumsum(counts) - counts
-    # For each block: the first one of its part, plus its number within the part.
-    firsts = manifest.first_blocks[chunks] + starts // block - begins
-    blocks = np.repeat(firsts, counts) + np.arange(int(counts.sum()))
-    files = np.repeat(sorted_parts.files, counts)
-    return checksums_of_blocks(manifest, files, blocks), begins
-
-
 def _mismatch(reading: _Reading, unit: list[Span], number: int) -> CorruptCheckpointError:
     """Return the error about the damaged block of a unit."""
     stored = reading.stored
@@ -632,7 +402,7 @@ def _mismatch(reading: _Reading, unit: list[Span], number: int) -> CorruptCheckp
     for span in unit:
         for position in range(span.start, span.stop, block):
             starts.append((span.chunk, position))
-    part = reading.parts[starts[number][0]]
+    part = reading.table.parts[starts[number][0]]
     chunk = part.chunk
     first = int(manifest.first_bytes[chunk])
     start = first + part.start + starts[number][1]
@@ -655,7 +425,7 @@ def _cut_off(
     """
     ends = itertools.accumulate(span.num_bytes for span in unit)
     span = next(span for span, end in zip(unit, ends, strict=True) if end > num_read)
-    return _file_ends(reading.stored, reading.parts[span.chunk].chunk, position + num_read)
+    return _file_ends(reading.stored, reading.table.parts[span.chunk].chunk, position + num_read)
 
 
 def _file_ends(stored: StoredCheckpoint, chunk: int, end: int) -> CorruptCheckpointError:
@@ -666,68 +436,9 @@ def _file_ends(stored: StoredCheckpoint, chunk: int, end: int) -> CorruptCheckpo
     )
 
 
-def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
-    """Check that the files of some chunks have their manifest sizes.
-
-    On an object store each file takes a request, so missing bytes are left to checksums and reads
-    to find.
-    """
-    rows = np.array(chunks, np.int64)
-    stored.manifest.check_rows(rows)
-    if stored.verifies and not locations.is_local(stored.location):
-        return
-    num_threads = 1 if locations.is_local(stored.location) else NUM_REQUESTS
-    file_ids = stored.manifest.file_ids[rows]
-    # np.unique would import a part of numpy, at a time when perhaps no file can be opened any more.
-    different = np.flatnonzero(np.bincount(file_ids)).tolist()
-    check = _check_file if stored.files is None else _check_file_once
-    run_threads(lambda file_id: check(stored, file_id), different, num_threads)
-
-
-def _check_file_once(stored: StoredCheckpoint, file_id: int) -> None:
-    assert stored.files is not None
-    stored.files.check_once(stored.path_of_file(file_id), lambda: _check_file(stored, file_id))
-
-
-def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
-    path = stored.path_of_file(file_id)
-    expected = stored.manifest.files[file_id].num_bytes
-    try:
-        actual = file_size(path)
-    except FileNotFoundError as error:
-        raise _missing(stored, path) from error
-    if actual != expected:
-        raise CorruptCheckpointError(
-            f"{path!r} has {actual} bytes, but the manifest of {stored.location!r} says "
-            f"{expected}: the file was cut off, extended or replaced. Restore it from a copy or "
-            "load another checkpoint."
-        )
-    if stored.compares_headers and not _has_described_header(stored, file_id):
-        raise CorruptCheckpointError(
-            f"{path!r} on host {os.uname().nodename!r} has another header than where rank 0 has "
-            "read it: they are not copies of one file, or it was replaced meanwhile. Give all "
-            "ranks the same files."
-        )
-
-
-def _has_described_header(stored: StoredCheckpoint, file_id: int) -> bool:
-    file = stored.manifest.files[file_id]
-    header = locations.read_range(stored.path_of_file(file_id), 0, file.header_bytes)
-    # Some formats have no headers that are known.
-    return not file.header_bytes or checksum(header) == file.header_checksum
-
-
 def _fetch(stored: StoredCheckpoint, path: str, position: int, num_bytes: int) -> Bytes:
     """Read from an object store; fewer bytes if the file ends early."""
     try:
         return object_store.at(path).read_range(position, num_bytes)
     except FileNotFoundError as error:
-        raise _missing(stored, path) from error
-
-
-def _missing(stored: StoredCheckpoint, path: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{path!r} is missing, but the manifest of {stored.location!r} needs it: it was "
-        "deleted, or is not visible on this machine yet. Restore it from a copy, or check "
-        "that all machines see the same directory."
-    )
+        raise missing_file(stored, path) from error

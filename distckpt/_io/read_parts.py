@@ -1,4 +1,4 @@
-"""Division of reads into parts: ranges of bytes, and their targets.
+"""Parts of reads: ranges of bytes, their targets and their memory.
 
 Where checksums are compared, parts begin and end between blocks: no byte of an unverified block is
 used.
@@ -12,18 +12,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import FROM_NAME, as_integers
 from distckpt._base.lazy import torch
-from distckpt._base.memory import Copier
+from distckpt._base.libc import copy_bytes
+from distckpt._base.memory import Bytes, Copier, bounce_buffer, is_plain_memory, memory_at
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import (
+    IntArray,
     Region,
     covering_elements,
+    flat_range_regions,
     flat_start,
+    intersect,
     num_outer_axes,
+    run_starts,
     step_over,
 )
-from distckpt._geometry.units import cut_region
+from distckpt._geometry.units import Span, cut_region
 from distckpt._plan.load import Copy
 
 REACH_BYTES = 2 << 20
@@ -33,6 +38,12 @@ LONG_RUN_BYTES = 128 << 10
 PITCH_BYTES = 8 << 10
 """Mean distance from which on runs are read one by one. Closer runs take less time with the gaps
 between them.
+"""
+SMALL_BYTES = 16 << 10
+"""Copy smaller pieces through scratch memory: a copy costs less than a buffer of its own."""
+LONG_GOAL_BYTES = 256 << 10
+"""Read longer runs of a scattered region straight into targets. Shorter ones, copied together out
+of scratch memory, take less time: threads hash pieces of blocks by turns.
 """
 NOT_PLAIN = -1
 """The `lead` of parts that are not copied as bytes."""
@@ -165,3 +176,215 @@ def _num_separate_axes(
     if run * item >= LONG_RUN_BYTES and covering_elements(shape, region) > 2 * num_needed:
         return outer
     return sum(2 * math.prod(shape[axis + 1 :]) > reach_bytes // item for axis in range(outer))
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+class PartTable(NamedTuple):
+    """The parts of a read in file order, with their files and positions.
+
+    `copier` copies values to their targets.
+    """
+
+    stored: StoredCheckpoint
+    copier: Copier
+    parts: list[ReadPart]
+    files: IntArray
+    positions: IntArray
+
+
+class _Goal(NamedTuple):
+    """Bytes of a unit that a target holds unchanged.
+
+    They begin at `place` in the unit, and at `address` in memory.
+    """
+
+    address: int
+    place: int
+    num_bytes: int
+
+
+class Content(NamedTuple):
+    """The memory that a unit is read into.
+
+    Attributes:
+        buffers: memory in the order of the bytes; some buffers are pieces of `scratch`.
+        scratch: scratch memory as large as the unit.
+        small: bytes in `scratch` that go elsewhere as they are.
+        values: spans in `scratch` whose values are converted or scattered, and where they begin.
+    """
+
+    buffers: list[Bytes]
+    scratch: Bytes
+    small: list[_Goal]
+    values: list[tuple[Span, int]]
+
+
+def content_for(table: PartTable, unit: list[Span]) -> Content:
+    """Choose the memory for a unit: large plain targets, and scratch memory."""
+    scratch = bounce_buffer("read", sum(span.num_bytes for span in unit), table.copier.layer)
+    goals, values = _goals_of(table, unit)
+    content = Content([], scratch, [], values)
+    end = 0
+    for goal in goals:
+        if goal.num_bytes < SMALL_BYTES:
+            content.small.append(goal)
+            continue
+        content.buffers.extend([scratch[end : goal.place], memory_at(*goal[::2])])
+        end = goal.place + goal.num_bytes
+    content.buffers.append(scratch[end:])
+    content.buffers[:] = [buffer for buffer in content.buffers if len(buffer)]
+    return content
+
+
+def _goals_of(table: PartTable, unit: list[Span]) -> tuple[list[_Goal], list[tuple[Span, int]]]:
+    """Return the goals of a unit's plain bytes, and its other spans.
+
+    Values of the other spans are converted or scattered; each span comes with its place in the
+    unit. Neighbors that go to neighboring memory are one goal.
+    """
+    goals: list[_Goal] = []
+    values: list[tuple[Span, int]] = []
+    begin = after = -1
+    end = 0
+    for span in unit:
+        start = end
+        end = end + span.stop - span.start
+        part = table.parts[span.chunk]
+        if part.lead == NOT_PLAIN:
+            runs = _long_runs(table, span, start)
+            goals.extend(runs)
+            if not runs:
+                values.append((span, start))
+            continue
+        if part.lead == span.start == 0:
+            low = 0
+            high = min(span.stop, part.target.nbytes)
+        else:
+            low, high = _bytes_of_target(part, span)
+        address = _address(part.target) + low
+        place = start + part.lead + low - span.start
+        if address == after and place == begin:
+            last = goals.pop()
+            goals.append(_Goal(last.address, last.place, last.num_bytes + high - low))
+        else:
+            goals.append(_Goal(address, place, high - low))
+        after = address + high - low
+        begin = place + high - low
+    return goals, values
+
+
+def _long_runs(table: PartTable, span: Span, place: int) -> list[_Goal]:
+    """Return the goals of a scattered region's runs in a span.
+
+    `place` is the beginning of the span in its unit. There are no goals if runs are short or their
+    values are converted.
+    """
+    part = table.parts[span.chunk]
+    target = part.target
+    dtype = table.stored.dtype_of(part.chunk)
+    is_long = target.nbytes >= LONG_GOAL_BYTES and target.dtype == dtype
+    if not is_long or table.copier.is_away(target):
+        return []
+    shape = table.stored.manifest.chunk_region(part.chunk).shape
+    # Runs are contiguous both in the file and in memory.
+    outer = num_outer_axes(shape, part.region)
+    while not is_plain_memory(target[(0,) * outer]) and outer < target.dim():
+        outer += 1
+    num_bytes = math.prod(target.shape[outer:]) * dtype.itemsize
+    if num_bytes < LONG_GOAL_BYTES:
+        return []
+    unit_offset = place - part.start - span.start
+    begins = run_starts(shape, part.region, outer) * dtype.itemsize + unit_offset
+    places = begins.clip(place, place + span.num_bytes)
+    sizes = (begins + num_bytes).clip(place, place + span.num_bytes) - places
+    addresses = _run_addresses(target, outer) + places - begins
+    rows = np.stack([addresses, places, sizes], axis=1)[sizes > 0]
+    return [_Goal(*row) for row in rows.tolist()]
+
+
+def _run_addresses(target: torch.Tensor, num_outer: int) -> IntArray:
+    """Return the addresses of a tensor's runs behind `num_outer` axes, in order."""
+    addresses: IntArray = np.array([target.data_ptr()], np.int64)
+    for size, stride in zip(target.shape[:num_outer], target.stride(), strict=False):
+        steps = np.arange(size) * stride * target.itemsize
+        addresses = np.add.outer(addresses, steps).reshape(-1)
+    return addresses
+
+
+def _address(target: Any) -> int:
+    # Bytes are read without torch.
+    if isinstance(target, np.ndarray):
+        return target.ctypes.data
+    address: int = target.data_ptr()
+    return address
+
+
+def _bytes_of_target(part: ReadPart, span: Span) -> tuple[int, int]:
+    """Return the range of a plain target's bytes that a span holds."""
+    size = part.target.nbytes
+    return min(max(span.start - part.lead, 0), size), min(max(span.stop - part.lead, 0), size)
+
+
+def deliver(table: PartTable, content: Content) -> None:
+    """Copy values from scratch memory to the targets."""
+    address = content.scratch.ctypes.data
+    try:
+        for goal in content.small:
+            copy_bytes(goal.address, address + goal.place, goal.num_bytes)
+        for span, place in content.values:
+            _deliver_values(table, span, content.scratch[place : place + span.num_bytes])
+    finally:
+        # Also after an error: the memory is used again.
+        table.copier.wait()
+
+
+def _deliver_values(table: PartTable, span: Span, content: Bytes) -> None:
+    """Copy the values of a span to their targets."""
+    part = table.parts[span.chunk]
+    shape = table.stored.manifest.chunk_region(part.chunk).shape
+    dtype = table.stored.dtype_of(part.chunk)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    values = torch.from_numpy(content).view(dtype)
+    first = (part.start + span.start) // dtype.itemsize
+    for region in _regions_within(table, span):
+        place = region.relative_to(part.region.offset).slices()
+        source = values.as_strided(region.shape, strides, flat_start(shape, region) - first)
+        copy_from_scratch(source, part.target[place] if shape else part.target, table.copier)
+
+
+def _regions_within(table: PartTable, span: Span) -> Iterator[Region]:
+    """Yield the parts of a requested region that lie in a span."""
+    part = table.parts[span.chunk]
+    shape = table.stored.manifest.chunk_region(part.chunk).shape
+    item = table.stored.dtype_of(part.chunk).itemsize
+    start = (part.start + span.start) // item
+    stop = (part.start + span.stop) // item
+    for run in flat_range_regions(shape, start, stop):
+        region = intersect(run, part.region)
+        if region is not None:
+            yield region
+
+
+def useful_bytes(table: PartTable, span: Span) -> int:
+    """Count the requested bytes of a span."""
+    part = table.parts[span.chunk]
+    if part.lead != NOT_PLAIN:
+        low, high = _bytes_of_target(part, span)
+        return high - low
+    item = table.stored.dtype_of(part.chunk).itemsize
+    if part.is_sparse:
+        return part.region.num_elements * item
+    return sum(region.num_elements for region in _regions_within(table, span)) * item
+
+
+def copy_from_scratch(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
+    """Copy values out of scratch memory, converting the dtype if needed.
+
+    They are there after `copier.wait`.
+    """
+    if target.dtype == source.dtype and not (target.is_conj() or target.is_neg()):
+        source = as_integers(source)
+        target = as_integers(target)
+    copier.copy(target, source)

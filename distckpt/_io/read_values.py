@@ -13,10 +13,10 @@ from distckpt._base.dtypes import FROM_NAME, has_smaller_range
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import NUM_THREADS, run_threads
-from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._format.stored_checkpoint import StoredCheckpoint, check_files
 from distckpt._geometry.region import Region, covering, whole
 from distckpt._geometry.units import cut_region
-from distckpt._io.read import check_files, read_copies
+from distckpt._io.read import read_copies
 from distckpt._plan.decoded import PIECE_ELEMENTS, Piece, plan_decoding, target_of
 from distckpt._plan.load import Copy, Request, plan_load
 from distckpt._quantization.numbers import scratch

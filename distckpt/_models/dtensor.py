@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -423,3 +423,13 @@ def _starts(runs: Sequence[Runs]) -> list[tuple[int, ...]]:
         sizes = [high - low for low, high in axis[:-1]]
         per_axis.append(itertools.accumulate(sizes, initial=0))
     return list(itertools.product(*per_axis))
+
+
+def mesh_names(modules: Iterable[torch.nn.Module]) -> list[str]:
+    """Name the device meshes of modules, by their axes and sizes."""
+    meshes: set[Any] = set()
+    for module in modules:
+        for param in module.parameters():
+            if is_dtensor(param):
+                meshes.add(param.device_mesh)  # type: ignore[attr-defined]
+    return sorted({f"{mesh.mesh_dim_names or ''}{tuple(mesh.shape)}" for mesh in meshes})

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from distckpt._base.dtypes import flat_bytes
-from distckpt._base.errors import CheckpointingException
+from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.memory import in_huge_pages
 from distckpt._base.messages import summarize_keys
 from distckpt._models.dtensor import local_part
@@ -82,6 +82,16 @@ def keys_without_values(
         if shard.data is not None and _address(shard.data) in addresses:
             keys.append(shard.key)
     return sorted(keys)
+
+
+def error_without_values(keys: Collection[str], location: str) -> LoadMismatchError:
+    """Return the error about memory for which a checkpoint holds no values."""
+    return LoadMismatchError(
+        f"materialize= has no values for {summarize_keys(keys)}, of which the checkpoint "
+        f"{location!r} holds none: make the module on a device with memory, where it "
+        "initializes them, or give these tensors memory and values before the load.",
+        unexpected=keys,
+    )
 
 
 def put_back(made: Sequence[Made]) -> None:

@@ -23,37 +23,23 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
 from distckpt._base.messages import summarize_keys
-from distckpt._base.tree import (
-    Position,
-    at,
-    dotted,
-    listed,
-    replaced,
-    with_leaves,
-)
+from distckpt._base.tree import Position, at, dotted, listed, replaced, with_leaves
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
-from distckpt._format.codec.encode import is_object_of_state, nodes_of_any
-from distckpt._format.codec.tree import REGISTERED
+from distckpt._format.codec.encode import is_object_of_state
+from distckpt._format.codec.tree import REGISTERED, nodes_of_any
 from distckpt._format.marker import first_name
 from distckpt._models.bound_state import BoundState
 from distckpt._models.dtensor import (
     has_parts,
     is_dtensor,
     is_in_mesh,
+    mesh_names,
     shard_of_dtensor,
     shard_of_parts,
 )
-from distckpt._models.modules import (
-    bare_module,
-    sharded_state_dict,
-    sharded_state_dict_default,
-)
-from distckpt._models.optimizer.describe import (
-    OptimizerState,
-    describe_optimizer,
-    fill_gaps,
-)
+from distckpt._models.modules import bare_module, sharded_state_dict, sharded_state_dict_default
+from distckpt._models.optimizer.describe import OptimizerState, describe_optimizer, fill_gaps
 from distckpt._models.optimizer.read import is_optimizer
 from distckpt._models.optimizer.settings import check_one_rest, storable_entries, unite
 from distckpt._models.per_rank import PerRank, cell_of, state_of
@@ -231,8 +217,8 @@ def _describe_tree(
     """Describe the objects in a tree: a state dict, or an object's state."""
     tree, items = _list_leaves(tree, path, options.breaks_cycles)
     values = [leaf for _, leaf in items]
-    places: dict[int, Place] = {}
     optimizers: list[tuple[Position, OptimizerState]] = []
+    places: dict[int, Place] = {}
     for number, (position, leaf) in enumerate(items):
         if type(leaf) in _VALUES and not has_parts(leaf):
             continue
@@ -246,20 +232,33 @@ def _describe_tree(
         else:
             _check_value(position, leaf, options.loads)
     all_places = list(places.values())
-    for number, place in _of_kind(places, Kind.MODULE):
-        values[number] = _describe_module(place, options)
-    for number, place in _of_kind(places, Kind.DTENSOR):
-        values[number] = _describe_dtensor(place, options.ranks.rank)
-    # After the modules, whose tensors may be in the states.
-    for number, place in _of_kind(places, Kind.STATEFUL):
-        state = state_of(place.value, place.name)
-        inner = _describe_tree(state, place.path, options, is_state=True)
-        values[number] = inner.tree
+    for inner in _describe_places(places, values, options):
         all_places += inner.places
         optimizers += inner.optimizers
     if is_state and options.loads:
         values = [_only_shards(value) for value in values]
     return _Tree(with_leaves(tree, iter(values), _LEAVES), all_places, optimizers)
+
+
+def _describe_places(
+    places: Mapping[int, Place], values: list[Any], options: _Options
+) -> list[_Tree]:
+    """Describe modules, DTensors and stateful objects in place of their values.
+
+    Return the trees of the states.
+    """
+    for number, place in _of_kind(places, Kind.MODULE):
+        values[number] = _describe_module(place, options)
+    for number, place in _of_kind(places, Kind.DTENSOR):
+        values[number] = _describe_dtensor(place, options.ranks.rank)
+    # After the modules, whose tensors may be in the states.
+    trees = []
+    for number, place in _of_kind(places, Kind.STATEFUL):
+        state = state_of(place.value, place.name)
+        tree = _describe_tree(state, place.path, options, is_state=True)
+        values[number] = tree.tree
+        trees.append(tree)
+    return trees
 
 
 def _list_leaves(
@@ -284,7 +283,7 @@ def _of_kind(places: Mapping[int, Place], kind: Kind) -> Iterator[tuple[int, Pla
 
 def _describe_module(place: Place, options: _Options) -> Any:
     module = bare_module(place.value)
-    prefix = _with_dot(place.prefix)
+    prefix = place.prefix and f"{place.prefix}."
     if options.materialize is not None:
         # Imported when it is needed: most modules have memory.
         from distckpt._models.materialize import materialize_module
@@ -294,10 +293,6 @@ def _describe_module(place: Place, options: _Options) -> Any:
         # Its own method is called here, unlike by sharded_state_dict.
         return sharded_state_dict_default(module, prefix)
     return sharded_state_dict(module, prefix)
-
-
-def _with_dot(prefix: str) -> str:
-    return prefix and f"{prefix}."
 
 
 def _describe_dtensor(place: Place, rank: int) -> Any:
@@ -322,7 +317,7 @@ def _describe_per_rank(
     own = [place for place in places if place.kind is Kind.PER_RANK]
     if not own:
         return []
-    meshes = _meshes(places)
+    meshes = mesh_names(place.value for place in places if place.kind is Kind.MODULE)
     cells = []
     for place in own:
         cell = cell_of(place.value, place.name, options.ranks, meshes, options.loads)
@@ -414,16 +409,6 @@ def _only_shards(value: Any) -> Any:
         else:
             values.append(None)
     return with_leaves(value, iter(values), _LEAVES)
-
-
-def _meshes(places: Sequence[Place]) -> list[str]:
-    """Name the device meshes of modules, by their axes and sizes."""
-    meshes: set[Any] = set()
-    for place in places:
-        if place.kind is Kind.MODULE:
-            params = place.value.parameters()
-            meshes.update(param.device_mesh for param in params if is_dtensor(param))
-    return sorted({f"{mesh.mesh_dim_names or ''}{tuple(mesh.shape)}" for mesh in meshes})
 
 
 def _names_of_model(shards: Iterable[tuple[Position, Any]], places: Iterable[Place]) -> list[str]:

@@ -16,148 +16,39 @@ import contextlib
 import json
 import logging
 import re
-import secrets
 import time
-from collections.abc import Iterable, Iterator
-from types import NoneType
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import first_line
-from distckpt._base.version import __version__
+from distckpt._move.inbox import (
+    ANSWER_SECONDS,
+    INBOX,
+    POLL_SECONDS,
+    SOURCE,
+    Message,
+    Start,
+    key_of_answer,
+    message_of,
+    reaching_leader,
+    values_of,
+    wait_for_key,
+)
 from distckpt._ranks.attendance import answer_of, lost_contact
 from distckpt._ranks.groups import forget_group
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 5.0
-"""Seconds for a called member's answer, or a lost member's return."""
 MAX_TARGETS = 4096
 """Most targets that may ask for a version."""
-_POLL_SECONDS = 0.005
-_MAX_POLL_SECONDS = 0.04
-_SOURCE = "source rank"
 _TARGET = "target"
 _TARGET_NAME = re.compile(rf"{_TARGET} -?\d{{1,19}}")
-
-_HOST = "distckpt"
-"""Key of the number and the release of a leader."""
-_INBOX = "inbox"
-"""Key of the messages to the leader, a line each."""
-
-
-def name_host(store: Any) -> int:
-    """Announce the leader of a store, and return a number for it."""
-    number = secrets.randbits(61)
-    store.set(_INBOX, "")
-    store.set(_HOST, json.dumps([number, _release()]))
-    return number
-
-
-def check_host(store: Any, address: str, timeout: float) -> int:
-    """Return the number of the leader that hosts a store.
-
-    Raises:
-        CheckpointingException: none does, or it is of another release, which may plan otherwise.
-        RankFailedError: it is gone.
-    """
-    try:
-        with _reaching_leader(AbsentKeyError):
-            text = answer_of(lambda: _wait_for_key(store, _HOST, timeout), timeout + ANSWER_SECONDS)
-        number, release = _values(text, [int, str], _HOST)
-    except (AbsentKeyError, _OtherFormError) as error:
-        raise CheckpointingException(
-            f"What answers at {address} is not the trainer of a Route ({first_line(error)}): give "
-            "the Route a port that no other program uses, such as torchrun."
-        ) from error
-    if release != _release():
-        raise CheckpointingException(
-            f"The trainer at {address} has distckpt {release}, and this process {_release()}: "
-            "install the same release on both sides."
-        )
-    return int(number)
-
-
-class AbsentKeyError(RuntimeError):
-    """A store did not get a key in time."""
-
-
-class _OtherFormError(CheckpointingException):
-    """A store holds a value that does not come from a Route."""
-
-
-def _values(text: bytes, types: list[type], key: str) -> list[Any]:
-    """Return the values of these types in a JSON list."""
-    with contextlib.suppress(ValueError, RecursionError):
-        values = json.loads(text)
-        if isinstance(values, list) and list(map(type, values)) == types:
-            return values
-    raise _OtherFormError(
-        f"The store of this Route holds {text[:60]!r} under {key!r}, which no Route writes there: "
-        "give it a port that no other program uses."
-    )
-
-
-def _release() -> str:
-    return __version__
-
-
-def _wait_for_key(store: Any, key: str, seconds: float) -> bytes:
-    """Wait for a key."""
-    deadline = time.monotonic() + seconds
-    step = _POLL_SECONDS
-    # Not by `wait` of the store: torch prints a warning whenever that ends without the key.
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise AbsentKeyError(f"no {key!r} within {seconds:g} s")
-        time.sleep(step)
-        step = min(2 * step, _MAX_POLL_SECONDS)
-    value: bytes = store.get(key)
-    return value
-
-
-class Start(NamedTuple):
-    """The members of a move, by rank: the leader, other givers, then targets.
-
-    `number` tells groups of members apart; a group stays as long as its members do.
-    """
-
-    number: int
-    names: list[str]
-    version: int
-
-
-class Message(NamedTuple):
-    """A message in the inbox.
-
-    It is one line.
-
-    Attributes:
-        name: of the member that sends it.
-        number: counts the messages of a member.
-        kind: "ask", "here" or "left".
-        value: the version that is asked for, None for any; or the round that the member comes to.
-    """
-
-    name: str
-    number: int
-    kind: str
-    value: int | None
-
-
 _ASK = "ask"
 _HERE = "here"
 _LEFT = "left"
 _AGAIN = Start(0, [], 0)
 """A start without members, after which all ask again."""
-
-
-def _message(line: bytes) -> Message | None:
-    """Return the message of a line, or None for other forms."""
-    for type_of_value in (int, NoneType):
-        with contextlib.suppress(_OtherFormError):
-            return Message(*_values(line, [str, int, str, type_of_value], _INBOX))
-    return None
 
 
 class Member:
@@ -174,7 +65,7 @@ class Member:
     @classmethod
     def target(cls, store: Any, timeout: float) -> Member:
         """Join as the next target."""
-        with _reaching_leader():
+        with reaching_leader():
             number = answer_of(lambda: store.add("targets", 1), timeout)
         return cls(store, _TARGET, number, timeout)
 
@@ -186,7 +77,7 @@ class Member:
     @classmethod
     def source(cls, store: Any, rank: int, timeout: float) -> Member:
         """Join as a rank of the job that gives."""
-        return cls(store, _SOURCE, rank, timeout)
+        return cls(store, SOURCE, rank, timeout)
 
     def wait_for_start(self, version: int | None) -> Start:
         """Ask to take part in a version, and wait for its start.
@@ -198,7 +89,7 @@ class Member:
             RankFailedError: the leader does not call within the timeout, or is gone.
         """
         while True:
-            with _reaching_leader():
+            with reaching_leader():
                 number, refusal = self._answer([int, str], _ASK, version)
                 if refusal:
                     raise CheckpointingException(refusal)
@@ -210,35 +101,15 @@ class Member:
     def _answer(self, types: list[type], kind: str, value: int | None) -> list[Any]:
         """Send a message, and wait for the answer."""
         self._send(kind, value, self._timeout)
-        key = _key_of_answer(self.name, self._num_sent)
+        key = key_of_answer(self.name, self._num_sent)
         limit = self._limit
-        answer = answer_of(lambda: _wait_for_key(self._store, key, limit), limit + ANSWER_SECONDS)
-        return _values(answer, types, key)
+        answer = answer_of(lambda: wait_for_key(self._store, key, limit), limit + ANSWER_SECONDS)
+        return values_of(answer, types, key)
 
     def _send(self, kind: str, value: int | None, seconds: float) -> None:
         self._num_sent += 1
         line = json.dumps(Message(self.name, self._num_sent, kind, value)) + "\n"
-        answer_of(lambda: self._store.append(_INBOX, line), seconds)
-
-
-def _key_of_answer(name: str, number: int) -> str:
-    return f"answer {number} to {name}"
-
-
-@contextlib.contextmanager
-def _reaching_leader(*passed: type[RuntimeError]) -> Iterator[None]:
-    """Turn errors of a store into one about the leader, unless `passed`."""
-    try:
-        yield
-    except passed:
-        raise
-    except RuntimeError as error:
-        raise lost_contact(
-            {0: TimeoutError("did not respond, or died")},
-            f"Lost contact with {_SOURCE} 0, which hosts the address: it ended or died, or has "
-            "moved no version within the timeout. Make a new Route to take versions of one that "
-            f"starts again there. ({first_line(error)})",
-        ) from error
+        answer_of(lambda: self._store.append(INBOX, line), seconds)
 
 
 class _Answer(NamedTuple):
@@ -254,7 +125,7 @@ class Leader:
     def __init__(self, store: Any, num_sources: int, num_targets: int, timeout: float) -> None:
         self._store = store
         self._timeout = timeout
-        self._sources = [f"{_SOURCE} {rank}" for rank in range(num_sources)]
+        self._sources = [f"{SOURCE} {rank}" for rank in range(num_sources)]
         self._num_targets = num_targets
         self._asks: dict[str, Message] = {}
         self._called: dict[str, Message | None] = {}
@@ -361,7 +232,7 @@ class Leader:
         soon = min(now + min(ANSWER_SECONDS, self._timeout), deadline)
         is_over = False
         while not is_over:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
             self._read_inbox()
             now = time.monotonic()
             asking = self._asking(version)
@@ -440,7 +311,7 @@ class Leader:
         """Wait until all called members have come. Members that are alive come at once."""
         deadline = time.monotonic() + min(ANSWER_SECONDS, self._timeout)
         while None in self._called.values() and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
             self._read_inbox()
         absent = [name for name, message in self._called.items() if message is None]
         if absent:
@@ -450,15 +321,15 @@ class Leader:
 
     def _read_inbox(self) -> None:
         """Act on all messages that have come."""
-        text = self._store.get(_INBOX)
+        text = self._store.get(INBOX)
         lines = text[self._num_read :].splitlines()
         others = []
         self._num_read = len(text)
         # The inbox is emptied unless something was appended meanwhile.
-        if text and not self._store.compare_set(_INBOX, text, ""):
+        if text and not self._store.compare_set(INBOX, text, ""):
             self._num_read = 0
         for line in lines:
-            message = _message(line)
+            message = message_of(line)
             if message is not None and self._knows(message):
                 self._take(message)
             else:
@@ -500,7 +371,7 @@ class Leader:
             self._answer(message, 0, "", 0)
 
     def _answer(self, message: Message, *values: Any) -> None:
-        key = _key_of_answer(message.name, message.number)
+        key = key_of_answer(message.name, message.number)
         # A member waits no longer, if it has the same timeout.
         deadline = time.monotonic() + 2 * (self._timeout + ANSWER_SECONDS)
         self._answers[message.name] = _Answer(key, deadline)

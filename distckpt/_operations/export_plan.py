@@ -14,15 +14,15 @@ from distckpt._base.errors import CheckpointingException, CheckpointNotFoundErro
 from distckpt._base.messages import natural_order, summarize_keys
 from distckpt._base.options import ExportOptions
 from distckpt._base.wings import wing
-from distckpt._checkpoint.model_keys import beside_model, cut_off, left_out
+from distckpt._checkpoint.model_keys import left_out, warn_of_cut_off, warn_of_others
 from distckpt._checkpoint.opening import holds_checkpoint, open_export
 from distckpt._format.code_names import may_be_codes, scales_of
+from distckpt._format.quantization_settings import CONFIG_NAMES
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import differing
 from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files
 from distckpt._io.tensor_source import TensorSource
 from distckpt._operations.export_request import OpenedSources
-from distckpt._plan.codes import CONFIG_NAMES
 from distckpt._plan.decoded import decoded, find, hidden_keys
 from distckpt._plan.export import (
     OutputFile,
@@ -134,8 +134,8 @@ def plan_export(
         plan = _plan(source, options, selected, model, opened.adapter, ranks.is_coordinator)
         plan = replace(plan, left_out=_left_out(opened.checkpoints, options))
         if ranks.is_coordinator:
-            _warn_of_cut_off(opened.checkpoints[0], options, plan.selected)
-            _warn_of_others(opened.checkpoints[0], options, plan.selected)
+            warn_of_cut_off(opened.checkpoints[0], options, plan.selected)
+            warn_of_others(opened.checkpoints[0], options, plan.selected)
             if isinstance(options.dtype, torch.dtype):
                 _warn_of_codes(source.stored, plan.outputs, options.dtype)
     return plan
@@ -216,33 +216,6 @@ def _warn_of_codes(
             requested,
             stored.location,
             summarize_keys(codes),
-        )
-
-
-def _warn_of_cut_off(
-    stored: StoredCheckpoint, options: ExportOptions, selected: Collection[str]
-) -> None:
-    """Warn of tensors of the model that a prefix leaves out."""
-    if absent := cut_off(stored, options.keys, selected):
-        logger.warning(
-            "keys=%r leaves out a part of the model that was saved: %s. Without `keys`, the whole "
-            "model is exported.",
-            options.keys,
-            summarize_keys(absent),
-        )
-
-
-def _warn_of_others(
-    stored: StoredCheckpoint, options: ExportOptions, selected: Collection[str]
-) -> None:
-    """Warn of tensors that were saved with the model, such as averages."""
-    if others := beside_model(stored, options.keys, selected):
-        entry = others[0].partition(".")[0]
-        logger.warning(
-            "tensors that were saved beside the model are exported with it: %s. keys='!%s.*' "
-            "leaves them out; keys='%s.*' with rename={'%s.': ''} exports them in its place.",
-            summarize_keys(others),
-            *(entry, entry, entry),
         )
 
 

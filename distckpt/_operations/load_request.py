@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,8 +10,8 @@ from functools import partial
 from operator import length_hint
 from typing import Any, get_args
 
-from distckpt._base.errors import InvalidShardingError, LoadMismatchError
-from distckpt._base.messages import check_choice, check_num_bytes, summarize_keys
+from distckpt._base.errors import InvalidShardingError
+from distckpt._base.messages import check_choice, check_num_bytes
 from distckpt._base.options import LoadOptions, ParallelLoad, check_options
 from distckpt._base.tree import at, leaves
 from distckpt._format.marker import names_of_module
@@ -20,16 +19,10 @@ from distckpt._models import objects
 from distckpt._models.resolve import needs_stored, resolve, settings_of
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
 from distckpt._operations.shard_source import ShardSource
-from distckpt._plan.translate import decide_ties, match_flags, stored_names
+from distckpt._plan.translate import decide_ties, match_flags, stored_names, warn_of_unmatched
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
-from distckpt._state.shards import (
-    Shard,
-    ShardTable,
-    find_ties,
-    merge_tables,
-    shard_table,
-)
+from distckpt._state.shards import Shard, ShardTable, find_ties, merge_tables, shard_table
 from distckpt._state.stored_form import StoredEntry, may_be_complex
 from distckpt._state.strictness import StrictHandling, handle_mismatch
 from distckpt._state.validation import validate_part, validate_shards
@@ -37,8 +30,6 @@ from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import ShardedStateDict, StateDict
 from distckpt.rules._rule import Rule
 from distckpt.rules._rules import Assemble, check_rules
-
-logger = logging.getLogger(__name__)
 
 _MODES_WITH_RULES = (StrictHandling.ASSUME_OK_UNEXPECTED, StrictHandling.RAISE_UNEXPECTED)
 _MODES_OF_ALL = (*_MODES_WITH_RULES, StrictHandling.RAISE_ALL)
@@ -359,7 +350,7 @@ def check_targets(
         vote.number = len(coverage.of_modules | coverage.of_optimizers | coverage.unclaimed)
     # The members of a move may have rules of their own.
     if request.rules and not source.is_live:
-        _warn_of_unmatched(request.rules, ranks.gather(flags))
+        warn_of_unmatched(request.rules, ranks.gather(flags))
     differences = Differences()
     compares = StrictHandling.requires_explicit_ckpt_mismatch_check(request.mode)
     if compares and not targets.rules:
@@ -368,22 +359,6 @@ def check_targets(
         left_out = refuse_left_out(ranks, coverage, targets.entries, location, source.is_live)
         return replace(differences, left_out=left_out)
     return differences
-
-
-def _warn_of_unmatched(rules: Sequence[Rule], flags: Sequence[bytes]) -> None:
-    """Warn of rules without a tensor on any rank.
-
-    Only the coordinator gets `flags`.
-    """
-    if not flags:
-        return
-    for rule, *matched in zip(rules, *flags, strict=False):
-        if not any(matched) and not rule.optional:
-            logger.warning(
-                "%s matches no tensor that is requested: nothing is loaded through it. Correct the "
-                "pattern, or set optional=True.",
-                rule,
-            )
 
 
 def _messages_of_all(ranks: Ranks, table: ShardTable | None) -> Sequence[list[bytes]]:
@@ -482,7 +457,11 @@ def _compare_keys(
     """Find keys that differ, and handle them as the mode says."""
     mode = request.mode
     stored = frozenset(targets.stored)
-    own_garbage = _without_values(request, targets, requested - stored)
+    own_garbage: list[str] = []
+    if request.made:
+        from distckpt._models.materialize import keys_without_values
+
+        own_garbage = keys_without_values(targets.split.shards, requested - stored, request.made)
     sent = ranks.all_gather(json.dumps([sorted(requested), own_garbage]).encode())
     # Every rank compares the keys of all, so that all raise the same error.
     received = [json.loads(message) for message in sent]
@@ -491,29 +470,12 @@ def _compare_keys(
     if StrictHandling.requires_global_app_metadata(mode):
         missing = _missing(targets.stored, keys_of_all)
     handle_mismatch(mode, missing, keys_of_all - stored, stored, location)
-    _refuse_garbage(frozenset[str]().union(*(keys for _, keys in received)), location)
+    garbage = frozenset[str]().union(*(keys for _, keys in received))
+    if garbage:
+        from distckpt._models.materialize import error_without_values
+
+        raise error_without_values(garbage, location)
     return Differences(missing, frozenset(requested - stored), keys_of_all - stored)
-
-
-def _without_values(
-    request: LoadRequest, targets: Targets, absent: Collection[str]
-) -> Sequence[str]:
-    """Return the absent keys of tensors that got memory for this load."""
-    if not (request.made and absent):
-        return []
-    from distckpt._models.materialize import keys_without_values
-
-    return keys_without_values(targets.split.shards, absent, request.made)
-
-
-def _refuse_garbage(keys: frozenset[str], location: str) -> None:
-    if keys:
-        raise LoadMismatchError(
-            f"materialize= has no values for {summarize_keys(keys)}, of which the checkpoint "
-            f"{location!r} holds none: make the module on a device with memory, where it "
-            "initializes them, or give these tensors memory and values before the load.",
-            unexpected=keys,
-        )
 
 
 def _missing(entries: Mapping[str, StoredEntry], requested: frozenset[str]) -> frozenset[str]:

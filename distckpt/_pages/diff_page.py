@@ -10,7 +10,8 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._pages.page import write_page
 from distckpt._plan.selection import matches, renamed
 from distckpt._ranks.collectives import Ranks
-from distckpt._tools.diff import DiffReport, TensorDifference
+from distckpt._tools.diff import DiffReport
+from distckpt._tools.tensor_differences import TensorDifference
 from distckpt.cli._diff_texts import changes_of, counts_of, place_of, place_of_object
 from distckpt.cli._output import count_text
 

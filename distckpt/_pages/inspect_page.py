@@ -8,7 +8,7 @@ from typing import Any
 
 from distckpt._checkpoint.stored_values import load_common_state
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._operations.verify import Problem
+from distckpt._operations.file_checks import Problem
 from distckpt._pages.page import write_page
 from distckpt.cli._output import count_text, finite, size_text
 from distckpt.cli._plain import plain

@@ -21,11 +21,6 @@ from distckpt._format.code_names import (
 )
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 
-CONFIG_NAMES = ("config.json", "hf_quant_config.json")
-"""Files that may describe the quantization of tensors in their directory; NVIDIA ModelOpt writes
-the second one.
-"""
-
 AS_STORED = " (as stored)"
 """Suffix, in a view, of keys that are parts of quantized tensors."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,16 +11,11 @@ import torch
 
 from distckpt._base.dtypes import TO_NAME
 from distckpt._plan.load import Request
-from distckpt.rules._mapped import (
-    MappedTensor,
-    TensorSpec,
-    invert,
-    resolve,
-    resolve_padding,
-    target_view,
-)
+from distckpt.rules._mapped import MappedTensor, TensorSpec, resolve, resolve_padding, target_view
 from distckpt.rules._rule import Rule
-from distckpt.rules._rules import Tie, apply_rules, matched_rules
+from distckpt.rules._rules import Tie, apply_rules, invert, matched_rules
+
+logger = logging.getLogger(__name__)
 
 
 def _tensors_of_other_ranks(
@@ -179,6 +175,22 @@ def match_flags(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) ->
     flags = matched_rules(rules, _infos(rules, shapes))
     are_ties = [isinstance(rule, Tie) and rule.key in shapes for rule in rules]
     return bytes(map(max, flags, are_ties))
+
+
+def warn_of_unmatched(rules: Sequence[Rule], flags: Sequence[bytes]) -> None:
+    """Warn of rules without a tensor on any rank.
+
+    Only the coordinator gets `flags`.
+    """
+    if not flags:
+        return
+    for rule, *matched in zip(rules, *flags, strict=False):
+        if not any(matched) and not rule.optional:
+            logger.warning(
+                "%s matches no tensor that is requested: nothing is loaded through it. Correct the "
+                "pattern, or set optional=True.",
+                rule,
+            )
 
 
 def _infos(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSpec]:

@@ -30,7 +30,7 @@ from distckpt._base.tree import (
     rebuilt,
 )
 from distckpt._format import codec
-from distckpt._format.codec.encode import nodes
+from distckpt._format.codec.tree import nodes
 
 _SETTERS = {cls.__setitem__ for cls in (dict, list, OrderedDict, deque)}
 _LISTS = (list, deque)

@@ -456,10 +456,7 @@ def _pointers(shards: Sequence[Shard]) -> list[int]:
 
 
 def _memory_identity(shard: Shard) -> Any:
-    """Return a value that shards of the same memory share.
-
-    They are the same part of it. None if the shard is empty.
-    """
+    """Return the identity of a shard's memory; None if the shard is empty."""
     data = shard.data
     if not isinstance(shard, ShardedTensor) or data is None or not data.numel():
         return None

@@ -23,7 +23,7 @@ from distckpt._base.memory import Bytes
 from distckpt._base.threads import PART_BYTES
 from distckpt._storage.cloud_errors import is_busy, is_temporary, os_error, text_of
 from distckpt._storage.file_state import FileState
-from distckpt._storage.fsspec_urls import settings_of
+from distckpt._storage.fsspec_urls import check_settings, settings_of
 from distckpt._storage.remote import (
     NO_BYTES,
     RETRY_SECONDS,
@@ -46,28 +46,6 @@ _ATTEMPTS_WHILE_BUSY = 20
 """Attempts at a request that the store refuses as too many."""
 _REQUEST_LIMIT = timedelta(minutes=2)
 
-_REPLACED_SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
-    "s3": {
-        "endpoint_url": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
-        "profile": ("AWS_PROFILE",),
-        "key": ("AWS_ACCESS_KEY_ID", "AWS_PROFILE"),
-    },
-    "gcs": {
-        "endpoint_url": ("STORAGE_EMULATOR_HOST",),
-        "token": (
-            "GOOGLE_APPLICATION_CREDENTIALS",
-            "GOOGLE_SERVICE_ACCOUNT",
-            "STORAGE_EMULATOR_HOST",
-        ),
-    },
-    "azure": dict.fromkeys(
-        ("connection_string", "account_name", "account_host", "account_key", "sas_token"),
-        ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_NAME"),
-    ),
-}
-"""Settings of fsspec about data's place and owner -> their replacements. The settings are ignored,
-and environment variables replace them.
-"""
 
 _CONTAINER = re.compile(r"[A-Za-z0-9._-]+(@[A-Za-z0-9.-]+)?")
 
@@ -377,7 +355,7 @@ def _connect(location: str, scheme: str, container: str) -> _Connection:
     try:
         if empty := [name for name, value in environment if "ENDPOINT" in name and not value]:
             raise ValueError(f"the environment variable {empty[0]} is empty: unset it")
-        _check_settings(PROVIDERS[scheme])
+        check_settings(PROVIDERS[scheme])
         return _connection_in(environment, scheme, container)
     except ImportError as error:
         raise ImportError(
@@ -386,27 +364,6 @@ def _connect(location: str, scheme: str, container: str) -> _Connection:
     except Exception as error:
         number = error.errno if isinstance(error, OSError) else errno.EINVAL
         raise OSError(number, f"{type(error).__name__}: {text_of(error)}", location) from error
-
-
-def _settings_of(provider: str) -> dict[str, Any]:
-    return settings_of(scheme for scheme, other in PROVIDERS.items() if other == provider)
-
-
-def _check_settings(provider: str) -> None:
-    """Refuse settings of fsspec that decide the destination of data.
-
-    They are fine if the environment replaces them.
-    """
-    settings = _settings_of(provider)
-    client_settings = settings.get("client_kwargs")
-    if isinstance(client_settings, dict):
-        settings |= client_settings
-    for name, variables in _REPLACED_SETTINGS[provider].items():
-        if settings.get(name) and not any(map(os.environ.get, variables)):
-            raise ValueError(
-                f"fsspec's setting {name!r} is not read for this URL: set {' or '.join(variables)} "
-                "in the environment"
-            )
 
 
 @functools.lru_cache(maxsize=64)
@@ -418,7 +375,7 @@ def _connection_in(
     stores = importlib.import_module("obstore.store")
     provider = PROVIDERS[scheme]
     client = None
-    if _settings_of(provider):
+    if settings_of(provider):
         logger.warning(
             "fsspec's settings of %s:// are not read: use the environment instead", scheme
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from distckpt._base.memory import Bytes
 from distckpt._storage.remote import NO_BYTES, RemoteLocation, too_large
+from distckpt._storage.schemes import PROVIDERS
 
 _Result = TypeVar("_Result")
 
@@ -52,18 +54,58 @@ classes, which are not imported here.
 _WITHOUT_BUCKETS = {"sftp", "ssh", "ftp"}
 """Protocols of file systems whose folders can all be made."""
 
+_REPLACED_SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "s3": {
+        "endpoint_url": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
+        "profile": ("AWS_PROFILE",),
+        "key": ("AWS_ACCESS_KEY_ID", "AWS_PROFILE"),
+    },
+    "gcs": {
+        "endpoint_url": ("STORAGE_EMULATOR_HOST",),
+        "token": (
+            "GOOGLE_APPLICATION_CREDENTIALS",
+            "GOOGLE_SERVICE_ACCOUNT",
+            "STORAGE_EMULATOR_HOST",
+        ),
+    },
+    "azure": dict.fromkeys(
+        ("connection_string", "account_name", "account_host", "account_key", "sas_token"),
+        ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_NAME"),
+    ),
+}
+"""Settings of fsspec about data's place and owner -> their replacements. The settings are ignored,
+and environment variables replace them.
+"""
+
 _lock = threading.Lock()
 """Lock under which conditional writes take turns."""
 
 
-def settings_of(protocols: Iterable[str]) -> dict[str, Any]:
-    """Return the user's fsspec settings for a file system's names."""
+def settings_of(provider: str) -> dict[str, Any]:
+    """Return the user's fsspec settings for a provider's file systems."""
     settings: dict[str, Any] = {}
-    for protocol in protocols:
+    for protocol, other in PROVIDERS.items():
         configured = fsspec.config.conf.get(protocol)
-        if isinstance(configured, dict):
+        if other == provider and isinstance(configured, dict):
             settings.update(configured)
     return settings
+
+
+def check_settings(provider: str) -> None:
+    """Refuse settings of fsspec that decide the destination of data.
+
+    They are fine if the environment replaces them.
+    """
+    settings = settings_of(provider)
+    client_settings = settings.get("client_kwargs")
+    if isinstance(client_settings, dict):
+        settings |= client_settings
+    for name, variables in _REPLACED_SETTINGS[provider].items():
+        if settings.get(name) and not any(map(os.environ.get, variables)):
+            raise ValueError(
+                f"fsspec's setting {name!r} is not read for this URL: set {' or '.join(variables)} "
+                "in the environment"
+            )
 
 
 class FsspecLocation(RemoteLocation):

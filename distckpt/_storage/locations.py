@@ -170,51 +170,6 @@ def _mode_of(path: str, *, follow_symlinks: bool) -> int | None:
         return None
 
 
-def mount_points_within(path: str) -> list[str]:
-    """Return the mount points at or below a local path.
-
-    The system may not list all of them.
-    """
-    points = [point for point, _ in _mounts()]
-    if not points and os.path.ismount(path):
-        return [path]
-    return sorted(point for point in points if _is_within(point, path))
-
-
-def is_on_overlay(path: str) -> bool:
-    """Return whether a local path is on an overlay.
-
-    An overlay is a file system of several layers; the system may not list it.
-    """
-    above = []
-    for index, (point, kind) in enumerate(_mounts()):
-        if _is_within(path, point):
-            above.append((len(point), index, kind))
-    return "overlay" in max(above, default=(0, 0, ""))[2]
-
-
-def _is_within(path: str, directory: str) -> bool:
-    return f"{path}/".startswith(f"{directory.rstrip('/')}/")
-
-
-def _mounts() -> list[tuple[str, str]]:
-    """Return this process's mount points with the types of file systems.
-
-    The list is empty if they are unknown.
-    """
-    try:
-        with open("/proc/self/mountinfo", "rb") as file:
-            fields = [line.split(b" ") for line in file]
-    except OSError:
-        return []
-    mounts = []
-    for field in fields:
-        point = re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), field[4])
-        kind = field[field.index(b"-") + 1].decode()
-        mounts.append((os.fsdecode(point), kind))
-    return mounts
-
-
 def list_names(location: str) -> list[str]:
     """Return the sorted names directly inside a directory."""
     if is_local(location):
@@ -264,10 +219,7 @@ def listed_states(location: str) -> dict[str, FileState]:
 
 
 def modified_time(location: str) -> float | None:
-    """Return a file's time of writing, in seconds since 1970, or None.
-
-    None if it is unknown.
-    """
+    """Return a file's time of writing, in seconds since 1970; None if unknown."""
     try:
         if is_local(location):
             return os.stat(location).st_mtime

@@ -25,11 +25,12 @@ from distckpt._geometry.region import Region, intersect, whole
 from distckpt._geometry.units import cut_region
 from distckpt._io.read import num_threads_at, read_copies
 from distckpt._models.whole import coverage_of, left_out_of_all
+from distckpt._operations.file_checks import Problem
 from distckpt._operations.load_request import absent_ties
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._operations.save import DescribedShards, describe_shards
 from distckpt._operations.shard_source import entries_of
-from distckpt._operations.verify import Problem, VerifyReport
+from distckpt._operations.verify import VerifyReport
 from distckpt._operations.windows import WINDOW_ELEMENTS
 from distckpt._plan.load import Request, plan_load
 from distckpt._quantization.numbers import scratch

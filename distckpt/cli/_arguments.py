@@ -1,4 +1,4 @@
-"""The arguments of all verbs, and their types.
+"""The arguments of all verbs.
 
 Nothing here imports torch or numpy, so that help, completion and messages about mistakes come at
 once.
@@ -6,36 +6,22 @@ once.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import math
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ActionsContainer
-from collections.abc import Callable
-from typing import Any
+from argparse import ArgumentParser, Namespace, _ActionsContainer
 
-FORMATS = (
-    "fp8-block",
-    "fp8-block-ue8m0",
-    "fp8-tensor",
-    "fp8-channel",
-    "int8-channel",
-    "mxfp4",
-    "mxfp4-packed",
-    "int4",
-    "nvfp4",
+from distckpt.cli._argument_types import (
+    FORMATS,
+    not_negative,
+    pair,
+    parse_decay,
+    parse_dtype,
+    parse_format,
+    parse_grid,
+    parse_part,
+    parse_size,
+    parse_tolerance,
+    parse_weight,
+    positive,
 )
-_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "Ki": 2**10,
-    "Mi": 2**20,
-    "Gi": 2**30,
-    "Ti": 2**40,
-}
 
 
 def inspect(parser: ArgumentParser) -> None:
@@ -126,11 +112,14 @@ def diff(parser: ArgumentParser) -> None:
     add_rename(parser)
     add_html(parser)
     parser.add_argument(
-        "--atol", type=_tolerance, default=0.0, help="tolerated absolute difference (default: 0)"
+        "--atol",
+        type=parse_tolerance,
+        default=0.0,
+        help="tolerated absolute difference (default: 0)",
     )
     parser.add_argument(
         "--rtol",
-        type=_tolerance,
+        type=parse_tolerance,
         default=0.0,
         help="tolerated difference relative to B (default: 0)",
     )
@@ -156,9 +145,12 @@ def merge(parser: ArgumentParser) -> None:
     _add_export(parser)
     how = parser.add_mutually_exclusive_group()
     weights = "one for each checkpoint, behind all paths (default: equal)"
-    how.add_argument("--weights", nargs="+", type=_weight, metavar="W", help=weights)
+    how.add_argument("--weights", nargs="+", type=parse_weight, metavar="W", help=weights)
     how.add_argument(
-        "--ema", type=_decay, metavar="DECAY", help="moving average, from the oldest to the newest"
+        "--ema",
+        type=parse_decay,
+        metavar="DECAY",
+        help="moving average, from the oldest to the newest",
     )
 
 
@@ -246,7 +238,7 @@ def _add_export(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--quantize",
         action="append",
-        type=_format,
+        type=parse_format,
         metavar="[PATTERN=]FORMAT",
         help="quantize the usual weights of models, or tensors by pattern, to one of "
         f"{', '.join(FORMATS)}; can be repeated",
@@ -311,7 +303,7 @@ def reshard(parser: ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
     grid = "divide matching tensors into A x B parts, part i written by rank i; can be repeated"
     parser.add_argument(
-        "--grid", action="append", metavar="PATTERN=AxB", type=_grid, default=[], help=grid
+        "--grid", action="append", metavar="PATTERN=AxB", type=parse_grid, default=[], help=grid
     )
     add_output(parser)
     add_verify(parser)
@@ -411,7 +403,7 @@ def add_dtype(parser: ArgumentParser) -> None:
     """Declare `--dtype`, see `dtype_option`."""
     help_text = "convert to bf16, or only some: '*.norm.weight=fp32'; can be repeated"
     parser.add_argument(
-        "--dtype", action="append", metavar="[PATTERN=]DTYPE", type=_dtype, help=help_text
+        "--dtype", action="append", metavar="[PATTERN=]DTYPE", type=parse_dtype, help=help_text
     )
 
 
@@ -428,7 +420,7 @@ def add_parts(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("in parts", "by processes that know nothing of each other")
     action = group.add_mutually_exclusive_group()
     part = "do part K of N, from 0, or the one that Slurm, Kubernetes (auto/N) or torchrun says"
-    action.add_argument("--part", metavar="K/N|auto", type=_part, help=part)
+    action.add_argument("--part", metavar="K/N|auto", type=parse_part, help=part)
     action.add_argument(
         "--status", action="store_true", help="list the whole, missing and running pieces"
     )
@@ -453,114 +445,13 @@ def is_in_parts(arguments: Namespace) -> bool:
     return bool(arguments.part or arguments.status or arguments.finish or arguments.abandon)
 
 
-def _part(text: str) -> str:
-    index, slash, count = text.partition("/")
-    numbers = [count] if index == "auto" else [index, count]
-    is_right = text == "auto" or (slash and all(number.isdecimal() for number in numbers))
-    if not is_right or (slash and int(count) == 0):
-        raise ArgumentTypeError(f"{text!r} is no part; write 3/16, auto or auto/16")
-    if index != "auto" and int(index) >= int(count):
-        raise ArgumentTypeError(
-            f"{text!r} is no part: they are counted from 0, and the last of {count} is "
-            f"{int(count) - 1}/{count}"
-        )
-    return text
-
-
 def add_verify(parser: ArgumentParser) -> None:
     """Declare `--no-verify`."""
     help_text = "do not compare checksums"
     parser.add_argument("--no-verify", action="store_false", dest="verify", help=help_text)
 
 
-def pair(text: str) -> tuple[str, str]:
-    """Split `OLD=NEW`."""
-    old, equals, new = text.partition("=")
-    if not equals:
-        raise ArgumentTypeError(f"{text!r} is not OLD=NEW")
-    return old, new
-
-
 def add_output(parser: ArgumentParser) -> None:
     help_text = "write the files of N ranks, of even size (default: 1)"
     parser.add_argument("--ranks", type=positive, default=1, metavar="N", help=help_text)
     add_writing(parser)
-
-
-# --- Types
-
-
-def parse_size(text: str) -> int:
-    """Convert `5GB`, `256MiB` or `1000` to bytes."""
-    number = text.removesuffix("B").rstrip("kKMGTi")
-    unit = text.removesuffix("B")[len(number) :].replace("k", "K")
-    try:
-        return int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise ArgumentTypeError(
-            f"{text!r} is not a size; write 5GB, 256MiB or a number of bytes"
-        ) from None
-
-
-def positive(text: str) -> int:
-    """Convert a positive integer."""
-    return int(_checked(text, int, lambda number: number >= 1, "a positive integer"))
-
-
-def not_negative(text: str) -> float:
-    """Convert a number of at least 0."""
-    return _checked(text, float, lambda number: 0 <= number < math.inf, "a number of at least 0")
-
-
-def _tolerance(text: str) -> float:
-    return _checked(
-        text,
-        float,
-        lambda number: 0 <= number < math.inf,
-        "a tolerance: use a number of at least 0",
-    )
-
-
-def _checked(
-    text: str, kind: Callable[[str], float], is_valid: Callable[[float], bool], name: str
-) -> float:
-    with contextlib.suppress(ValueError):
-        if is_valid(number := kind(text)):
-            return number
-    raise ArgumentTypeError(f"{text!r} is not {name}")
-
-
-def _weight(text: str) -> float:
-    return _checked(text, float, math.isfinite, "a finite number; --weights comes behind all paths")
-
-
-def _decay(text: str) -> float:
-    return _checked(text, float, lambda number: 0 <= number <= 1, "a number from 0 to 1")
-
-
-def _format(text: str) -> tuple[str, str]:
-    pattern, _, name = text.rpartition("=")
-    if name not in FORMATS:
-        choices = ", ".join(FORMATS)
-        raise ArgumentTypeError(f"{name!r} is no format: choose from {choices}")
-    return pattern, name
-
-
-def _grid(text: str) -> tuple[str, tuple[int, ...]]:
-    pattern, equals, counts = text.rpartition("=")
-    try:
-        grid = tuple(int(count) for count in counts.split("x"))
-    except ValueError:
-        grid = ()
-    if not equals or not grid or min(grid) < 1:
-        raise ArgumentTypeError(f"{text!r} is not PATTERN=AxB, such as '*.up.weight=4x1'")
-    return pattern, grid
-
-
-def _dtype(text: str) -> tuple[str, Any]:
-    pattern, _, name = text.rpartition("=")
-    torch = importlib.import_module("torch")
-    dtype = getattr(torch, _SHORT_DTYPES.get(name, name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ArgumentTypeError(f"torch has no dtype {name!r}; write bf16, fp32, float8_e4m3fn")
-    return pattern, dtype

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from distckpt._base.messages import key_pattern, without_numbers
 from distckpt._geometry.region import whole
 from distckpt._state.common_state import COMMON_KEY
-from distckpt._tools.diff import DiffReport, ObjectDifference, TensorDifference
+from distckpt._tools.diff import DiffReport, ObjectDifference
+from distckpt._tools.tensor_differences import TensorDifference
 from distckpt.cli._output import count_text, shape_text
 
 # --- Tensors --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from distckpt._checkpoint.opening import opened
 from distckpt._commit.conditional_put import stray_files
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
-from distckpt._operations.verify import Problem, check_files
+from distckpt._operations.file_checks import Problem, check_files
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.cli import _grid as grid

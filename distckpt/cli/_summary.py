@@ -14,7 +14,8 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import dotted
 from distckpt._checkpoint.stored_values import holds_objects, load_common_state
-from distckpt._format.codec.encode import NOT_STORED, unknown_objects
+from distckpt._format.codec.encode import unknown_objects
+from distckpt._format.codec.tree import NOT_STORED
 from distckpt._format.manifest import OBJECT
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._format.stored_checkpoint import StoredCheckpoint

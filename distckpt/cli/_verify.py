@@ -6,7 +6,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Literal
 
-from distckpt._operations.verify import Problem, VerifyReport, verify
+from distckpt._operations.file_checks import Problem
+from distckpt._operations.verify import VerifyReport, verify
 from distckpt._state.common_state import COMMON_KEY
 from distckpt.cli._arguments import is_in_parts
 from distckpt.cli._output import MAX_LISTED, Output, count_text, size_text

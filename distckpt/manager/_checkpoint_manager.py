@@ -44,14 +44,6 @@ from distckpt.rules._rule import Rule
 logger = logging.getLogger(__name__)
 
 
-def _identity_of(directory: str) -> object:
-    """Return a value that identifies a local directory, whatever its name."""
-    with contextlib.suppress(OSError):
-        status = os.stat(directory)
-        return status.st_dev, status.st_ino
-    return None
-
-
 def _group_of(manager: CheckpointManager, *args: Any, **kwargs: Any) -> Any:
     return manager._request.process_group
 
@@ -117,7 +109,6 @@ class CheckpointManager(SaysOtherNames):
         options: SaveOptions | None = None,
         **changes: Any,
     ) -> None:
-        self._given = locations.normalize(root)
         self.root = posix.resolve(root)
         self.skipped: dict[int, str] = {}
         self.failures: dict[int, str] = {}
@@ -141,12 +132,9 @@ class CheckpointManager(SaysOtherNames):
         }
         # A save in which nothing happens for longer has lost a rank, and fails.
         patience = 2 * self._request.options.timeout
-        self._seen = SeenSteps(self.root, patience, removes_steps=keep_last is not None)
+        self._seen = SeenSteps(root, self.root, patience, removes_steps=keep_last is not None)
         self._handles: list[SaveHandle] = []
-        self._named_newer: set[int] = set()
-        self._named_elsewhere = ""
         self._has_planned = False
-        self._last_saved: tuple[int, object] | None = None
         self._is_closed = False
 
     def location(self, step: int) -> str:
@@ -278,7 +266,7 @@ class CheckpointManager(SaysOtherNames):
 
     def _begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
         """Return the request with all ranks' notes, after checking for the step."""
-        self._warn_about_root(step)
+        self._seen.warn_about_restart(step)
         note = united_note(notes)
         name = self._seen.begin_save(step, note.names, self._policy.best_metric)
         fields = {"step": step, "save": name, "metrics": note.metrics, "pinned": note.pinned}
@@ -286,53 +274,6 @@ class CheckpointManager(SaysOtherNames):
             request,
             notes={steps.NOTE: fields},
             overwrite=request.overwrite or steps.must_replace(self.root, step),
-        )
-
-    def _warn_about_newer(self, step: int) -> None:
-        """Name, once, the steps that a restart would prefer to this one."""
-        existing = map(steps.parse_step, steps.list_root(self.root))
-        newer = {other for other in existing if other is not None and other > step}
-        if newer - self._named_newer:
-            self._named_newer |= newer
-            logger.warning(
-                "step %d is saved to %s beside newer steps %s, of which a restart loads the "
-                "newest: to go on from step %d for good, remove those (%s, ...)",
-                step,
-                self.root,
-                sorted(newer),
-                step,
-                self.location(min(newer)),
-            )
-
-    def _warn_about_root(self, step: int) -> None:
-        """Name, once, the reasons why a restart would not find this run.
-
-        These are steps that it would prefer, another place of the same path, or a replaced
-        directory.
-        """
-        leads_to = posix.resolve(self._given)
-        if leads_to not in (posix.resolve(self.root), self._named_elsewhere):
-            self._named_elsewhere = leads_to
-            logger.warning(
-                "%s leads to %s now, where a restart looks for steps: this manager goes on in %s. "
-                "Make a new manager to save there.",
-                self._given,
-                leads_to,
-                self.root,
-            )
-        last, directory = self._last_saved or (None, None)
-        # Other jobs and people remove steps, too, and stores do not say which directory it is.
-        is_same = last is None or _identity_of(self.root) == directory
-        if last is None or is_same or locations.exists(self.location(last)):
-            self._warn_about_newer(step)
-            return
-        self._last_saved = None
-        logger.warning(
-            "step %d is no longer in %s, where it was saved: it, or the directory, was renamed, "
-            "replaced or removed. Step %d is saved to the directory that has this name now.",
-            last,
-            self.root,
-            step,
         )
 
     def _note_failure(self, step: int, handle: Future[SaveReport]) -> None:
@@ -355,7 +296,7 @@ class CheckpointManager(SaysOtherNames):
 
         An error here does not fail the save.
         """
-        self._last_saved = step, _identity_of(self.root)
+        self._seen.note_saved(step)
         with locations.only_logging(f"write {steps.TRACKER}"):
             steps.write_tracker(self.root, step, self._request.options.durable)
         with locations.only_logging(f"remove old checkpoints from {self.root}"):

@@ -3,37 +3,52 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import time
 from collections.abc import Collection
 
-from distckpt._commit import conditional_put
+from distckpt._commit import conditional_put, posix
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
 from distckpt.manager._retention import metric_names, unknown_metric
 from distckpt.manager._steps import Saved
 
+logger = logging.getLogger(__name__)
+
 
 class SeenSteps:
     """The steps that a manager has seen in its directory.
 
-    It removes nothing else, since other programs may save there, too.
+    It removes nothing else, since other programs may save there, too. It warns where a restart
+    would go on from another step, or in another directory.
     """
 
-    def __init__(self, root: str, patience: float, removes_steps: bool) -> None:
+    def __init__(
+        self,
+        given: str | os.PathLike[str],
+        root: str,
+        patience: float,
+        removes_steps: bool,
+    ) -> None:
         """Start without a look at the directory.
 
         Args:
-            root: the directory.
+            given: the directory as the program names it, where a restart looks.
+            root: the directory where this manager goes on.
             patience: seconds without a change after which an unfinished save counts as abandoned.
             removes_steps: whether the manager needs to know the steps that are there.
         """
+        self._given = locations.normalize(given)
         self._root = root
         self._saves: set[tuple[int, str]] | None = None if removes_steps else set()
         self._metrics: set[str] = set()
         self._patience = patience
         self._unfinished: dict[str, tuple[object, float]] = {}
+        self._last_saved: tuple[int, object] | None = None
+        self._named_newer: set[int] = set()
+        self._named_elsewhere = ""
 
     def look(self) -> set[tuple[int, str]]:
         """Return the known saves. The first look remembers those that are there."""
@@ -67,6 +82,60 @@ class SeenSteps:
         """
         return (saved.step, saved.save) in (self._saves or ())
 
+    def warn_about_restart(self, step: int) -> None:
+        """Name, once, the reasons why a restart would not find this run.
+
+        These are steps that it would prefer, another place of the same path, or a replaced
+        directory.
+        """
+        leads_to = posix.resolve(self._given)
+        if leads_to not in (posix.resolve(self._root), self._named_elsewhere):
+            self._named_elsewhere = leads_to
+            logger.warning(
+                "%s leads to %s now, where a restart looks for steps: this manager goes on in %s. "
+                "Make a new manager to save there.",
+                self._given,
+                leads_to,
+                self._root,
+            )
+        last, directory = self._last_saved or (None, None)
+        # Other jobs and people remove steps, too, and stores do not say which directory it is.
+        is_same = last is None or _identity_of(self._root) == directory
+        if last is None or is_same or locations.exists(self._location(last)):
+            self._warn_about_newer(step)
+            return
+        self._last_saved = None
+        logger.warning(
+            "step %d is no longer in %s, where it was saved: it, or the directory, was renamed, "
+            "replaced or removed. Step %d is saved to the directory that has this name now.",
+            last,
+            self._root,
+            step,
+        )
+
+    def _warn_about_newer(self, step: int) -> None:
+        """Name, once, the steps that a restart would prefer to this one."""
+        existing = map(steps.parse_step, steps.list_root(self._root))
+        newer = {other for other in existing if other is not None and other > step}
+        if newer - self._named_newer:
+            self._named_newer |= newer
+            logger.warning(
+                "step %d is saved to %s beside newer steps %s, of which a restart loads the "
+                "newest: to go on from step %d for good, remove those (%s, ...)",
+                step,
+                self._root,
+                sorted(newer),
+                step,
+                self._location(min(newer)),
+            )
+
+    def _location(self, step: int) -> str:
+        return locations.join(self._root, steps.step_name(step))
+
+    def note_saved(self, step: int) -> None:
+        """Note the last committed step, and which directory it is in."""
+        self._last_saved = step, _identity_of(self._root)
+
     def is_abandoned(self, location: str) -> bool:
         """Whether an unfinished save has not changed for long.
 
@@ -79,6 +148,14 @@ class SeenSteps:
             self._unfinished[location] = changes, now
             return False
         return now - since >= self._patience
+
+
+def _identity_of(directory: str) -> object:
+    """Return a value that identifies a local directory, whatever its name."""
+    with contextlib.suppress(OSError):
+        status = os.stat(directory)
+        return status.st_dev, status.st_ino
+    return None
 
 
 def _saved_in(root: str) -> list[Saved]:

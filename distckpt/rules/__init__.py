@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         MappedTensor,
         RegionCopy,
         TensorSpec,
-        invert,
         resolve,
         resolve_padding,
         target_view,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
         Transpose,
         Trim,
         apply_rules,
+        invert,
     )
 
 __all__ = [

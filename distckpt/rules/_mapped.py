@@ -8,23 +8,17 @@ the target can be read from regions of the sources alone.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.lazy import torch
-from distckpt._base.messages import summarize_keys
 from distckpt._geometry.region import (
     IntArray,
     Region,
-    TilingFault,
     covering,
-    find_tiling_faults,
     intersect,
     intersect_many,
     regions_to_arrays,
@@ -140,7 +134,7 @@ def _cut(mapped: MappedTensor, region: Region) -> list[tuple[RegionCopy, Region]
 
     Each comes with the part of its target in the region.
     """
-    _check_inside(region, mapped.shape)
+    check_inside(region, mapped.shape)
     overlaps = []
     for part, target in _common_with(mapped, region):
         if part.target_step:
@@ -172,7 +166,7 @@ def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:
 
     See `resolve`.
     """
-    _check_inside(region, mapped.shape)
+    check_inside(region, mapped.shape)
     common = (intersect(region, padding) for padding in mapped.padding)
     return [piece.relative_to(region.offset) for piece in common if piece is not None]
 
@@ -278,7 +272,7 @@ def reshape(mapped: MappedTensor, shape: Sequence[int]) -> MappedTensor:
     outer ones becomes a part of its own.
     """
     parts = []
-    for part in _single_rows(mapped):
+    for part in single_rows(mapped):
         for old, new in reshaped_regions(part.target, mapped.shape, tuple(shape)):
             parts.append(_restrict(part, old, new))
     return MappedTensor(tuple(shape), mapped.dtype, tuple(parts), mapped.trimmed)
@@ -305,7 +299,7 @@ def add(mapped: MappedTensor, value: float) -> MappedTensor:
     return MappedTensor(mapped.shape, mapped.dtype, parts, mapped.trimmed)
 
 
-def _single_rows(mapped: MappedTensor) -> Iterator[RegionCopy]:
+def single_rows(mapped: MappedTensor) -> Iterator[RegionCopy]:
     """Cut parts with separate elements into parts of adjacent elements."""
     for part in mapped.parts:
         apart = [axis for axis, step in enumerate(part.target_step) if step > 1]
@@ -336,7 +330,7 @@ def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> Mapped
     `mapped` is made of `sources`, which are targets themselves.
     """
     parts: list[RegionCopy] = []
-    for part in _single_rows(mapped):
+    for part in single_rows(mapped):
         if (key := _same_as(sources[part.key])) is not None:
             if key != part.key:
                 part = part._replace(key=key)
@@ -394,85 +388,8 @@ def _moved(part: RegionCopy, axis: int, distance: int) -> RegionCopy:
     return part._replace(target=Region(with_item(offset, axis, offset[axis] + distance), shape))
 
 
-def invert(
-    mapped: Mapping[str, MappedTensor], tensors: Mapping[str, TensorSpec]
-) -> dict[str, MappedTensor]:
-    """Invert a mapping: from targets to source tensors.
-
-    `apply_rules` made the targets of the source tensors `tensors`.
-
-    Returns:
-        Source tensors by key; the parts refer to names of targets. Trimmed regions are padding.
-        Keys without elements in any target (they were dropped) are left out.
-
-    Raises:
-        InvalidShardingError: some elements of a source tensor, not all, are in no target, or some
-            are in several; or `tensors` are not the tensors that were mapped.
-    """
-    parts: defaultdict[str, list[RegionCopy]] = defaultdict(list)
-    padding: defaultdict[str, list[Region]] = defaultdict(list)
-    for name, tensor in mapped.items():
-        if tensor.is_copy:
-            continue
-        for part in tensor.parts:
-            parts[part.key].append(_inverse(name, part))
-        for key, region in tensor.trimmed:
-            padding[key].append(region)
-    unknown = (parts.keys() | padding.keys()) - tensors.keys()
-    if unknown:
-        raise InvalidShardingError(
-            f"The mapping reads {summarize_keys(unknown)}, which `tensors` does not name: give the "
-            "tensors that the rules were applied to."
-        )
-    inverse = {}
-    for key, info in tensors.items():
-        if key in parts or key in padding or 0 in info.shape:
-            inverse[key] = MappedTensor(
-                tuple(info.shape),
-                info.dtype,
-                tuple(sorted(parts[key], key=lambda part: part.target.offset)),
-                padding=tuple(sorted(padding[key])),
-            )
-    _check_tiled(inverse)
-    return inverse
-
-
-def _check_tiled(mapped: Mapping[str, MappedTensor]) -> None:
-    by_ndim: defaultdict[int, list[str]] = defaultdict(list)
-    for key, tensor in mapped.items():
-        by_ndim[len(tensor.shape)].append(key)
-    for ndim, keys in by_ndim.items():
-        regions = [_regions(key, mapped[key]) for key in keys]
-        offsets, shapes = regions_to_arrays(list(itertools.chain(*regions)), ndim)
-        ids = np.repeat(np.arange(len(keys)), [len(inside) for inside in regions])
-        global_shapes = np.array([mapped[key].shape for key in keys], np.int64)
-        faults = find_tiling_faults(ids, offsets, shapes, global_shapes.reshape(len(keys), ndim))
-        if faults:
-            raise _not_tiled(keys[faults[0].tensor], faults[0])
-
-
-def _regions(key: str, mapped: MappedTensor) -> list[Region]:
-    """Return the regions of a target: of its parts and its padding."""
-    regions = [*(part.target for part in _single_rows(mapped)), *mapped.padding]
-    for region in regions:
-        _check_inside(region, mapped.shape, key)
-    return regions
-
-
-def _not_tiled(key: str, fault: TilingFault) -> InvalidShardingError:
-    where = f"Element {fault.element} of {key!r}"
-    if fault.num_covers > 1:
-        return InvalidShardingError(
-            f"{where} is in {fault.num_covers} places of the targets, so the way back is "
-            "ambiguous: leave all but one out of the mapping."
-        )
-    return InvalidShardingError(
-        f"{where} is in no target, so there is no way back: a rule dropped a piece of the tensor. "
-        "Cut padding off with `Trim`, whose inverse fills in zeros, and drop whole tensors only."
-    )
-
-
-def _check_inside(region: Region, shape: tuple[int, ...], key: str | None = None) -> None:
+def check_inside(region: Region, shape: tuple[int, ...], key: str | None = None) -> None:
+    """Refuse a region outside of its tensor."""
     spans = zip(*region, shape, strict=True) if len(region.shape) == len(shape) else [(-1, 0, 0)]
     if any(not 0 <= offset <= offset + size <= whole_size for offset, size, whole_size in spans):
         tensor = "the tensor" if key is None else repr(key)
@@ -522,7 +439,8 @@ def _restrict(part: RegionCopy, target: Region, place: Region) -> RegionCopy:
     return RegionCopy(place, part.key, source, order, part.target_step, part.source_step, part.add)
 
 
-def _inverse(name: str, part: RegionCopy) -> RegionCopy:
+def inverse_part(name: str, part: RegionCopy) -> RegionCopy:
+    """Return the way back of a part of the target `name`."""
     pairs = sorted(_axis_pairs(part), key=lambda pair: pair[1])
     order = _complete_order(len(part.target.shape), [target_axis for target_axis, _ in pairs])
     return RegionCopy(

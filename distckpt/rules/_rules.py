@@ -1,4 +1,4 @@
-"""Rules for whole tensors, and their application.
+"""Rules for whole tensors, the application of rules, and its inverse.
 
 `distckpt.rules` is the public path.
 """
@@ -6,19 +6,27 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._geometry.region import Region, TilingFault, find_tiling_faults, regions_to_arrays
 from distckpt.rules._mapped import (
     MappedTensor,
+    RegionCopy,
     TensorSpec,
     add,
+    check_inside,
     compose,
     identity,
+    inverse_part,
     permute,
+    single_rows,
     trim_axis,
 )
 from distckpt.rules._rule import (
@@ -321,6 +329,84 @@ def apply_rules(
             missing=untouched,
         )
     return current
+
+
+def invert(
+    mapped: Mapping[str, MappedTensor], tensors: Mapping[str, TensorSpec]
+) -> dict[str, MappedTensor]:
+    """Invert a mapping: from targets to source tensors.
+
+    `apply_rules` made the targets of the source tensors `tensors`.
+
+    Returns:
+        Source tensors by key; the parts refer to names of targets. Trimmed regions are padding.
+        Keys without elements in any target (they were dropped) are left out.
+
+    Raises:
+        InvalidShardingError: some elements of a source tensor, not all, are in no target, or some
+            are in several; or `tensors` are not the tensors that were mapped.
+    """
+    parts: defaultdict[str, list[RegionCopy]] = defaultdict(list)
+    padding: defaultdict[str, list[Region]] = defaultdict(list)
+    for name, tensor in mapped.items():
+        if tensor.is_copy:
+            continue
+        for part in tensor.parts:
+            parts[part.key].append(inverse_part(name, part))
+        for key, region in tensor.trimmed:
+            padding[key].append(region)
+    unknown = (parts.keys() | padding.keys()) - tensors.keys()
+    if unknown:
+        raise InvalidShardingError(
+            f"The mapping reads {summarize_keys(unknown)}, which `tensors` does not name: give the "
+            "tensors that the rules were applied to."
+        )
+    inverse = {}
+    for key, info in tensors.items():
+        if key in parts or key in padding or 0 in info.shape:
+            inverse[key] = MappedTensor(
+                tuple(info.shape),
+                info.dtype,
+                tuple(sorted(parts[key], key=lambda part: part.target.offset)),
+                padding=tuple(sorted(padding[key])),
+            )
+    _check_tiled(inverse)
+    return inverse
+
+
+def _check_tiled(mapped: Mapping[str, MappedTensor]) -> None:
+    by_ndim: defaultdict[int, list[str]] = defaultdict(list)
+    for key, tensor in mapped.items():
+        by_ndim[len(tensor.shape)].append(key)
+    for ndim, keys in by_ndim.items():
+        regions = [_regions(key, mapped[key]) for key in keys]
+        offsets, shapes = regions_to_arrays(list(itertools.chain(*regions)), ndim)
+        ids = np.repeat(np.arange(len(keys)), [len(inside) for inside in regions])
+        global_shapes = np.array([mapped[key].shape for key in keys], np.int64)
+        faults = find_tiling_faults(ids, offsets, shapes, global_shapes.reshape(len(keys), ndim))
+        if faults:
+            raise _not_tiled(keys[faults[0].tensor], faults[0])
+
+
+def _regions(key: str, mapped: MappedTensor) -> list[Region]:
+    """Return the regions of a target: of its parts and its padding."""
+    regions = [*(part.target for part in single_rows(mapped)), *mapped.padding]
+    for region in regions:
+        check_inside(region, mapped.shape, key)
+    return regions
+
+
+def _not_tiled(key: str, fault: TilingFault) -> InvalidShardingError:
+    where = f"Element {fault.element} of {key!r}"
+    if fault.num_covers > 1:
+        return InvalidShardingError(
+            f"{where} is in {fault.num_covers} places of the targets, so the way back is "
+            "ambiguous: leave all but one out of the mapping."
+        )
+    return InvalidShardingError(
+        f"{where} is in no target, so there is no way back: a rule dropped a piece of the tensor. "
+        "Cut padding off with `Trim`, whose inverse fills in zeros, and drop whole tensors only."
+    )
 
 
 def matched_rules(rules: Iterable[Rule], tensors: Mapping[str, TensorSpec]) -> list[bool]:

@@ -375,3 +375,13 @@ def journals_beside(place: str) -> list[Journal]:
         if parts is not None and (parts.name, parts.kind) == (name, "parts"):
             journals.append(Journal(locations.join(parent, item)))
     return journals
+
+
+def other_owner(location: str) -> int | None:
+    """Return a local directory's owner, or None if it is this user."""
+    if not locations.is_local(location) or not os.path.lexists(location):
+        return None
+    owner = os.stat(location).st_uid
+    if owner == os.geteuid():
+        return None
+    return owner

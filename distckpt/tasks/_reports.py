@@ -32,44 +32,34 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._format.tensor_stats import TensorStats
 from distckpt._geometry.region import IntArray
 from distckpt._io.block_stats import BlockStats
-from distckpt._operations.fingerprint import fingerprints_of, window_number
-from distckpt._operations.verify import (
+from distckpt._operations.file_checks import (
     BadBlock,
     Blocks,
-    Checked,
     Problem,
-    VerifyReport,
     check_files,
     check_units,
     describe_blocks,
-    describe_fingerprints,
-    keys_with_fingerprints,
     list_blocks,
     not_in,
+    units_of_blocks,
+)
+from distckpt._operations.fingerprint import fingerprints_of, window_number
+from distckpt._operations.verify import (
+    Checked,
+    VerifyReport,
+    describe_fingerprints,
+    keys_with_fingerprints,
     open_or_describe,
     report_of_verify,
-    units_of_blocks,
     unopened_report,
 )
 from distckpt._operations.windows import Window, map_some_windows, windows_of
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
-from distckpt._tools.diff import (
-    Change,
-    Compared,
-    DiffReport,
-    check_arguments,
-    compare_window,
-    plan_diff,
-    report_of_diff,
-)
-from distckpt._tools.stats import (
-    WindowStats,
-    measure_window,
-    stats_of_windows,
-    tensors_to_measure,
-)
+from distckpt._tools.diff import Compared, DiffReport, check_arguments, plan_diff, report_of_diff
+from distckpt._tools.stats import WindowStats, measure_window, stats_of_windows, tensors_to_measure
+from distckpt._tools.tensor_differences import Change, compare_window
 from distckpt.tasks._facts import check_sources, facts_of, facts_of_copies
 from distckpt.tasks._work import Attempt, Piece, Work, piece_bytes
 

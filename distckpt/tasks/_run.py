@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
@@ -19,7 +18,7 @@ from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
 from distckpt._commit import hidden_directories
 from distckpt._storage import locations, object_store
-from distckpt.tasks._journal import LOCK, Journal, Note, Worker, journals_beside
+from distckpt.tasks._journal import LOCK, Journal, Note, journals_beside, other_owner
 from distckpt.tasks._work import Part, Work, share
 
 
@@ -120,7 +119,7 @@ def _naming_owner(location: str) -> Iterator[None]:
     try:
         yield
     except PermissionError as error:
-        owner = _other_owner(location)
+        owner = other_owner(location)
         if owner is None or not str(error.filename).startswith(location):
             raise
         text = (
@@ -128,16 +127,6 @@ def _naming_owner(location: str) -> Iterator[None]:
             "a directory of their group, and umask 002)"
         )
         raise PermissionError(error.errno, text, error.filename) from error
-
-
-def _other_owner(location: str) -> int | None:
-    """Return a local directory's owner, or None if it is this user."""
-    if not locations.is_local(location) or not os.path.lexists(location):
-        return None
-    owner = os.stat(location).st_uid
-    if owner == os.geteuid():
-        return None
-    return owner
 
 
 def _check_is_there(journal: Journal, error: OSError) -> None:
@@ -342,7 +331,7 @@ def _finish(work: Work, journal: Journal) -> Any:
                     _cut(work, journal, damaged)
                     raise _again(work, journal, lost, error) from error
                 raise
-        _abort_uploads(work.place, work.files(journal.attempt))
+        abort_uploads(work.place, work.files(journal.attempt))
     with locations.only_logging(f"clear up in {journal.location}"):
         journal.remove_output()
     return work.report(results, seconds)
@@ -429,7 +418,7 @@ def _size_of(path: str) -> int:
         return 0
 
 
-def _abort_uploads(place: str, files: Sequence[str]) -> None:
+def abort_uploads(place: str, files: Sequence[str]) -> None:
     """Abort uploads of killed processes to files that are whole."""
     if files and not locations.is_local(place):
         object_store.abort_uploads_to(place, [locations.join(place, name) for name in files])
@@ -452,125 +441,3 @@ def _alone(journal: Journal) -> Iterator[None]:
             path = locations.join(journal.location, LOCK)
             stack.enter_context(hidden_directories.locked_if_offered(path))
         yield
-
-
-# --- Looking after it -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PartsStatus:
-    """The progress of work in parts.
-
-    Attributes:
-        journal: the directory with the notes of whole pieces.
-        verb: the verb that is run.
-        sources: the locations it reads.
-        num_whole: pieces that are whole.
-        num_total: all pieces.
-        bytes_whole: size of the pieces that are whole.
-        bytes_running: bytes that processes at work have done of pieces that are not whole.
-        bytes_total: size of all pieces.
-        missing: names of files or tensors that have pieces that are not whole.
-        workers: processes that are at work, or were killed.
-        is_complete: whether the output has appeared.
-    """
-
-    journal: str
-    verb: str
-    sources: tuple[str, ...]
-    num_whole: int
-    num_total: int
-    bytes_whole: int
-    bytes_running: int
-    bytes_total: int
-    missing: tuple[str, ...]
-    workers: tuple[Worker, ...]
-    is_complete: bool
-
-
-def statuses(place: str) -> list[PartsStatus]:
-    """Return the progress of all work in parts for an output location.
-
-    Only journals are read.
-    """
-    status_list = []
-    for journal in journals_beside(place):
-        header = journal.header()
-        if header is not None:
-            status_list.append(_status(journal, header))
-    return status_list
-
-
-def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
-    recorded = journal.recorded()
-    pieces = header["pieces"]
-    sizes = [stop - start for _, start, stop in pieces]
-    missing = []
-    for i, (name, _, _) in enumerate(pieces):
-        if i not in recorded:
-            missing.append(name)
-    workers = journal.workers()
-    # Several processes may do the same piece.
-    running = {}
-    for worker in sorted(workers, key=attrgetter("piece_bytes")):
-        if worker.is_running and worker.number not in recorded:
-            running[worker.number] = worker.piece_bytes
-    return PartsStatus(
-        journal.location,
-        header["verb"],
-        tuple(header["sources"]),
-        num_whole=len(recorded),
-        num_total=len(pieces),
-        bytes_whole=sum(size for i, size in enumerate(sizes) if i in recorded),
-        bytes_running=sum(running.values()),
-        bytes_total=sum(sizes),
-        missing=tuple(dict.fromkeys(missing)),
-        workers=tuple(workers),
-        is_complete=journal.has_appeared(),
-    )
-
-
-def _abandon_uploaded(
-    journal: Journal, place: str, remove_output: Callable[[str, str, Sequence[str]], None]
-) -> None:
-    header = journal.header()
-    if header is None:
-        return
-    if journal.is_done():
-        _abort_uploads(place, header["files"])
-    else:
-        remove_output(place, journal.attempt.nonce, header["files"])
-
-
-def abandon(place: str, remove_output: Callable[[str, str, Sequence[str]], None]) -> list[str]:
-    """Remove the journals of all work in parts for an output location.
-
-    The files it has written go as well, unless they are complete. Return the locations of the
-    journals.
-
-    No process may be at work there. On an object store, where files are in their final place
-    already, `remove_output` is called with the place, the nonce and the names of files.
-
-    Raises:
-        OSError: a journal could not be removed; the rest was.
-    """
-    removed: list[str] = []
-    left: list[str] = []
-    for journal in journals_beside(place):
-        if not locations.is_local(place):
-            _abandon_uploaded(journal, place, remove_output)
-        locations.remove_tree(journal.location)
-        is_left = locations.is_local(place) and os.path.lexists(journal.location)
-        (left if is_left else removed).append(journal.location)
-    if left:
-        _refuse_left(left[0])
-    return removed
-
-
-def _refuse_left(location: str) -> None:
-    owner = _other_owner(location)
-    if owner is not None:
-        text = f"the journal cannot be removed, it belongs to user {owner}"
-        raise PermissionError(errno.EACCES, text, location)
-    text = "some of the journal cannot be removed: a part is writing into it, or another user did"
-    raise OSError(errno.EBUSY, text, location)

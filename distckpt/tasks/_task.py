@@ -15,8 +15,9 @@ from distckpt._commit.conditional_put import SAVE
 from distckpt._format.hf_names import INDEX_NAME
 from distckpt._format.marker import marker_of
 from distckpt._storage import locations, object_store
-from distckpt.tasks._run import PartReport, PartsStatus, finish, run_part, statuses
-from distckpt.tasks._run import abandon as abandon_all
+from distckpt.tasks._run import PartReport, finish, run_part
+from distckpt.tasks._status import PartsStatus, statuses
+from distckpt.tasks._status import abandon as abandon_all
 from distckpt.tasks._work import Part, Work
 
 _LOCATIONS = (

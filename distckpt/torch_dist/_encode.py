@@ -30,8 +30,8 @@ from distckpt._base.memory import Bytes
 from distckpt._base.messages import KeyFault, summarize_faults
 from distckpt._base.tree import Hole, dotted
 from distckpt._foreign.torch_dist.objects import STORAGE_DTYPES
-from distckpt._format.codec.encode import UnknownObject, how_to_register, nodes
-from distckpt._format.codec.tree import registration_of, type_name
+from distckpt._format.codec.encode import UnknownObject, how_to_register
+from distckpt._format.codec.tree import nodes, registration_of, type_name
 
 _STORAGE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 

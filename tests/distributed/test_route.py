@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import distckpt
 from distckpt import CheckpointingException, LoadMismatchError, RankFailedError, ShardedTensor
-from distckpt._move import carry, moving, roll_call
+from distckpt._move import carry, inbox, moving, roll_call
 from distckpt._ranks.attendance import lost_contact
 from distckpt.rules import Rename
 from tests.support.addresses import reserved_address
@@ -751,7 +751,7 @@ def test_answers_of_another_form_are_errors(address, value):
     store.set("distckpt", value)
     with pytest.raises(CheckpointingException, match="not the trainer of a Route"):
         distckpt.Route(address, target={"weight": part(0, 1)}, timeout=1)
-    roll_call.name_host(store)
+    inbox.name_host(store)
     with distckpt.Route(address, target={"weight": part(0, 1)}, timeout=1) as route:
         store.set("answer 1 to target 1", value)
         with pytest.raises(CheckpointingException, match="under 'answer 1 to target 1', which no"):

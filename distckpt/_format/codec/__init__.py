@@ -29,11 +29,13 @@ Properties:
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
+import xxhash
 
 from distckpt._base.errors import (
     CheckpointingException,
@@ -52,19 +54,23 @@ from distckpt._base.tree import (
 from distckpt._format import safetensors_file
 from distckpt._format.codec.decode import Entries, decode_node
 from distckpt._format.codec.encode import (
-    NOT_STORED,
+    KEY,
     UnknownObject,
     Writer,
-    collect_fingerprints,
     encode_all,
+    encode_inline,
+    encode_node,
     encoders,
     how_to_register,
     unknown_objects,
 )
 from distckpt._format.codec.tree import (
+    ITEM,
     MAX_DEPTH,
+    NOT_STORED,
     REGISTERED,
     REGISTERED_NAMES,
+    Json,
     Raw,
     Registration,
     default_functions,
@@ -247,12 +253,47 @@ def leaves(obj: object) -> dict[str, tuple[str, object]]:
     hashes: dict[str, tuple[str, object]] = {}
     writer = Writer()
     try:
-        collect_fingerprints(obj, "", writer, hashes)
+        _collect_leaves(obj, "", writer, hashes)
     except RecursionError as error:
         raise writer.unsupported(
             obj, "the call stack is too deep here", "Nest containers less deeply."
         ) from error
     return hashes
+
+
+def _collect_leaves(
+    obj: object, name: str, writer: Writer, found: dict[str, tuple[str, object]]
+) -> None:
+    """Add the leaves of `obj` and their hashes to a dict.
+
+    The dict is by path; `name` is the path of `obj`.
+    """
+    if type(obj) not in (dict, list) or not obj:
+        writer.entries.clear()
+        digest = xxhash.xxh3_64(to_text(encode_node(obj, writer)).encode())
+        for raw in writer.entries:
+            digest.update(raw)
+        found[name] = (digest.hexdigest(), obj)
+        return
+    items: list[tuple[object, object]]
+    if isinstance(obj, dict):
+        items = list(obj.items())
+        suffixes = [_key_suffix(node) for node in encode_inline(obj, KEY, writer)]
+    else:
+        items = list(enumerate(cast("list[object]", obj)))
+        suffixes = [f"[{i}]" for i, _ in items]
+    writer.enter(obj)
+    for (key, child), suffix in zip(items, suffixes, strict=True):
+        writer.path[-1] = (ITEM, key)
+        path = name + suffix if name else suffix.removeprefix(".")
+        _collect_leaves(child, path, writer, found)
+    writer.leave(obj)
+
+
+def _key_suffix(node: Json) -> str:
+    # From the encoded key, which is the same on all ranks, unlike the repr of a set.
+    readable = type(node) is int or (type(node) is str and re.fullmatch(r"[^\W\d][\w-]*", node))
+    return f".{node}" if readable else f"[{to_text(node)}]"
 
 
 def register_object_type(

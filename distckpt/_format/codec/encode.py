@@ -16,11 +16,10 @@ import re
 import struct
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from distckpt._base.dtypes import flat_bytes, memory_order
 from distckpt._base.errors import UnsupportedObjectError
@@ -28,25 +27,30 @@ from distckpt._base.lazy import torch
 from distckpt._base.tree import Hole
 from distckpt._format.codec.tree import (
     FACTORIES,
+    ITEM,
     MAX_DEPTH,
+    NOT_STORED,
     PATHS,
     REGISTERED,
     TENSOR_DTYPES,
     Json,
     Raw,
-    default_functions,
+    advice_to_register,
+    error_about_classes,
     is_plain_dtype,
     is_tagged,
+    nodes,
+    registration_call,
     registration_of,
+    segment_text,
     to_text,
     type_name,
 )
 
 _INLINE_BYTES = 256
-_ITEM = "[{}]"
 _ATTRIBUTE = ".{}"
 _ELEMENT = "<element>"
-_KEY = "<key>"
+KEY = "<key>"
 _SAME = ""
 
 
@@ -104,7 +108,7 @@ class Writer:
 
     def where(self) -> str:
         """Return the place of the current value as text."""
-        steps = "".join(_segment_text(template, value) for template, value in self.path)
+        steps = "".join(segment_text(template, value) for template, value in self.path)
         return steps or "the object"
 
     def add_entry(self, obj: object, raw: Raw) -> int:
@@ -138,14 +142,7 @@ def encode_all(obj: object, writer: Writer) -> Json:
     tree = encode_node(obj, writer)
     if not refusals:
         return tree
-    if len(refusals) == 1:
-        raise next(iter(refusals.values()))[1]
-    places = ", ".join(f"{where} of type {type_name(cls)}" for cls, (where, _) in refusals.items())
-    calls = "; ".join(map(_registration, refusals))
-    raise UnsupportedObjectError(
-        f"Cannot store {places}: their classes are not registered. Register them before saving and "
-        f"before loading: {calls}."
-    )
+    raise error_about_classes(refusals)
 
 
 def _encoder_of(obj: object, writer: Writer) -> _Encoder:
@@ -181,16 +178,6 @@ def _note_unregistered(obj: object, writer: Writer) -> Json:
     del writer.path[depth:]
     writer.enclosing = enclosing
     return None
-
-
-def _registration(cls: type) -> str:
-    """Return the call that registers a class."""
-    try:
-        default_functions(cls)
-        arguments = cls.__name__
-    except TypeError:
-        arguments = f"{cls.__name__}, to_state=..., from_state=..."
-    return f"distckpt.register_object_type({arguments})"
 
 
 def _refusal_of_kind(obj: object) -> tuple[str, str] | None:
@@ -229,7 +216,7 @@ def is_object_of_state(obj: object) -> bool:
 
 
 def _refusal_of_class(cls: type) -> tuple[str, str]:
-    advice = f"Register its class before saving and before loading: {_registration(cls)}."
+    advice = f"Register its class before saving and before loading: {registration_call(cls)}."
     base = next((base for base in cls.__mro__ if base in encoders()), None)
     if base is None:
         return "its class is not registered", advice
@@ -251,7 +238,8 @@ def _encode_children(
     return nodes
 
 
-def _encode_inline(owner: Iterable[object], template: str, writer: Writer) -> list[Json]:
+def encode_inline(owner: Iterable[object], template: str, writer: Writer) -> list[Json]:
+    """Return the trees of keys or elements; their bytes stay in the tree."""
     outer = writer.inline
     writer.inline = True
     nodes = _encode_children(owner, ((template, child, child) for child in owner), writer)
@@ -260,14 +248,14 @@ def _encode_inline(owner: Iterable[object], template: str, writer: Writer) -> li
 
 
 def _encode_list(obj: Iterable[object], writer: Writer) -> Json:
-    return _encode_children(obj, ((_ITEM, i, item) for i, item in enumerate(obj)), writer)
+    return _encode_children(obj, ((ITEM, i, item) for i, item in enumerate(obj)), writer)
 
 
-def _encode_dict(obj: Mapping[Any, object], writer: Writer, template: str = _ITEM) -> Json:
+def _encode_dict(obj: Mapping[Any, object], writer: Writer, template: str = ITEM) -> Json:
     values = _encode_children(obj, ((template, key, value) for key, value in obj.items()), writer)
     if all(type(key) is str and _is_unicode(key) for key in obj) and not is_tagged(obj):
         return dict(zip(obj, values, strict=True))
-    pairs = zip(_encode_inline(obj, _KEY, writer), values, strict=True)
+    pairs = zip(encode_inline(obj, KEY, writer), values, strict=True)
     flat: list[Json] = []
     for pair in pairs:
         flat += pair
@@ -283,7 +271,7 @@ def _encode_defaultdict(obj: collections.defaultdict[Any, object], writer: Write
 
 
 def _encode_set(obj: Iterable[object], writer: Writer) -> Json:
-    return {f"${type(obj).__name__}": sorted(_encode_inline(obj, _ELEMENT, writer), key=to_text)}
+    return {f"${type(obj).__name__}": sorted(encode_inline(obj, _ELEMENT, writer), key=to_text)}
 
 
 def _encode_int(obj: int, writer: Writer) -> Json:
@@ -313,7 +301,7 @@ def _encode_bytes(obj: bytes | bytearray, writer: Writer) -> Json:
 
 
 def _encode_tensor(obj: torch.Tensor, writer: Writer) -> Json:
-    name = _dtype_name(obj.dtype)
+    name = str(obj.dtype).removeprefix("torch.")
     if obj.layout is not torch.strided or name not in TENSOR_DTYPES or obj.is_meta:
         reason = f"it is a tensor of dtype {name} and layout {obj.layout} on device {obj.device}"
         raise writer.unsupported(
@@ -364,11 +352,6 @@ def _encode_as(name: str, obj: object, state: object, writer: Writer) -> Json:
     return {"$object": [name, *_encode_children(obj, [(_SAME, None, state)], writer)]}
 
 
-NOT_STORED = "not stored: "
-"""Beginning of the name of an `UnknownObject` for a left-out value. A save has left the value out.
-"""
-
-
 class UnknownObject:
     """A stored object that this program cannot make.
 
@@ -417,55 +400,8 @@ class UnknownObject:
     __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = _refuse
 
 
-def nodes(
-    obj: object, path: tuple[object, ...] = ()
-) -> Iterator[tuple[tuple[object, ...], object]]:
-    """Yield an object and its content, each after its path.
-
-    The path consists of the keys and positions that lead to it.
-    """
-    yield path, obj
-    if isinstance(obj, dict):
-        for key, value in obj.items():
-            yield from nodes(key, path)
-            yield from nodes(value, (*path, key))
-    elif isinstance(obj, list | tuple | collections.deque):
-        for index, value in enumerate(obj):
-            yield from nodes(value, (*path, index))
-    elif isinstance(obj, set | frozenset):
-        for value in obj:
-            yield from nodes(value, path)
-    elif isinstance(obj, slice):
-        yield from nodes((obj.start, obj.stop, obj.step), path)
-    elif isinstance(obj, argparse.Namespace | types.SimpleNamespace):
-        yield from nodes(vars(obj), path)
-
-
-_WALKED = (dict, list, tuple, collections.deque)
-
-
-def nodes_of_any(
-    obj: object, path: tuple[object, ...] = ()
-) -> Iterator[tuple[tuple[object, ...], object]]:
-    """Yield an object and its content, including registered objects' states.
-
-    See `nodes`.
-    """
-    for place, node in nodes(obj, path):
-        yield place, node
-        if type(node) in REGISTERED and not isinstance(node, _WALKED):
-            state: object = None
-            # The state of a given object may not be complete before the load.
-            with contextlib.suppress(Exception):
-                state = REGISTERED[type(node)].to_state(node)
-            yield from nodes_of_any(state, place)
-
-
 def unknown_objects(obj: object) -> Iterator[tuple[tuple[object, ...], UnknownObject]]:
-    """Yield the unknown objects in a decoded object, with their paths.
-
-    Paths consist of the keys and positions that lead to them.
-    """
+    """Yield the unknown objects in a decoded object, with their paths. See `nodes`."""
     for path, node in nodes(obj):
         if isinstance(node, UnknownObject):
             yield path, node
@@ -482,34 +418,10 @@ def _encode_unknown(obj: UnknownObject, writer: Writer) -> Json:
 
 
 def how_to_register(unknown: UnknownObject) -> str:
-    """Return advice to register the class of an unknown object.
-
-    It would be decoded then.
-    """
+    """Return advice to register the class of an unknown object."""
     while inner := next(unknown_objects(unknown.state), None):
         _, unknown = inner
-    name = unknown.name
-    if name.startswith(NOT_STORED):
-        return (
-            f"the save left out this value, of type {name.removeprefix(NOT_STORED)!r}, and stored "
-            f"all others ({unknown.state}). Leave it out of the load."
-        )
-    if unknown.fault:
-        return (
-            f"what is stored of {name!r} does not fit its class as it is registered here "
-            f"({unknown.fault}). Before loading, register the class as it was saved, or a "
-            "from_state that takes such a state."
-        )
-    if name.startswith("megatron."):
-        return (
-            f"its class is Megatron's {name!r}, which is unknown here. Before loading, import it, "
-            "from a version of Megatron that has it."
-        )
-    return (
-        f"its class is registered as {name!r}, which is unknown here. Before loading, call "
-        f"distckpt.register_object_type(cls, name={name!r}), with to_state= and from_state= unless "
-        "cls is an Enum class, a dataclass or a namedtuple class."
-    )
+    return advice_to_register(unknown.name, unknown.state, unknown.fault)
 
 
 def _encode_state(kind: str, to_state: Callable[[Any], object]) -> _Encoder:
@@ -572,7 +484,7 @@ def encoders() -> dict[type, _Encoder]:
         },
         torch.Tensor: _encode_tensor,
         torch.nn.Parameter: _encode_tensor,
-        torch.dtype: _encode_state("torch.dtype", lambda obj: _dtype_name(obj)),
+        torch.dtype: _encode_state("torch.dtype", lambda obj: str(obj).removeprefix("torch.")),
         torch.device: _encode_state("torch.device", str),
         torch.Size: _encode_state("torch.Size", list),
         np.ndarray: _encode_array,
@@ -580,53 +492,6 @@ def encoders() -> dict[type, _Encoder]:
     }
 
 
-def collect_fingerprints(
-    obj: object, name: str, writer: Writer, found: dict[str, tuple[str, object]]
-) -> None:
-    """Add the leaves of `obj` and their hashes to a dict.
-
-    The dict is by path; `name` is the path of `obj`.
-    """
-    if type(obj) not in (dict, list) or not obj:
-        writer.entries.clear()
-        digest = xxhash.xxh3_64(to_text(encode_node(obj, writer)).encode())
-        for raw in writer.entries:
-            digest.update(raw)
-        found[name] = (digest.hexdigest(), obj)
-        return
-    items: list[tuple[object, object]]
-    if isinstance(obj, dict):
-        items = list(obj.items())
-        suffixes = [_key_suffix(node) for node in _encode_inline(obj, _KEY, writer)]
-    else:
-        items = list(enumerate(cast("list[object]", obj)))
-        suffixes = [f"[{i}]" for i, _ in items]
-    writer.enter(obj)
-    for (key, child), suffix in zip(items, suffixes, strict=True):
-        writer.path[-1] = (_ITEM, key)
-        path = name + suffix if name else suffix.removeprefix(".")
-        collect_fingerprints(child, path, writer, found)
-    writer.leave(obj)
-
-
-def _key_suffix(node: Json) -> str:
-    # From the encoded key, which is the same on all ranks, unlike the repr of a set.
-    readable = type(node) is int or (type(node) is str and re.fullmatch(r"[^\W\d][\w-]*", node))
-    return f".{node}" if readable else f"[{to_text(node)}]"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _is_unicode(text: str) -> bool:
     """Return whether a text has no lone surrogates."""
     return text.isascii() or not re.search("[\ud800-\udfff]", text)
-
-
-def _segment_text(template: str, value: object) -> str:
-    try:
-        return template.format(f"{value!r:.60}" if template == _ITEM else value)
-    except Exception:
-        # Whatever the repr of a key raises, the error that is being described matters more.
-        return template.format("?")

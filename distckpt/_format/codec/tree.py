@@ -1,9 +1,11 @@
-"""The tree that the codec writes and reads: its vocabulary, its limits, and the classes that
-programs register.
+"""The tree that the codec writes and reads: its vocabulary and its limits.
+
+Also the classes that programs register, and texts about the others.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import dataclasses
@@ -14,17 +16,21 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from distckpt._base.errors import UnsupportedObjectError
 from distckpt._base.lazy import LazyTable, torch
 
 MAX_DEPTH = 128
 """Containers inside one another. Each takes up to four nested calls, of which Python allows 1000 by
 default.
 """
+
+ITEM = "[{}]"
+"""Form of the step into an item of a container, in messages."""
 
 Json = Any
 Raw = bytes | bytearray | memoryview
@@ -253,3 +259,110 @@ def _functions_of_fields(
         return rebuild(fields)
 
     return to_state, from_state
+
+
+def registration_call(cls: type) -> str:
+    """Return the call that registers a class."""
+    try:
+        default_functions(cls)
+        arguments = cls.__name__
+    except TypeError:
+        arguments = f"{cls.__name__}, to_state=..., from_state=..."
+    return f"distckpt.register_object_type({arguments})"
+
+
+def nodes(
+    obj: object, path: tuple[object, ...] = ()
+) -> Iterator[tuple[tuple[object, ...], object]]:
+    """Yield an object and its content, each after its path.
+
+    The path consists of the keys and positions that lead to it.
+    """
+    yield path, obj
+    if isinstance(obj, dict):
+        for key, value in obj.items():
+            yield from nodes(key, path)
+            yield from nodes(value, (*path, key))
+    elif isinstance(obj, list | tuple | collections.deque):
+        for index, value in enumerate(obj):
+            yield from nodes(value, (*path, index))
+    elif isinstance(obj, set | frozenset):
+        for value in obj:
+            yield from nodes(value, path)
+    elif isinstance(obj, slice):
+        yield from nodes((obj.start, obj.stop, obj.step), path)
+    elif isinstance(obj, argparse.Namespace | types.SimpleNamespace):
+        yield from nodes(vars(obj), path)
+
+
+_WALKED = (dict, list, tuple, collections.deque)
+
+
+def nodes_of_any(
+    obj: object, path: tuple[object, ...] = ()
+) -> Iterator[tuple[tuple[object, ...], object]]:
+    """Yield an object and its content, including registered objects' states.
+
+    See `nodes`.
+    """
+    for place, node in nodes(obj, path):
+        yield place, node
+        if type(node) in REGISTERED and not isinstance(node, _WALKED):
+            state: object = None
+            # The state of a given object may not be complete before the load.
+            with contextlib.suppress(Exception):
+                state = REGISTERED[type(node)].to_state(node)
+            yield from nodes_of_any(state, place)
+
+
+def segment_text(template: str, value: object) -> str:
+    """Return a step into a container as text."""
+    try:
+        return template.format(f"{value!r:.60}" if template == ITEM else value)
+    except Exception:
+        # Whatever the repr of a key raises, the error that is being described matters more.
+        return template.format("?")
+
+
+NOT_STORED = "not stored: "
+"""Beginning of the name of an `UnknownObject` for a left-out value. A save has left the value out.
+"""
+
+
+def advice_to_register(name: str, state: object, fault: str) -> str:
+    """Return advice to register the class of an unknown object."""
+    if name.startswith(NOT_STORED):
+        return (
+            f"the save left out this value, of type {name.removeprefix(NOT_STORED)!r}, and stored "
+            f"all others ({state}). Leave it out of the load."
+        )
+    if fault:
+        return (
+            f"what is stored of {name!r} does not fit its class as it is registered here "
+            f"({fault}). Before loading, register the class as it was saved, or a "
+            "from_state that takes such a state."
+        )
+    if name.startswith("megatron."):
+        return (
+            f"its class is Megatron's {name!r}, which is unknown here. Before loading, import it, "
+            "from a version of Megatron that has it."
+        )
+    return (
+        f"its class is registered as {name!r}, which is unknown here. Before loading, call "
+        f"distckpt.register_object_type(cls, name={name!r}), with to_state= and from_state= unless "
+        "cls is an Enum class, a dataclass or a namedtuple class."
+    )
+
+
+def error_about_classes(
+    refusals: Mapping[type, tuple[str, UnsupportedObjectError]],
+) -> UnsupportedObjectError:
+    """Return the error about one or more classes that are not registered."""
+    if len(refusals) == 1:
+        return next(iter(refusals.values()))[1]
+    places = ", ".join(f"{where} of type {type_name(cls)}" for cls, (where, _) in refusals.items())
+    calls = "; ".join(map(registration_call, refusals))
+    return UnsupportedObjectError(
+        f"Cannot store {places}: their classes are not registered. Register them before saving and "
+        f"before loading: {calls}."
+    )

@@ -24,7 +24,7 @@ from distckpt import CheckpointNotFoundError, ShardedObject, ShardedTensor
 from distckpt._compute.formats import FORMATS
 from distckpt.cli import _arguments as arguments
 from distckpt.cli import main
-from distckpt.cli._arguments import parse_size
+from distckpt.cli._argument_types import parse_size
 from distckpt.cli._output import Output, table_lines
 from tests.support.cli_command import ROOT, call, call_error, call_json, call_usage_error
 from tests.support.disk import flip

@@ -17,7 +17,7 @@ ROWS = (40, 65_536)
 @pytest.fixture(autouse=True)
 def shorter_runs(monkeypatch):
     """Let runs of 64 KiB be long, so that blocks and units end within many of them."""
-    monkeypatch.setattr("distckpt._io.read.LONG_RUN_BYTES", 64 << 10)
+    monkeypatch.setattr("distckpt._io.read_parts.LONG_GOAL_BYTES", 64 << 10)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,142 @@
+"""Types of arguments: each converts a text, or refuses it.
+
+Nothing here imports torch or numpy before it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from typing import Any
+
+FORMATS = (
+    "fp8-block",
+    "fp8-block-ue8m0",
+    "fp8-tensor",
+    "fp8-channel",
+    "int8-channel",
+    "mxfp4",
+    "mxfp4-packed",
+    "int4",
+    "nvfp4",
+)
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
+
+
+def parse_part(text: str) -> str:
+    """Check `K/N`, `auto` or `auto/N`."""
+    index, slash, count = text.partition("/")
+    numbers = [count] if index == "auto" else [index, count]
+    is_right = text == "auto" or (slash and all(number.isdecimal() for number in numbers))
+    if not is_right or (slash and int(count) == 0):
+        raise ArgumentTypeError(f"{text!r} is no part; write 3/16, auto or auto/16")
+    if index != "auto" and int(index) >= int(count):
+        raise ArgumentTypeError(
+            f"{text!r} is no part: they are counted from 0, and the last of {count} is "
+            f"{int(count) - 1}/{count}"
+        )
+    return text
+
+
+def pair(text: str) -> tuple[str, str]:
+    """Split `OLD=NEW`."""
+    old, equals, new = text.partition("=")
+    if not equals:
+        raise ArgumentTypeError(f"{text!r} is not OLD=NEW")
+    return old, new
+
+
+def parse_size(text: str) -> int:
+    """Convert `5GB`, `256MiB` or `1000` to bytes."""
+    number = text.removesuffix("B").rstrip("kKMGTi")
+    unit = text.removesuffix("B")[len(number) :].replace("k", "K")
+    try:
+        return int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ArgumentTypeError(
+            f"{text!r} is not a size; write 5GB, 256MiB or a number of bytes"
+        ) from None
+
+
+def positive(text: str) -> int:
+    """Convert a positive integer."""
+    return int(_checked(text, int, lambda number: number >= 1, "a positive integer"))
+
+
+def not_negative(text: str) -> float:
+    """Convert a number of at least 0."""
+    return _checked(text, float, lambda number: 0 <= number < math.inf, "a number of at least 0")
+
+
+def parse_tolerance(text: str) -> float:
+    """Convert a number of at least 0."""
+    return _checked(
+        text,
+        float,
+        lambda number: 0 <= number < math.inf,
+        "a tolerance: use a number of at least 0",
+    )
+
+
+def _checked(
+    text: str, kind: Callable[[str], float], is_valid: Callable[[float], bool], name: str
+) -> float:
+    with contextlib.suppress(ValueError):
+        if is_valid(number := kind(text)):
+            return number
+    raise ArgumentTypeError(f"{text!r} is not {name}")
+
+
+def parse_weight(text: str) -> float:
+    """Convert a finite number."""
+    return _checked(text, float, math.isfinite, "a finite number; --weights comes behind all paths")
+
+
+def parse_decay(text: str) -> float:
+    """Convert a number from 0 to 1."""
+    return _checked(text, float, lambda number: 0 <= number <= 1, "a number from 0 to 1")
+
+
+def parse_format(text: str) -> tuple[str, str]:
+    """Split `[PATTERN=]FORMAT`."""
+    pattern, _, name = text.rpartition("=")
+    if name not in FORMATS:
+        choices = ", ".join(FORMATS)
+        raise ArgumentTypeError(f"{name!r} is no format: choose from {choices}")
+    return pattern, name
+
+
+def parse_grid(text: str) -> tuple[str, tuple[int, ...]]:
+    """Split `PATTERN=AxB`."""
+    pattern, equals, counts = text.rpartition("=")
+    try:
+        grid = tuple(int(count) for count in counts.split("x"))
+    except ValueError:
+        grid = ()
+    if not equals or not grid or min(grid) < 1:
+        raise ArgumentTypeError(f"{text!r} is not PATTERN=AxB, such as '*.up.weight=4x1'")
+    return pattern, grid
+
+
+def parse_dtype(text: str) -> tuple[str, Any]:
+    """Split `[PATTERN=]DTYPE`."""
+    pattern, _, name = text.rpartition("=")
+    torch = importlib.import_module("torch")
+    dtype = getattr(torch, _SHORT_DTYPES.get(name, name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentTypeError(f"torch has no dtype {name!r}; write bf16, fp32, float8_e4m3fn")
+    return pattern, dtype
