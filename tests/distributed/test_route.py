@@ -164,9 +164,9 @@ def _of_other_release(rank: int, address: str) -> str:
             ask_parent()
         return ""
     ask_parent()
-    roll_call.__version__ = "999.0"
+    inbox.__version__ = "999.0"
     error = error_of(distckpt.Route, address, target={"weight": part(0, 1)}, timeout=TIMEOUT)
-    roll_call.__version__ = distckpt.__version__
+    inbox.__version__ = distckpt.__version__
     return str(error)
 
 
