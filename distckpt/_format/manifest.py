@@ -114,7 +114,7 @@ KEY_COLUMNS = {
 }
 """Optional columns of a manifest, by name. Selecting keys, storing and checking go by this table.
 
-A save computes them with a module that `_measure` in `_io.save_shards` imports.
+A save computes them with the modules in `_MEASURES` of `_io.save_shards`.
 """
 
 KeyFigures: TypeAlias = Mapping[str, npt.NDArray[Any]]

@@ -35,7 +35,7 @@ def run(
         arguments: of the command line.
         output: prints.
         verb: the verb that is run in parts.
-        given: its arguments.
+        values: its arguments.
         place: the path of the output, or the verb in the directory of its journal.
         show: prints the report of the verb, and returns the exit code.
     """
