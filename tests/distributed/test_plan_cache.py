@@ -137,6 +137,30 @@ def test_a_change_on_one_rank_makes_all_plan_again(tmp_path):
     np.testing.assert_array_equal(extra.numpy(), np.arange(5.0))
 
 
+def stages_and_one_model(rank, folder):
+    """Save pipeline stages, which ranks describe together, and a model that all have, by turns."""
+    stage = torch.nn.ModuleDict({f"stage{rank}": torch.nn.Linear(4, 2)})
+    whole = torch.nn.Linear(4, 2)
+    reused = []
+    for value in range(1, 7):
+        model = stage if value % 3 else whole
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        reused.append(saved({"model": model}, f"{folder}/{value}").plan_reused)
+    return reused
+
+
+def test_stages_of_several_ranks_keep_their_plan_beside_another_model(tmp_path):
+    for reused in run(stages_and_one_model, NUM_RANKS, str(tmp_path)):
+        assert reused == [False, True, False, True, True, True]
+    stages = {f"stage{rank}.{name}" for rank in range(NUM_RANKS) for name in ("weight", "bias")}
+    for value in range(1, 7):
+        tensors = distckpt.open(tmp_path / str(value)).read_tensors()
+        assert tensors.keys() == (stages if value % 3 else {"weight", "bias"})
+        assert all((tensor == value).all() for tensor in tensors.values())
+
+
 def test_one_process_saves_what_tensors_hold_at_the_time(tmp_path):
     tensor = torch.zeros(6, 4)
     shard = ShardedTensor.from_rank_offsets("w", tensor)
