@@ -21,7 +21,6 @@ from distckpt._base.lazy import torch
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
 from distckpt._format import safetensors_file
-from distckpt._format.checksum import checksum
 from distckpt._format.code_names import may_be_codes
 from distckpt._format.foreign_formats import HUGGING_FACE
 from distckpt._format.hf_names import (
@@ -33,7 +32,7 @@ from distckpt._format.hf_names import (
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.marker import read_file
 from distckpt._format.quantization_settings import is_shape, read_settings
-from distckpt._format.safetensors_file import Header, ShardFile, read_header, read_header_bytes
+from distckpt._format.safetensors_file import Header, ShardFile, read_header
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io.read import read_chunks
@@ -70,9 +69,6 @@ class HuggingFaceReader(Reader):
     def manifest(self, location: str) -> Manifest:
         return read_directory(location)
 
-    def is_unchanged(self, stored: StoredCheckpoint) -> bool:
-        return _has_same_headers(stored) or super().is_unchanged(stored)
-
 
 class _Files(NamedTuple):
     """The files of a checkpoint.
@@ -104,7 +100,9 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     if not directory.names:
         state = f"holds no {SUFFIX} files" if locations.exists(location) else "does not exist"
         raise CheckpointNotFoundError(f"{location!r} {state}.")
-    read = _read_files(directory)
+    read = [_read_file(directory, name) for name in directory.names]
+    if directory.weight_map is None and not directory.is_alone:
+        read = _without_variants(read)
     without_info = [file.file.name for file in read if not file.has_info]
     if without_info and (require_sharding_info or len(without_info) < len(read)):
         raise _no_sharding_info(locations.join(directory.folder, without_info[0]))
@@ -113,14 +111,6 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     files = [file.file for file in read]
     manifest = build_manifest(HuggingFaceReader.name, directory.folder, pieces, files, fields)
     return _with_shapes(location, manifest)
-
-
-def _read_files(files: _Files) -> list[_ReadFile]:
-    """Read the headers, without variants in another precision."""
-    read = [_read_file(files, name) for name in files.names]
-    if files.weight_map is None and not files.is_alone:
-        return _without_variants(read)
-    return read
 
 
 def _pieces_in(
@@ -223,8 +213,6 @@ def _fields(
     fields: dict[str, Any] = {}
     if files.is_alone:
         fields["is_file"] = True
-    if files.weight_map is not None:
-        fields["has_index"] = True
     if any(may_be_codes(piece.dtype) for piece in pieces):
         fields["quantization"] = read_settings(files.folder)
     if forgotten:
@@ -356,40 +344,6 @@ def _without_variants(files: Sequence[_ReadFile]) -> list[_ReadFile]:
         if derive_base_prefix_from_path(file.file.name) not in variants:
             full_files.append(file)
     return full_files
-
-
-def _has_same_headers(stored: StoredCheckpoint) -> bool:
-    """Whether the headers and the index are known to be unchanged.
-
-    Headers are not parsed again.
-
-    The meaning of quantized checkpoints depends on other files, too.
-    """
-    manifest = stored.manifest
-    if manifest.quantization is not None:
-        return False
-    files = _find_files(stored.location)
-    names = [file.name for file in manifest.files]
-    has_index = "has_index" in (manifest.origin or {})
-    weight_map = None
-    if has_index:
-        weight_map = _weight_map_of(manifest, names)
-    if (files.names, files.weight_map) != (names, weight_map):
-        return False
-    for file in manifest.files:
-        try:
-            size, header = read_header_bytes(locations.join(files.folder, file.name))
-        except (OSError, ValueError):
-            return False
-        if (size, checksum(header)) != (file.num_bytes, file.header_checksum):
-            return False
-    return True
-
-
-def _weight_map_of(manifest: Manifest, names: Sequence[str]) -> dict[str, str]:
-    """Return the file of each key."""
-    pairs = zip(manifest.key_ids[:].tolist(), manifest.file_ids[:].tolist(), strict=True)
-    return {manifest.keys[key]: names[file] for key, file in pairs}
 
 
 def _pieces_of_tensors(file: str, header: Header) -> list[StoredPiece]:

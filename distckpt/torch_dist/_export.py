@@ -1,14 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint, from PyTorch and Megatron Core (`torch_dist`).
-
-`distckpt.load` and `distckpt.consolidate` read such directories as they are, whatever number of
-ranks wrote them:
-
-    state = distckpt.load({"model": model.sharded_state_dict()}, "megatron/iter_0001000")
-    distckpt.consolidate("fsdp/step_1000", "exported")
-
-Nothing in their pickles is ever run: see `docs/migrating-from-megatron.md`. `distckpt.reshard`
-makes distckpt checkpoints of them, which have checksums and open faster; `export` is the way back.
-"""
+"""The export of a checkpoint to `torch_dist`, by any number of ranks."""
 
 from __future__ import annotations
 

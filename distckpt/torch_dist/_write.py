@@ -69,14 +69,11 @@ def write_chunks(
     manifest = stored.manifest
     written = []
     start = 0
-    num_bytes_of = {}
-    for _, chunk in chunks:
-        num_bytes_of[chunk] = int(manifest.num_bytes[chunk])
-    tensor_chunks = []
+    total_bytes = 0
     for key, chunk in chunks:
         if not stored.is_object(key):
-            tensor_chunks.append(chunk)
-    counter = ProgressCounter(progress, sum(num_bytes_of[chunk] for chunk in tensor_chunks))
+            total_bytes += int(manifest.num_bytes[chunk])
+    counter = ProgressCounter(progress, total_bytes)
     path = locations.join(directory, name)
     with (
         locations.naming(path),
@@ -96,7 +93,7 @@ def write_chunks(
                 tensor = TensorRecord(stored.dtype_of(chunk), region.shape)
                 content = read_in_pieces(stored, chunk, _PIECE_BYTES)
                 num_bytes = write_tensor(file, tensor, content)
-                counter.add(num_bytes_of[chunk])
+                counter.add(int(manifest.num_bytes[chunk]))
             written.append((chunk, name, start, num_bytes))
             start += num_bytes
         file.flush()
