@@ -6,7 +6,9 @@ Local disks take them in any order, object stores in order.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,22 +64,51 @@ def _aligned(entries: Sequence[Entry]) -> Sequence[Entry]:
     return entries
 
 
-class LocalFiles:
-    """Local files of known layout, whose tensors come in any order."""
+class _Files(ABC):
+    """Files of a layout, of which one is open at a time: a process may not open all of many."""
 
     def __init__(self, locations: Sequence[str], layout: StreamLayout) -> None:
         self._locations = locations
         self._layout = layout
         self._created: list[str] = []
-        # One file at a time is open: there may be more than a process may open.
-        self._open_file = -1
-        self._fd = -1
+        self._location = ""
+        self._file: Any = None
+
+    @abstractmethod
+    def create(self) -> None:
+        """Begin before the first tensor comes."""
+
+    @abstractmethod
+    def write(self, file: int, entry: Entry, tensor: torch.Tensor) -> None:
+        """Write a tensor."""
+
+    def finish(self) -> None:
+        """Complete all files."""
+        self._close()
+
+    def remove(self) -> None:
+        """Remove the files."""
+        # An open file of an object store becomes visible when it is closed, at the latest by the
+        # garbage collector: close, then remove.
+        with contextlib.suppress(Exception):
+            self._close()
+        for location in self._created:
+            storage_locations.remove_file(location)
+
+    def _close(self) -> None:
+        # It is closed whatever its closing reports.
+        file = self._file
+        self._file = None
+        if file is not None:
+            with storage_locations.naming(self._location):
+                file.close()
+
+
+class _LocalFiles(_Files):
+    """Local files of known layout, whose tensors come in any order."""
 
     def create(self) -> None:
-        """Create every file at its full size.
-
-        A full disk is found before the first tensor comes.
-        """
+        # A full disk is found before the first tensor comes.
         headers = self._layout.headers
         sizes = self._layout.num_bytes
         for location, header, num_bytes in zip(self._locations, headers, sizes, strict=True):
@@ -85,60 +116,32 @@ class LocalFiles:
             self._created.append(location)
 
     def write(self, file: int, entry: Entry, tensor: torch.Tensor) -> None:
-        """Write a tensor."""
-        if self._open_file != file:
+        location = self._locations[file]
+        if self._file is None or self._location != location:
             self._close()
-            self._fd = os.open(self._locations[file], os.O_WRONLY | os.O_CLOEXEC)
-            self._open_file = file
+            self._file = io.FileIO(location, "r+")
+            self._location = location
         position = entry.first_byte
-        with storage_locations.naming(self._locations[file]):
+        with storage_locations.naming(location):
             for window in _windows(tensor):
-                write_all(self._fd, [window], position)
+                write_all(self._file.fileno(), [window], position)
                 position += len(window)
 
     def finish(self) -> None:
-        """Bring everything to disk."""
-        self._close()
+        super().finish()
         for location in self._locations:
-            with storage_locations.naming(location):
-                fd = os.open(location, os.O_WRONLY | os.O_CLOEXEC)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-
-    def remove(self) -> None:
-        """Remove the files."""
-        with contextlib.suppress(OSError):
-            self._close()
-        for location in self._created:
-            storage_locations.remove_file(location)
-
-    def _close(self) -> None:
-        # A descriptor is free whatever its closing reports.
-        number = self._open_file
-        self._open_file = -1
-        if number >= 0:
-            with storage_locations.naming(self._locations[number]):
-                os.close(self._fd)
+            with storage_locations.naming(location), io.FileIO(location, "r+") as file:
+                os.fsync(file.fileno())
 
 
-class RemoteFiles:
+class _RemoteFiles(_Files):
     """Files of an object store, which are written from beginning to end."""
 
-    def __init__(self, locations: Sequence[str], layout: StreamLayout) -> None:
-        self._locations = locations
-        self._layout = layout
-        self._next_places = iter(layout.places.values())
-        self._created: list[str] = []
-        self._file: Any = None
-
     def create(self) -> None:
-        """Begin the first file."""
+        self._next_places = iter(self._layout.places.values())
         self._begin_next()
 
     def write(self, file: int, entry: Entry, tensor: torch.Tensor) -> None:
-        """Write the tensor that is next."""
         expected_file, expected = next(self._next_places)
         if entry != expected:
             raise ValueError(
@@ -151,58 +154,49 @@ class RemoteFiles:
         for window in _windows(tensor):
             self._file.write(memoryview(window))
 
-    def finish(self) -> None:
-        """Complete the last file."""
-        self._close()
-
     def remove(self) -> None:
-        """Remove the files."""
-        # An open file becomes visible when it is closed, at the latest by the garbage collector:
-        # close, then remove.
-        with contextlib.suppress(Exception):
-            self._close()
+        super().remove()
+        # Their parts, if closing has failed.
         for location in self._created:
-            storage_locations.remove_file(location)
-            # Of this very file; its parts, if closing has failed.
             storage_locations.remove_tree(location)
 
     def _begin_next(self) -> None:
         self._close()
-        location = self._locations[len(self._created)]
-        self._file = object_store.at(location).open_for_writing()
-        self._created.append(location)
-        self._file.write(self._layout.headers[len(self._created) - 1])
-
-    def _close(self) -> None:
-        file = self._file
-        self._file = None
-        if file is not None:
-            file.close()
+        number = len(self._created)
+        self._location = self._locations[number]
+        self._file = object_store.at(self._location).open_for_writing()
+        self._created.append(self._location)
+        self._file.write(self._layout.headers[number])
 
 
 @contextlib.contextmanager
-def new_files(locations: Sequence[str], layout: StreamLayout) -> Iterator[LocalFiles | RemoteFiles]:
-    """Make files of a layout, which are removed when the body raises."""
-    is_local = storage_locations.is_local(locations[0])
-    files = LocalFiles(locations, layout) if is_local else RemoteFiles(locations, layout)
+def written_files(
+    locations: Sequence[str],
+    layout: StreamLayout,
+    tensor_iter: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[None]:
+    """Write files of a layout from tensors that come, before the body.
+
+    They are removed when this or the body raises.
+
+    Raises:
+        ValueError: announced tensors are missing, or other tensors have come.
+    """
+    kind = _LocalFiles if storage_locations.is_local(locations[0]) else _RemoteFiles
+    files = kind(locations, layout)
     try:
-        yield files
+        files.create()
+        _write_all(files, layout, tensor_iter)
+        files.finish()
+        yield
     except BaseException:
         files.remove()
         raise
 
 
-def write_stream(
-    files: LocalFiles | RemoteFiles,
-    layout: StreamLayout,
-    tensor_iter: Iterable[tuple[str, torch.Tensor]],
+def _write_all(
+    files: _Files, layout: StreamLayout, tensor_iter: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Write every tensor that comes.
-
-    Raises:
-        ValueError: announced tensors are missing, or other tensors have come.
-    """
-    files.create()
     awaited = dict.fromkeys(layout.places)
     for name, tensor in tensor_iter:
         _check(layout, awaited, name, tensor)
@@ -215,7 +209,6 @@ def write_stream(
             f"{len(awaited)} of {len(layout.places)} announced tensors were not written: "
             f"{summarize_keys(awaited)}"
         )
-    files.finish()
 
 
 def _check(

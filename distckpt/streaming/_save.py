@@ -24,7 +24,7 @@ from distckpt._format import hf_names
 from distckpt._format.safetensors_file import Entry, stored_shape
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt.streaming._files import StreamLayout, lay_out, new_files, write_stream
+from distckpt.streaming._files import StreamLayout, lay_out, written_files
 
 DTYPE_TO_SAFETENSORS: dict[torch.dtype | str, str] = {
     spelling: name
@@ -93,31 +93,30 @@ def save_safetensors_streaming(
         CheckpointExistsError: an object store has such a file, or a directory of that name is
             there.
     """
-    destination = os.fspath(filepath)
     location = locations.normalize(filepath)
     layout = _lay_out([_read_meta(state_dict_meta)], metadata)
     if not locations.is_local(location):
         if not rename:
             raise ValueError(
-                f"rename=False needs a local path; {destination!r} can only be written in place"
+                f"rename=False needs a local path; {os.fspath(filepath)!r} can only be written in "
+                "place"
             )
         if locations.exists(location):
-            _refuse([location])
-        with new_files([location], layout) as files:
-            write_stream(files, layout, tensor_iter)
-        return destination
+            raise _in_the_way(location)
+        with written_files([location], layout, tensor_iter):
+            return os.fspath(filepath)
     if os.path.isdir(location):
-        _refuse([location])
-    temporary = locations.temporary_beside(location)
+        raise _in_the_way(location)
     if not rename:
         # Programs look for it there; a file of an earlier call is replaced.
         temporary = f"{location}.tmp"
         locations.remove_file(temporary)
-    with new_files([temporary], layout) as files:
-        write_stream(files, layout, tensor_iter)
-        if rename:
-            locations.replace_file(temporary, location)
-    return destination if rename else temporary
+        with written_files([temporary], layout, tensor_iter):
+            return temporary
+    temporary = locations.temporary_beside(location)
+    with written_files([temporary], layout, tensor_iter):
+        locations.replace_file(temporary, location)
+    return os.fspath(filepath)
 
 
 def save_safetensors_streaming_sharded(
@@ -163,14 +162,13 @@ def save_safetensors_streaming_sharded(
     names = hf_names.output_filenames(hf_names.BASE_PREFIX, len(groups))
     location = posix.resolve(os.fspath(output_dir))
     posix.put_back(location)
-    _refuse(_present_files(location))
+    _check_has_no_export(location)
     check_replaceable(location)
     index_name = hf_names.index_filename(hf_names.BASE_PREFIX)
     with new_output(Ranks.alone(), location, OutputSettings()) as output:
         with output.being_written():
             paths = [locations.join(output.location, name) for name in names]
-            with new_files(paths, layout) as files:
-                write_stream(files, layout, tensor_iter)
+            with written_files(paths, layout, tensor_iter):
                 if len(names) > 1:
                     index = _index(metas.values(), layout, names)
                     locations.write_bytes(locations.join(output.location, index_name), index)
@@ -245,23 +243,16 @@ def _index(
     )
 
 
-def _present_files(location: str) -> list[str]:
+def _check_has_no_export(location: str) -> None:
+    """Refuse a file, and a folder of an object store with an export."""
     if not locations.exists(location):
-        return []
+        return
     if not locations.isdir(location):
-        return [location]
-    if locations.is_local(location):
-        return []
-    names = locations.list_names(location)
-    present = []
-    for name in names:
-        if hf_names.belongs_to_export(name):
-            present.append(locations.join(location, name))
-    return present
+        raise _in_the_way(location)
+    if not locations.is_local(location):
+        for name in filter(hf_names.belongs_to_export, locations.list_names(location)):
+            raise _in_the_way(locations.join(location, name))
 
 
-def _refuse(present: Sequence[str]) -> None:
-    if present:
-        raise CheckpointExistsError(
-            f"{present[0]!r} is there already: remove it, or choose another place."
-        )
+def _in_the_way(path: str) -> CheckpointExistsError:
+    return CheckpointExistsError(f"{path!r} is there already: remove it, or choose another place.")

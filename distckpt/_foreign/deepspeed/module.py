@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from typing import Any
 
 from distckpt._base.messages import summarize_keys
 from distckpt._checkpoint.stored_pieces import StoredPiece
@@ -16,68 +17,53 @@ from distckpt._foreign.torch_dist.objects import TensorView
 logger = logging.getLogger(__name__)
 
 
-class _Frozen(NamedTuple):
-    """The frozen parameters of ZeRO-3: their shapes, and each rank's shares."""
-
-    shapes: dict[str, Shape]
-    shares: list[tuple[StateFile, Mapping[str, TensorView]]]
-
-    def views(self) -> list[tuple[StateFile, TensorView]]:
-        """Return all shares with their files."""
-        views = []
-        for file, share in self.shares:
-            for name in self.shapes:
-                views.append((file, share[name]))
-        return views
-
-    def pieces(self) -> list[StoredPiece]:
-        """Return the pieces of all parameters."""
-        pieces: list[StoredPiece] = []
-        for name, shape in self.shapes.items():
-            shares = [(file, share[name]) for file, share in self.shares]
-            vectors = []
-            for file, view in shares:
-                vectors.append(flat_vector([(file, view, math.prod(view.shape))]))
-            pieces.extend(pieces_in_vectors(name, shape, vectors, 0))
-        return pieces
-
-
 def module_contents(
     models: Sequence[StateFile], trained: Iterable[str]
 ) -> tuple[list[StoredPiece], dict[str, str]]:
     """Return the untrained pieces of a module, and its tied tensors' aliases."""
     model = models[0]
-    frozen = _frozen_parameters(models)
+    shapes = _frozen_shapes(model)
+    frozen = _shares_of_frozen(models, shapes)
     tied = model.content.get("shared_params") or {}
     aliases = {str(alias): str(name) for alias, name in tied.items()}
-    known = {*trained, *frozen.shapes}
+    known = {*trained, *shapes}
     stored = _checked_module(model)
     views = _views(model, stored, {*known, *aliases})
-    locate_views([*frozen.views(), *((model, view) for view in views.values())])
+    in_module = [(model, view) for view in views.values()]
+    locate_views(itertools.chain(in_module, *frozen.values()))
     pieces: list[StoredPiece] = []
     for name, view in views.items():
         pieces.extend(pieces_of_view(name, model, view))
-    pieces += frozen.pieces()
+    for name, shares in frozen.items():
+        vectors = [flat_vector([(file, view, math.prod(view.shape))]) for file, view in shares]
+        pieces.extend(pieces_in_vectors(name, shapes[name], vectors, 0))
     return pieces, _needed_aliases(model, aliases, known | views.keys())
 
 
-def _frozen_parameters(models: Sequence[StateFile]) -> _Frozen:
-    model = models[0]
-    groups = model.shapes("frozen_param_shapes")
-    is_stage_3 = model.name.rpartition("/")[2].startswith("zero_pp_rank")
-    shapes = {}
-    for group in groups:
-        shapes.update(group)
-    if not is_stage_3 or not shapes:
-        # ZeRO-1 and ZeRO-2 keep them in the module.
-        return _Frozen({}, [])
-    shares = []
+def _frozen_shapes(model: StateFile) -> dict[str, Shape]:
+    """Return the shapes of the frozen parameters of ZeRO-3."""
+    shapes: dict[str, Shape] = {}
+    # ZeRO-1 and ZeRO-2 keep them in the module.
+    if model.name.rpartition("/")[2].startswith("zero_pp_rank"):
+        for group in model.shapes("frozen_param_shapes"):
+            shapes.update(group)
+    return shapes
+
+
+def _shares_of_frozen(
+    models: Sequence[StateFile], names: Collection[str]
+) -> dict[str, list[tuple[StateFile, TensorView]]]:
+    """Return the shares that the ranks have of each frozen parameter."""
+    shares: dict[str, list[tuple[StateFile, TensorView]]] = {name: [] for name in names}
+    if not names:
+        return shares
     for file in models:
-        shares.append((file, file.content.get("frozen_param_fragments") or {}))
-    for file, share in shares:
-        if missing := shapes.keys() - share.keys():
+        share = file.content.get("frozen_param_fragments") or {}
+        if missing := set(names) - share.keys():
             raise file.damaged(f"frozen_param_fragments lacks {summarize_keys(missing)}")
-    return _Frozen(shapes, shares)
+        for name in names:
+            shares[name].append((file, share[name]))
+    return shares
 
 
 def _checked_module(model: StateFile) -> Mapping[str, Any]:
@@ -102,15 +88,16 @@ def _views(
     known: Set[str],
 ) -> dict[str, TensorView]:
     """Return the tensors of the module without the `known` ones."""
-    rest = {}
-    for name, value in stored.items():
-        if name not in known:
-            rest[name] = value
     views = {}
-    for name, value in rest.items():
+    odd = []
+    for name, value in stored.items():
+        if name in known:
+            continue
         if type(value) is TensorView:
             views[name] = value
-    if odd := rest.keys() - views.keys():
+        else:
+            odd.append(name)
+    if odd:
         logger.warning(
             "%s: %s of the module is not read, as it is no tensor", model.path, summarize_keys(odd)
         )

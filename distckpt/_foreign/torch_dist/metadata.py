@@ -11,9 +11,9 @@ from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.lazy import LazyTable, torch
 from distckpt._foreign.torch_dist.unpickle import (
     GlobalName,
-    Made,
     Record,
     RefusedGlobalError,
+    made,
     read_pickle,
     record,
 )
@@ -28,6 +28,7 @@ _MAX_DEPTH = 256
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 _RECORDS: dict[str, tuple[str, ...]] = {
     f"{_DCP}.metadata": (
         "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
@@ -40,28 +41,24 @@ _RECORDS: dict[str, tuple[str, ...]] = {
     f"{_SHARDED}.metadata": ("ShardMetadata",),
     f"{_SHARDED}.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
     _MEGATRON: ("MCoreMetadata", "MCoreSavePlan"),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
 }  # fmt: skip
-"""Classes that are read as records, in PyTorch 2.x and Megatron Core."""
-
-
-def _join_path(*parts: Any) -> str:
-    return "/".join(str(part) for part in parts)
+"""Classes and functions that are read as records, in PyTorch 2.x and Megatron Core."""
 
 
 def _make_table() -> dict[GlobalName, Any]:
-    table: dict[GlobalName, Any] = {
-        ("torch", "Size"): Made("torch.Size", lambda sizes=(): _counts(sizes)),
-        ("torch.serialization", "_get_layout"): Made("torch.serialization._get_layout", str),
-        ("collections", "OrderedDict"): Made("collections.OrderedDict", dict),
+    functions: dict[GlobalName, Any] = {
+        ("torch", "Size"): lambda sizes=(): _counts(sizes),
+        ("collections", "OrderedDict"): dict,
     }
+    table: dict[GlobalName, Any] = {**made(functions)}
     for module, names in _RECORDS.items():
         for name in names:
             table[module, name] = record(f"{module}.{name}")
     for name, dtype in DTYPES.items():
         table["torch", name] = dtype
-    for module in ("pathlib", "pathlib._local"):
-        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
-            table[module, name] = Made(f"{module}.{name}", _join_path)
     return table
 
 

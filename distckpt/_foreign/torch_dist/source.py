@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from distckpt._base.dtypes import TO_NAME
 from distckpt._base.errors import (
@@ -45,19 +45,6 @@ Modules and optimizers have the state dicts.
 _MEGATRON_COMMON_KEY = "common_state"
 
 
-class _Cell(NamedTuple):
-    """A cell of an object's grid.
-
-    It has the key of the object, the place of the cell, the shape of the grid, and the item that
-    holds it.
-    """
-
-    key: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    item: StoredItem
-
-
 @paused_garbage_collection()
 def read_directory(location: str, format_name: str) -> Manifest:
     """Return the manifest of a checkpoint of torch.distributed.checkpoint.
@@ -77,20 +64,17 @@ def read_directory(location: str, format_name: str) -> Manifest:
     if marker is not None:
         cells = _megatron_objects(location, metadata.objects)
         if not any(cell.key == COMMON_KEY for cell in cells):
-            cells.extend(_common_file(location, marker, files))
+            cells += _common_file(location, marker, files)
     else:
         _check_is_not_of_megatron(location, metadata.objects)
         names = sorted(metadata.objects)
         fields["paths"] = [metadata.paths.get(name, (name,)) for name in names]
         cells = []
         for i, name in enumerate(names):
-            cells.append(_Cell(COMMON_KEY, (i,), (len(names),), metadata.objects[name]))
+            cells.append(_cell(COMMON_KEY, (i,), (len(names),), metadata.objects[name]))
         if locations.exists(locations.join(location, EXTRA_NAME)):
             fields["extra"] = EXTRA_NAME
-    for cell in cells:
-        place = Region(cell.offset, (1,) * len(cell.offset))
-        pieces.append(StoredPiece(cell.key, OBJECT, place, cell.shape, *cell.item))
-    return build_manifest(format_name, location, pieces, list(files.values()), fields)
+    return build_manifest(format_name, location, [*pieces, *cells], list(files.values()), fields)
 
 
 # ---- files
@@ -197,38 +181,48 @@ def _pieces_of_chunk(
 # ---- objects
 
 
-def _megatron_objects(location: str, objects: Mapping[str, StoredItem]) -> list[_Cell]:
+def _cell(
+    key: str, offset: tuple[int, ...], shape: tuple[int, ...], item: StoredItem
+) -> StoredPiece:
+    """Return the piece that is a cell of an object's grid of some shape."""
+    return StoredPiece(key, OBJECT, Region(offset, (1,) * len(offset)), shape, *item)
+
+
+def _megatron_objects(location: str, objects: Mapping[str, StoredItem]) -> list[StoredPiece]:
     """Return the cells of Megatron's objects.
 
     Their names end in `/shard_<offset>_<shape>`; in later versions common state is one.
     """
-    cells: list[_Cell] = []
+    shards: list[tuple[ShardedObject, StoredItem]] = []
     last_sizes: dict[str, int] = {}
     for name, item in objects.items():
-        try:
-            shard = ShardedObject.empty_from_unique_key(name)
-        except InvalidShardingError as error:
+        shard = _shard_named(name)
+        if shard is None:
             raise CorruptCheckpointError(
                 f"The {METADATA_NAME} of {location!r} holds an object {name!r}, which is not a "
                 "name that Megatron gives."
-            ) from error
-        key = shard.key
-        if shard.key == _MEGATRON_COMMON_KEY:
-            key = COMMON_KEY
-        cells.append(_Cell(key, shard.global_offset, shard.global_shape, item))
-        last = 0
-        if shard.global_offset:
-            last = shard.global_offset[-1]
-        last_sizes[key] = max(last_sizes.get(key, 1), last + 1)
-    # Old names lack the last size.
-    complete = []
-    for cell in cells:
-        shape = list(cell.shape)
+            )
+        shards.append((shard, item))
+        last = max(shard.global_offset[-1:], default=0)
+        last_sizes[shard.key] = max(last_sizes.get(shard.key, 1), last + 1)
+    cells = []
+    for shard, item in shards:
+        shape = list(shard.global_shape)
         for axis, size in enumerate(shape):
+            # Old names lack the last size.
             if size < 0:
-                shape[axis] = last_sizes[cell.key]
-        complete.append(cell._replace(shape=tuple(shape)))
-    return complete
+                shape[axis] = last_sizes[shard.key]
+        key = COMMON_KEY if shard.key == _MEGATRON_COMMON_KEY else shard.key
+        cells.append(_cell(key, shard.global_offset, tuple(shape), item))
+    return cells
+
+
+def _shard_named(name: str) -> ShardedObject | None:
+    """Return the shard with a name of Megatron's form; None for any other name."""
+    try:
+        return ShardedObject.empty_from_unique_key(name)
+    except InvalidShardingError:
+        return None
 
 
 def _check_is_not_of_megatron(location: str, names: Iterable[str]) -> None:
@@ -236,7 +230,7 @@ def _check_is_not_of_megatron(location: str, names: Iterable[str]) -> None:
 
     Its objects show where it comes from.
     """
-    name = next(filter(_is_of_megatron, names), None)
+    name = next(filter(_shard_named, names), None)
     if name is not None:
         raise CorruptCheckpointError(
             f"{location!r} holds an object of Megatron ({name!r}), but not the {CONFIG_FNAME} that "
@@ -245,24 +239,15 @@ def _check_is_not_of_megatron(location: str, names: Iterable[str]) -> None:
         )
 
 
-def _is_of_megatron(name: str) -> bool:
-    """Whether an object has a name of Megatron's form."""
-    try:
-        ShardedObject.empty_from_unique_key(name)
-    except InvalidShardingError:
-        return False
-    return True
-
-
 def _common_file(
     location: str, marker: Mapping[str, Any], files: dict[str, ShardFile]
-) -> Iterator[_Cell]:
+) -> Iterator[StoredPiece]:
     """Yield the cell of Megatron's file of common state, where it exists."""
     path = locations.join(location, COMMON_NAME)
     if locations.exists(path):
         files[COMMON_NAME] = look_up_file(location, COMMON_NAME, COMMON_KEY)
         item = StoredItem(COMMON_NAME, 0, files[COMMON_NAME].num_bytes)
-        yield _Cell(COMMON_KEY, (0,), (1,), item)
+        yield _cell(COMMON_KEY, (0,), (1,), item)
     elif "common_backend" in marker:
         raise CorruptCheckpointError(
             f"{path!r} is missing, in which Megatron stores the iteration and other common state: "
