@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from distckpt._move.record_loader import LoaderTarget, record_loader
 from distckpt._move.route import Route
 from distckpt._operations.checkpoint import Checkpoint
 from distckpt._operations.checkpoint import open as open_checkpoint
-from distckpt.mapping._sharded_tensor import ShardedTensor
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,11 @@ class Receiver:
 
     def __init__(self, model: torch.nn.Module, info: RouteInfo) -> None:
         stored = None
-        if not isinstance(info.tensors, dict):
-            stored = _opened(info.tensors)
-        specs = _specs_of(info.tensors) if isinstance(info.tensors, dict) else stored
+        specs: Any
+        if isinstance(info.tensors, dict):
+            specs = _specs_of(info.tensors)
+        else:
+            specs = stored = open_checkpoint(info.tensors, as_stored=True)
         load_weights: Any = model.load_weights
         self.info = info
         self._target = record_loader(load_weights, specs, module=model)
@@ -97,10 +97,6 @@ class Receiver:
         self._route.close()
 
 
-def _opened(path: str | os.PathLike[str]) -> Checkpoint:
-    return open_checkpoint(path, as_stored=True)
-
-
 def _specs_of(tensors: dict[str, list[Any]]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     unknown = {str(dtype) for dtype, _ in tensors.values()} - FROM_NAME.keys()
     if unknown:
@@ -112,7 +108,8 @@ def _check_equal(target: LoaderTarget, stored: Checkpoint) -> None:
     """Refuse a model whose memory differs from its loader's result."""
     different = set()
     for shard in target.values():
-        if not _holds(shard.data, stored.read(shard.key, _slices(shard))):
+        region = Region(shard.global_offset, shard.local_shape)
+        if not _holds(shard.data, stored.read(shard.key, region.slices())):
             different.add(shard.key)
     if different:
         raise LoadMismatchError(
@@ -129,7 +126,3 @@ def _holds(data: torch.Tensor | None, values: torch.Tensor) -> bool:
     expected = values.to(data.dtype).view(data.shape)
     # As bytes, since NaN does not equal itself.
     return torch.equal(flat_bytes(data.cpu()), flat_bytes(expected))
-
-
-def _slices(shard: ShardedTensor) -> tuple[slice, ...]:
-    return Region(shard.global_offset, shard.local_shape).slices()

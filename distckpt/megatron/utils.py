@@ -42,9 +42,10 @@ __all__ = [
 
 _clean_metadata_for_serialization = storable_metadata
 fallback_logger = logging.getLogger(__name__)
-# Context variables, so that threads (an asynchronous save, say) do not see one another's nesting.
-_names: ContextVar[tuple[str, ...]] = ContextVar("distckpt_debug_names", default=())
-_loggers: ContextVar[tuple[logging.Logger, ...]] = ContextVar("distckpt_debug_loggers", default=())
+# A context variable, so that threads (an asynchronous save, say) do not see one another's nesting.
+_scope: ContextVar[tuple[tuple[str, ...], logging.Logger]] = ContextVar(
+    "distckpt_debug_scope", default=((), fallback_logger)
+)
 
 
 def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
@@ -70,15 +71,16 @@ def logger_stack(
     Yields:
         The names of the scopes around, joined by dots, and the logger.
     """
-    names = _names.get()
-    loggers = _loggers.get()
-    names_token = _names.set((*names, name) if name else names)
-    loggers_token = _loggers.set((*loggers, current_logger) if current_logger else loggers)
+    names, scope_logger = _scope.get()
+    if name:
+        names = (*names, name)
+    if current_logger:
+        scope_logger = current_logger
+    token = _scope.set((names, scope_logger))
     try:
-        yield ".".join(_names.get()), (_loggers.get() or (fallback_logger,))[-1]
+        yield ".".join(names), scope_logger
     finally:
-        _loggers.reset(loggers_token)
-        _names.reset(names_token)
+        _scope.reset(token)
 
 
 @contextmanager

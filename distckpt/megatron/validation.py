@@ -12,7 +12,6 @@ import torch
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.public import set_public_home
-from distckpt._base.tree import HOLE, fold, without_holes
 from distckpt._commit.presence import READER_VERSION, check_marker
 from distckpt._format.marker import read_marker
 from distckpt._operations.verify import verify
@@ -25,7 +24,7 @@ from distckpt._storage import locations
 from distckpt.mapping._base import ShardedBase
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import ShardedObject, ShardedStateDict
-from distckpt.megatron.dict_utils import nested_values
+from distckpt.megatron.dict_utils import extract_matching_values, nested_values
 
 __all__ = [
     "INTEGRITY_FNAME",
@@ -188,11 +187,10 @@ def adjust_non_strict_load(
 
     Shards, objects and factories are left out.
     """
-    rest: ShardedStateDict = fold(
-        lambda leaf: HOLE if _has_key(leaf, sharded_keys_to_remove) else leaf,
-        _without_holes,
+    rest: ShardedStateDict
+    _, rest = extract_matching_values(
         sharded_state_dict,
-        _is_nested,
+        lambda leaf: isinstance(leaf, ShardedBase) and leaf.key in sharded_keys_to_remove,
     )
     return rest
 
@@ -237,18 +235,3 @@ def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
                 raise CorruptCheckpointError(
                     f"{os.fspath(checkpoint_dir)!r} is damaged: {problems[0]}"
                 )
-
-
-def _is_nested(node: Any) -> bool:
-    return isinstance(node, dict | list)
-
-
-def _without_holes(container: Any, children: list[Any]) -> Any:
-    rest = without_holes(container, children)
-    if rest is HOLE:
-        return type(container)()
-    return rest
-
-
-def _has_key(node: Any, keys: set[str]) -> bool:
-    return isinstance(node, ShardedBase) and node.key in keys
