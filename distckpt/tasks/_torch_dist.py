@@ -10,7 +10,7 @@ from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, continued_output
-from distckpt._foreign.torch_dist.source import COMMON_NAME, METADATA_NAME
+from distckpt._foreign.torch_dist.reader import COMMON_NAME, METADATA_NAME
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._ranks.collectives import Ranks
@@ -18,8 +18,9 @@ from distckpt._storage import locations
 from distckpt.tasks._exports import proof_of, remove_others
 from distckpt.tasks._facts import check_sources, facts_of
 from distckpt.tasks._work import Attempt, Piece, Work, piece_bytes
-from distckpt.torch_dist._export import check_place, chunks_to_write
-from distckpt.torch_dist._write import (
+from distckpt.torch_dist._export import (
+    check_place,
+    chunks_to_write,
     common_state_to_write,
     write_chunks,
     write_metadata,

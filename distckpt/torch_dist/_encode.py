@@ -214,7 +214,7 @@ class _Encoder:
         reduce = copyreg.dispatch_table.get(type(obj))
         reduced = obj.__reduce_ex__(2) if reduce is None else reduce(obj)
         function, args, state = (*reduced, None)[:3]
-        is_new = function is copyreg.__newobj__
+        is_new = function.__name__ == "__newobj__"
         if is_new:
             function, *args = args
         args = tuple(_global_of(arg) if isinstance(arg, type) else arg for arg in args)

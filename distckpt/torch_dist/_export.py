@@ -4,25 +4,61 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
-from distckpt._base.errors import CheckpointingException
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.options import Progress
+from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import check_is_unchanged, open_undisturbed
+from distckpt._checkpoint.stored_values import load_common_state, load_objects
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
+from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import Region
+from distckpt._io.read import read_in_pieces
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
-from distckpt.torch_dist._write import (
-    common_state_to_write,
-    write_chunks,
-    write_metadata,
+from distckpt._storage.open_files import OpenFiles
+from distckpt.mapping._wrappers import ShardedObject
+from distckpt.torch_dist._encode import (
+    Call,
+    Global,
+    Pairs,
+    TensorRecord,
+    encode_pickle,
+    record,
+    refuse_formless,
+    write_object,
+    write_tensor,
 )
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_MARKER = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+_PIECE_BYTES = 64 << 20
+"""Bytes of a chunk in memory at a time."""
+_OTHER_COMMON_STATE = (
+    "\nOr leave these values out: distckpt.reshard(checkpoint, another, common_state={...}) makes "
+    "a checkpoint with another common state, which can be exported."
+)
+
+Written = tuple[int, str, int, int]
+"""A chunk with the file, first byte and size of its archive."""
+_Place = tuple[str, int, int]
+"""The file, first byte and size of a known chunk's archive."""
 
 
 @collective()
@@ -141,3 +177,155 @@ def _chunks_of_rank(
         if share == rank:
             chunks_of_rank.append(pair)
     return chunks_of_rank
+
+
+# ---- writing
+
+
+def write_chunks(
+    stored: StoredCheckpoint,
+    chunks: Sequence[tuple[str, int]],
+    directory: str,
+    name: str,
+    progress: Progress | None,
+) -> list[Written]:
+    """Write chunks into one file, each as an archive of torch.
+
+    Return their places.
+    """
+    manifest = stored.manifest
+    written = []
+    start = 0
+    total_bytes = 0
+    for key, chunk in chunks:
+        if not stored.is_object(key):
+            total_bytes += int(manifest.num_bytes[chunk])
+    counter = ProgressCounter(progress, total_bytes)
+    path = locations.join(directory, name)
+    with (
+        locations.naming(path),
+        open(path, "w+b") as file,
+        OpenFiles.for_many_reads() as open_files,
+    ):
+        stored = stored.with_files(open_files)
+        for key, chunk in chunks:
+            region = manifest.chunk_region(chunk)
+            if stored.is_object(key):
+                shard = ShardedObject(key, None, stored.global_shape(key), region.offset)
+                # Megatron stores a list of the objects that share a name, of which there is one.
+                (value,) = objects = load_objects(stored, [shard])
+                refuse_formless(value, f"the object {key!r}")
+                num_bytes = write_object(file, objects)
+            else:
+                tensor = TensorRecord(stored.dtype_of(chunk), region.shape)
+                content = read_in_pieces(stored, chunk, _PIECE_BYTES)
+                num_bytes = write_tensor(file, tensor, content)
+                counter.add(int(manifest.num_bytes[chunk]))
+            written.append((chunk, name, start, num_bytes))
+            start += num_bytes
+        file.flush()
+        os.fsync(file.fileno())
+    return written
+
+
+def common_state_to_write(stored: StoredCheckpoint) -> dict[Any, Any]:
+    """Return the common state of a checkpoint, if it can be written.
+
+    Raises:
+        UnsupportedObjectError: it holds values that have no form in files of torch.
+    """
+    common = load_common_state(stored)
+    if not isinstance(common, dict):
+        raise CorruptCheckpointError(
+            f"The common state of {stored.location!r} is a {type(common).__name__}, not a dict."
+        )
+    refuse_formless(common, f"the common state of {stored.location!r}", _OTHER_COMMON_STATE)
+    return common
+
+
+def write_metadata(
+    stored: StoredCheckpoint,
+    common: dict[Any, Any],
+    written: Sequence[Sequence[Written]],
+    directory: str,
+) -> None:
+    """Write everything other than chunks, the marker last."""
+    path = locations.join(directory, "common.pt")
+    with locations.naming(path), open(path, "w+b") as file:
+        write_object(file, common)
+        os.fsync(file.fileno())
+    places = {}
+    for entries in written:
+        for chunk, name, start, size in entries:
+            places[chunk] = (name, start, size)
+    data, _ = encode_pickle(_metadata(stored, places))
+    locations.write_bytes(locations.join(directory, ".metadata"), data)
+    locations.write_bytes(locations.join(directory, CONFIG_FNAME), json.dumps(_MARKER).encode())
+    locations.sync_directory(directory)
+
+
+def _metadata(stored: StoredCheckpoint, places: Mapping[int, _Place]) -> Call:
+    """Return the content of `.metadata`, from the places of all chunks."""
+    entries: dict[str, Call] = {}
+    storage: list[tuple[Call, Call]] = []
+    for key in stored.manifest.key_index:
+        if key == COMMON_KEY:
+            continue
+        chunks = stored.chunks_of(key)
+        regions = [stored.manifest.chunk_region(chunk) for chunk in chunks]
+        items = _names_of_items(stored, key, regions)
+        if stored.is_object(key):
+            entries |= {name: record(_METADATA, "BytesStorageMetadata") for name, _ in items}
+        else:
+            entries[key] = _tensor_entry(stored, key, regions)
+        for (name, offset), chunk in zip(items, chunks, strict=True):
+            index = record(_METADATA, "MetadataIndex", fqn=name, offset=offset, index=None)
+            storage.append((index, _storage_info(places[chunk])))
+    return record(
+        _METADATA,
+        "Metadata",
+        state_dict_metadata=entries,
+        planner_data={name: (name,) for name in entries},
+        storage_data=Pairs(storage),
+        storage_meta=None,
+    )
+
+
+def _names_of_items(
+    stored: StoredCheckpoint, key: str, regions: Sequence[Region]
+) -> list[tuple[str, torch.Size | None]]:
+    """Return the stored name and offset of each chunk of a key."""
+    if not stored.is_object(key):
+        return [(key, torch.Size(region.offset)) for region in regions]
+    shape = stored.global_shape(key)
+    cells = [ShardedObject(key, None, shape, region.offset) for region in regions]
+    return [(cell.unique_key, None) for cell in cells]
+
+
+def _tensor_entry(stored: StoredCheckpoint, key: str, regions: Sequence[Region]) -> Call:
+    return record(
+        _METADATA,
+        "TensorStorageMetadata",
+        properties=_properties(FROM_NAME[stored.dtype_name(key)]),
+        size=torch.Size(stored.global_shape(key)),
+        chunks=list(map(_chunk, regions)),
+    )
+
+
+def _chunk(region: Region) -> Call:
+    offsets = torch.Size(region.offset)
+    sizes = torch.Size(region.shape)
+    return record(_METADATA, "ChunkStorageMetadata", offsets=offsets, sizes=sizes)
+
+
+def _storage_info(place: _Place) -> Call:
+    path, start, size = place
+    info = {"relative_path": path, "offset": start, "length": size}
+    return record("torch.distributed.checkpoint.filesystem", "_StorageInfo", **info)
+
+
+def _properties(dtype: torch.dtype) -> Call:
+    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    state = (dtype, layout, False, contiguous, False)
+    return Call(Global(_METADATA, "TensorProperties"), (), state, is_new=True)

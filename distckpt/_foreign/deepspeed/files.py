@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint, and their content without tensors."""
+"""The files of a DeepSpeed checkpoint, their content without tensors, and its keys."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from distckpt._base.errors import (
 )
 from distckpt._base.lazy import torch
 from distckpt._base.threads import run_threads
+from distckpt._checkpoint.stored_pieces import StoredPiece
 from distckpt._foreign.torch_dist.archive import Archive
 from distckpt._foreign.torch_dist.objects import TensorView, first_byte_of, read_views
 from distckpt._foreign.torch_dist.unpickle import Record
@@ -24,6 +25,9 @@ from distckpt._format.marker import file_size, read_file
 from distckpt._storage import locations
 
 Shape = tuple[int, ...]
+
+WEIGHT = "fp32"
+"""The name of the weights themselves among the states of a parameter."""
 
 _POINTERS = ("latest", "latest_universal")
 _STATES = re.compile(
@@ -33,6 +37,21 @@ _OTHERS = re.compile(r"(?:layer_\d+_)?expert_\d+_.*|expp_rank_\d+_.*|layer_\d+-.
 """Files of experts and of pipeline stages."""
 _MAX_TAG_BYTES = 4096
 _SAME_IN_A_SAVE = {"global_steps", "global_samples", "skipped_steps", "ds_version"}
+
+
+class Contents(NamedTuple):
+    """The contents of a checkpoint: tensors, aliases for tied ones, optimizer settings."""
+
+    pieces: list[StoredPiece]
+    aliases: dict[str, str]
+    settings: list[dict[str, Any]]
+
+
+def key_of(state: str, name: str) -> str:
+    """Return the key of a parameter or of its optimizer state."""
+    if state == WEIGHT:
+        return name
+    return f"optimizer.state.{state}.{name}"
 
 
 class States(NamedTuple):

@@ -13,13 +13,15 @@ from distckpt._base.lazy import torch
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import run_threads
 from distckpt._checkpoint.stored_pieces import StoredPiece
-from distckpt._foreign.deepspeed.contents import WEIGHT, Contents, key_of
 from distckpt._foreign.deepspeed.files import (
+    WEIGHT,
+    Contents,
     Shape,
     StateFile,
     States,
     is_contiguous,
     join,
+    key_of,
     read_save,
     read_states,
 )

@@ -17,8 +17,15 @@ from distckpt._base.lazy import torch
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import run_threads
 from distckpt._checkpoint.stored_pieces import StoredPiece
-from distckpt._foreign.deepspeed.contents import WEIGHT, Contents, key_of
-from distckpt._foreign.deepspeed.files import Shape, StateFile, is_array, is_contiguous
+from distckpt._foreign.deepspeed.files import (
+    WEIGHT,
+    Contents,
+    Shape,
+    StateFile,
+    is_array,
+    is_contiguous,
+    key_of,
+)
 from distckpt._foreign.deepspeed.module import module_contents
 from distckpt._foreign.deepspeed.settings import settings_of
 from distckpt._foreign.deepspeed.vectors import flat_vector, pieces_in_vectors

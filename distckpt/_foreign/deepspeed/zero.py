@@ -16,13 +16,15 @@ from typing import Any
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.messages import summarize_keys
 from distckpt._checkpoint.stored_pieces import StoredPiece
-from distckpt._foreign.deepspeed.contents import WEIGHT, Contents, key_of
 from distckpt._foreign.deepspeed.files import (
+    WEIGHT,
+    Contents,
     Shape,
     StateFile,
     States,
     is_array,
     join,
+    key_of,
     locate_views,
     read_save,
 )

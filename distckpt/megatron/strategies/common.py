@@ -6,7 +6,7 @@ import os
 from typing import Any, NoReturn
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._foreign.torch_dist.source import COMMON_NAME as COMMON_STATE_FNAME
+from distckpt._foreign.torch_dist.reader import COMMON_NAME as COMMON_STATE_FNAME
 from distckpt.mapping._wrappers import CommonStateDict, StateDict
 from distckpt.megatron._queries import (
     CkptShardedMetadata,
