@@ -186,7 +186,7 @@ IMPORTED_BY_A_STRING = {
     # Modules of other libraries.
     "_base.lazy",
     "dcp._names",
-    "engines._vllm",
+    "engines._receivers",
     "megatron.interop",
 }
 

@@ -24,10 +24,9 @@ from distckpt._foreign.deepspeed.files import (
     key_of,
     read_save,
     read_states,
+    settings_of,
 )
-from distckpt._foreign.deepspeed.module import module_contents
-from distckpt._foreign.deepspeed.settings import settings_of
-from distckpt._foreign.deepspeed.vectors import pieces_of_view
+from distckpt._foreign.deepspeed.pieces import module_contents, pieces_of_view
 from distckpt._foreign.torch_dist.objects import TensorView
 from distckpt._storage import locations
 

@@ -25,10 +25,9 @@ from distckpt._foreign.deepspeed.files import (
     is_array,
     is_contiguous,
     key_of,
+    settings_of,
 )
-from distckpt._foreign.deepspeed.module import module_contents
-from distckpt._foreign.deepspeed.settings import settings_of
-from distckpt._foreign.deepspeed.vectors import flat_vector, pieces_in_vectors
+from distckpt._foreign.deepspeed.pieces import flat_vector, module_contents, pieces_in_vectors
 from distckpt._foreign.torch_dist.objects import TensorView
 
 logger = logging.getLogger(__name__)

@@ -27,10 +27,10 @@ from distckpt._foreign.deepspeed.files import (
     key_of,
     locate_views,
     read_save,
+    settings_of,
+    step_of,
 )
-from distckpt._foreign.deepspeed.module import module_contents
-from distckpt._foreign.deepspeed.settings import settings_of, step_of
-from distckpt._foreign.deepspeed.vectors import flat_vector, pieces_in_vectors
+from distckpt._foreign.deepspeed.pieces import flat_vector, module_contents, pieces_in_vectors
 from distckpt._foreign.deepspeed.without_zero import contents_without_zero
 from distckpt._foreign.torch_dist.objects import TensorView
 
