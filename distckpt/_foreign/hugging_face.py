@@ -99,9 +99,7 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     if not directory.names:
         state = f"holds no {SUFFIX} files" if locations.exists(location) else "does not exist"
         raise CheckpointNotFoundError(f"{location!r} {state}.")
-    read = [_read_file(directory, name) for name in directory.names]
-    if directory.weight_map is None and not directory.is_alone:
-        read = _without_variants(read)
+    read = _read_files(directory)
     without_info = [file.file.name for file in read if not file.has_info]
     if without_info and (require_sharding_info or len(without_info) < len(read)):
         raise _no_sharding_info(locations.join(directory.folder, without_info[0]))
@@ -110,6 +108,14 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     files = [file.file for file in read]
     manifest = build_manifest(HuggingFaceReader.name, directory.folder, pieces, files, fields)
     return _with_shapes(location, manifest)
+
+
+def _read_files(files: _Files) -> list[_ReadFile]:
+    """Read the headers, without variants in another precision."""
+    read = [_read_file(files, name) for name in files.names]
+    if files.weight_map is None and not files.is_alone:
+        return _without_variants(read)
+    return read
 
 
 def _pieces_in(
@@ -309,7 +315,7 @@ def _read_file(files: _Files, name: str) -> _ReadFile:
     try:
         header = read_header(path)
         has_info = safetensors_file.SHARDING_INFO in header.metadata
-        pieces = (_pieces_of_shards if has_info else _pieces_of_tensors)(name, header)
+        pieces = _pieces_of_file(name, header, has_info)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
             f"{path!r} is missing, but {files.index_name} or the directory names it: restore it "
@@ -345,22 +351,20 @@ def _without_variants(files: Sequence[_ReadFile]) -> list[_ReadFile]:
     return full_files
 
 
-def _pieces_of_tensors(file: str, header: Header) -> list[StoredPiece]:
-    """Return the pieces of a file of whole tensors."""
+def _pieces_of_file(file: str, header: Header, has_info: bool) -> list[StoredPiece]:
+    """Return the pieces of a file: whole tensors, or with `has_info` shards at their positions."""
+    info: Any = {}
+    shapes: Any = {}
+    if has_info:
+        info = json.loads(header.metadata[safetensors_file.SHARDING_INFO])
+        shapes = json.loads(header.metadata.get(safetensors_file.GLOBAL_SHAPES, "{}"))
     pieces = []
     for name, dtype, shape, num_bytes, first_byte in header.entries:
-        pieces.append(StoredPiece(name, dtype, whole(shape), shape, file, first_byte, num_bytes))
-    return pieces
-
-
-def _pieces_of_shards(file: str, header: Header) -> list[StoredPiece]:
-    """Return the pieces of a file whose metadata has their positions."""
-    info = json.loads(header.metadata[safetensors_file.SHARDING_INFO])
-    shapes = json.loads(header.metadata.get(safetensors_file.GLOBAL_SHAPES, "{}"))
-    pieces = []
-    for name, dtype, shape, num_bytes, first_byte in header.entries:
-        region = Region(_listed(name, info[name]["saved_offsets"]), shape)
-        global_shape = _listed(name, shapes[name]) if name in shapes else None
+        region = whole(shape)
+        global_shape: tuple[int, ...] | None = shape
+        if has_info:
+            region = Region(_listed(name, info[name]["saved_offsets"]), shape)
+            global_shape = _listed(name, shapes[name]) if name in shapes else None
         pieces.append(StoredPiece(name, dtype, region, global_shape, file, first_byte, num_bytes))
     return pieces
 

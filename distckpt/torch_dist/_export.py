@@ -21,7 +21,6 @@ from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region
 from distckpt._io.read import read_in_pieces
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._state.common_state import COMMON_KEY
@@ -40,7 +39,8 @@ from distckpt.torch_dist._encode import (
     write_tensor,
 )
 
-_METADATA = "torch.distributed.checkpoint.metadata"
+_DCP = "torch.distributed.checkpoint"
+_METADATA = f"{_DCP}.metadata"
 _MARKER = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -271,16 +271,33 @@ def _metadata(stored: StoredCheckpoint, places: Mapping[int, _Place]) -> Call:
     for key in stored.manifest.key_index:
         if key == COMMON_KEY:
             continue
-        chunks = stored.chunks_of(key)
-        regions = [stored.manifest.chunk_region(chunk) for chunk in chunks]
-        items = _names_of_items(stored, key, regions)
-        if stored.is_object(key):
-            entries |= {name: record(_METADATA, "BytesStorageMetadata") for name, _ in items}
-        else:
-            entries[key] = _tensor_entry(stored, key, regions)
-        for (name, offset), chunk in zip(items, chunks, strict=True):
+        chunks_of_tensor = []
+        for chunk in stored.chunks_of(key):
+            region = stored.manifest.chunk_region(chunk)
+            name = key
+            offset = None
+            if stored.is_object(key):
+                cell = ShardedObject(key, None, stored.global_shape(key), region.offset)
+                name = cell.unique_key
+                entries[name] = record(_METADATA, "BytesStorageMetadata")
+            else:
+                offset = torch.Size(region.offset)
+                sizes = torch.Size(region.shape)
+                chunks_of_tensor.append(
+                    record(_METADATA, "ChunkStorageMetadata", offsets=offset, sizes=sizes)
+                )
             index = record(_METADATA, "MetadataIndex", fqn=name, offset=offset, index=None)
-            storage.append((index, _storage_info(places[chunk])))
+            path, start, size = places[chunk]
+            info = {"relative_path": path, "offset": start, "length": size}
+            storage.append((index, record(f"{_DCP}.filesystem", "_StorageInfo", **info)))
+        if not stored.is_object(key):
+            entries[key] = record(
+                _METADATA,
+                "TensorStorageMetadata",
+                properties=_properties(FROM_NAME[stored.dtype_name(key)]),
+                size=torch.Size(stored.global_shape(key)),
+                chunks=chunks_of_tensor,
+            )
     return record(
         _METADATA,
         "Metadata",
@@ -289,39 +306,6 @@ def _metadata(stored: StoredCheckpoint, places: Mapping[int, _Place]) -> Call:
         storage_data=Pairs(storage),
         storage_meta=None,
     )
-
-
-def _names_of_items(
-    stored: StoredCheckpoint, key: str, regions: Sequence[Region]
-) -> list[tuple[str, torch.Size | None]]:
-    """Return the stored name and offset of each chunk of a key."""
-    if not stored.is_object(key):
-        return [(key, torch.Size(region.offset)) for region in regions]
-    shape = stored.global_shape(key)
-    cells = [ShardedObject(key, None, shape, region.offset) for region in regions]
-    return [(cell.unique_key, None) for cell in cells]
-
-
-def _tensor_entry(stored: StoredCheckpoint, key: str, regions: Sequence[Region]) -> Call:
-    return record(
-        _METADATA,
-        "TensorStorageMetadata",
-        properties=_properties(FROM_NAME[stored.dtype_name(key)]),
-        size=torch.Size(stored.global_shape(key)),
-        chunks=list(map(_chunk, regions)),
-    )
-
-
-def _chunk(region: Region) -> Call:
-    offsets = torch.Size(region.offset)
-    sizes = torch.Size(region.shape)
-    return record(_METADATA, "ChunkStorageMetadata", offsets=offsets, sizes=sizes)
-
-
-def _storage_info(place: _Place) -> Call:
-    path, start, size = place
-    info = {"relative_path": path, "offset": start, "length": size}
-    return record("torch.distributed.checkpoint.filesystem", "_StorageInfo", **info)
 
 
 def _properties(dtype: torch.dtype) -> Call:
