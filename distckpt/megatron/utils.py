@@ -138,42 +138,39 @@ def extract_sharded_tensors(
     they are named after, and everything else. They keep the nesting, close gaps in lists, and do
     not change their argument; see `dict_utils.extract_matching_values`.
     """
-    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedTensor))
+    return _split(sharded_state_dict, ShardedTensor)
 
 
 def extract_sharded_tensors_and_factories(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into its `ShardedTensor`s and `ShardedTensorFactory`s, and the rest."""
-    return extract_matching_values(
-        sharded_state_dict, lambda v: isinstance(v, ShardedTensor | ShardedTensorFactory)
-    )
+    return _split(sharded_state_dict, ShardedTensor, ShardedTensorFactory)
 
 
 def extract_sharded_tensors_or_nonpersistent(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
     """Split off `ShardedTensor`s, factories and `LocalNonpersistentObject`s from the rest."""
-    return extract_matching_values(
-        sharded_state_dict,
-        lambda v: isinstance(v, ShardedTensor | ShardedTensorFactory | LocalNonpersistentObject),
-    )
+    return _split(sharded_state_dict, ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
 
 
 def extract_sharded_base(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
     """Split off `ShardedBase` values (shards, objects, factories) from the rest."""
-    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedBase))
+    return _split(sharded_state_dict, ShardedBase)
 
 
 def extract_nonpersistent(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into its `LocalNonpersistentObject`s, still wrapped, and the rest."""
-    return extract_matching_values(
-        sharded_state_dict, lambda v: isinstance(v, LocalNonpersistentObject)
-    )
+    return _split(sharded_state_dict, LocalNonpersistentObject)
+
+
+def _split(state: ShardedStateDict, *classes: type) -> tuple[ShardedStateDict, StateDict]:
+    return extract_matching_values(state, lambda value: isinstance(value, classes))
 
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:

@@ -55,7 +55,7 @@ class _TorchDistWork(Work):
         self._chunks = _groups(stored)
         sizes = []
         for group in self._chunks:
-            sizes.append(sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in group))
+            sizes.append(sum(int(stored.manifest.num_bytes[chunk]) for chunk in group))
         self.pieces: Sequence[Piece] = [
             Piece(f"__{number}_0.distcp", 0, size) for number, size in enumerate(sizes)
         ]
@@ -125,16 +125,16 @@ class _TorchDistWork(Work):
         return None
 
 
-def _groups(stored: StoredCheckpoint) -> list[list[tuple[str, int]]]:
+def _groups(stored: StoredCheckpoint) -> list[list[int]]:
     """Divide chunks into runs of a piece's size, or of one chunk."""
     limit = piece_bytes(int(stored.manifest.sums.bytes_of_keys.sum()))
-    groups: list[list[tuple[str, int]]] = [[]]
+    groups: list[list[int]] = [[]]
     room = limit
-    for key, chunk in chunks_to_write(stored):
+    for chunk in chunks_to_write(stored):
         size = int(stored.manifest.num_bytes[chunk])
         if size > room and groups[-1]:
             groups.append([])
             room = limit
-        groups[-1].append((key, chunk))
+        groups[-1].append(chunk)
         room -= size
     return groups

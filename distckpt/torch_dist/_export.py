@@ -123,7 +123,7 @@ def _write(
         if ranks.is_coordinator:
             common = common_state_to_write(stored)
     chunks = _chunks_of_rank(stored, ranks.rank, ranks.size)
-    num_bytes = sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in chunks)
+    num_bytes = sum(int(stored.manifest.num_bytes[chunk]) for chunk in chunks)
     settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
     with new_output(ranks, target, settings) as output, output.being_written():
         with ranks.telling("write the export") as messages:
@@ -150,33 +150,22 @@ def check_place(location: str, target: str) -> None:
         raise CheckpointingException(f"The export cannot replace its own source {location!r}.")
 
 
-def chunks_to_write(stored: StoredCheckpoint) -> list[tuple[str, int]]:
-    """Return the keys and chunks of tensors and objects."""
-    chunks = []
+def chunks_to_write(stored: StoredCheckpoint) -> list[int]:
+    """Return the chunks of tensors and objects, by key."""
+    chunks: list[int] = []
     for key in stored.manifest.key_index:
         if key != COMMON_KEY:
-            for chunk in stored.chunks_of(key):
-                chunks.append((key, chunk))
+            chunks.extend(stored.chunks_of(key))
     return chunks
 
 
-def _chunks_of_rank(
-    stored: StoredCheckpoint,
-    rank: int,
-    num_ranks: int,
-) -> list[tuple[str, int]]:
-    """Return the keys and chunks of one rank.
-
-    They are a run with an equal share of the bytes.
-    """
+def _chunks_of_rank(stored: StoredCheckpoint, rank: int, num_ranks: int) -> list[int]:
+    """Return the chunks of one rank: a run with an equal share of the bytes."""
     chunks = chunks_to_write(stored)
-    ends = np.cumsum([int(stored.manifest.num_bytes[chunk]) + 1 for _, chunk in chunks])
+    ends = np.cumsum([int(stored.manifest.num_bytes[chunk]) + 1 for chunk in chunks])
     shares = (ends - 1) * num_ranks // max(1, int(ends[-1]) if chunks else 1)
-    chunks_of_rank = []
-    for pair, share in zip(chunks, shares.tolist(), strict=True):
-        if share == rank:
-            chunks_of_rank.append(pair)
-    return chunks_of_rank
+    first, last = np.searchsorted(shares, (rank, rank + 1)).tolist()
+    return chunks[first:last]
 
 
 # ---- writing
@@ -184,7 +173,7 @@ def _chunks_of_rank(
 
 def write_chunks(
     stored: StoredCheckpoint,
-    chunks: Sequence[tuple[str, int]],
+    chunks: Sequence[int],
     directory: str,
     name: str,
     progress: Progress | None,
@@ -197,8 +186,8 @@ def write_chunks(
     written = []
     start = 0
     total_bytes = 0
-    for key, chunk in chunks:
-        if not stored.is_object(key):
+    for chunk in chunks:
+        if not stored.is_object(stored.key_of(chunk)):
             total_bytes += int(manifest.num_bytes[chunk])
     counter = ProgressCounter(progress, total_bytes)
     path = locations.join(directory, name)
@@ -208,7 +197,8 @@ def write_chunks(
         OpenFiles.for_many_reads() as open_files,
     ):
         stored = stored.with_files(open_files)
-        for key, chunk in chunks:
+        for chunk in chunks:
+            key = stored.key_of(chunk)
             region = manifest.chunk_region(chunk)
             if stored.is_object(key):
                 shard = ShardedObject(key, None, stored.global_shape(key), region.offset)

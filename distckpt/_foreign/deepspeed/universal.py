@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
@@ -65,7 +65,12 @@ def universal_contents(location: str, states: States) -> Contents:
     aliases: dict[str, str] = {}
     if others:
         present = locations.list_names(join(location, folder))
-        _warn_of_slices(model, set(present) - {_OPTIMIZER_NAME, *parameters})
+        if unread := set(present) - {_OPTIMIZER_NAME, *parameters}:
+            logger.warning(
+                "%s: not trained, and not read, as they may be slices: %s",
+                model.path,
+                summarize_keys(unread),
+            )
     else:
         untrained, aliases = module_contents(models, parameters)
         pieces += untrained
@@ -95,15 +100,6 @@ def _pieces_of(shapes: _Groups, parameters: Mapping[str, _Parameter]) -> list[St
             for state, (file, view) in parameters[name].tensors.items():
                 pieces.extend(pieces_of_view(key_of(state, name), file, view))
     return pieces
-
-
-def _warn_of_slices(model: StateFile, names: Set[str]) -> None:
-    if names:
-        logger.warning(
-            "%s: not trained, and not read, as they may be slices: %s",
-            model.path,
-            summarize_keys(names),
-        )
 
 
 def _states_of_groups(

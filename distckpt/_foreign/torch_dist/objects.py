@@ -197,23 +197,19 @@ def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
     `finish` makes the result of the view.
     """
 
-    # After the strides come the requirement of a gradient and the hooks.
-    def make_typed(
-        storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, flags: Any = None
-    ) -> Any:
-        return make_untyped(storage, offset, shape, strides, _, __, storage.dtype, flags)
+    def make_typed(*args: Any) -> Any:
+        return make_untyped(*args[:6], args[0].dtype, *args[6:])
 
-    def make_untyped(
-        storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any,
-        flags: Any = None,
-    ) -> Any:  # fmt: skip
+    def make_untyped(*args: Any) -> Any:
+        # After the strides come the requirement of a gradient and the hooks.
+        storage, offset, shape, strides, _, _, dtype, *flags = args
         are_of_tensor = type(storage) is _Storage and type(dtype) is torch.dtype
-        if not are_of_tensor or len(shape) != len(strides):
+        if not are_of_tensor or len(shape) != len(strides) or len(flags) > 1:
             raise ValueError("not a tensor")
         numbers = (offset, *shape, *strides)
         if len(shape) > MAX_NDIM or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
             raise ValueError("a tensor with an impossible shape or strides")
-        if flags:
+        if any(flags):
             raise ValueError(
                 "a tensor with a pending conjugation or negation: save its "
                 "resolve_conj().resolve_neg()"
