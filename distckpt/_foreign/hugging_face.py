@@ -68,6 +68,10 @@ class HuggingFaceReader(Reader):
     def manifest(self, location: str) -> Manifest:
         return read_directory(location)
 
+    def is_unchanged(self, stored: StoredCheckpoint) -> bool:
+        again = read_directory(stored.location, warns=False)
+        return again.to_bytes() == stored.manifest.to_bytes()
+
 
 class _Files(NamedTuple):
     """The files of a checkpoint.
@@ -79,6 +83,7 @@ class _Files(NamedTuple):
         index_name: of the index.
         others: names of files at the top level that the index does not name.
         is_alone: whether a single file was given as the checkpoint.
+        warns: whether tensors that the index does not name are logged.
     """
 
     folder: str
@@ -87,15 +92,18 @@ class _Files(NamedTuple):
     index_name: str = INDEX_NAME
     others: Sequence[str] = ()
     is_alone: bool = False
+    warns: bool = True
 
 
-def read_directory(location: str, *, require_sharding_info: bool = False) -> Manifest:
+def read_directory(
+    location: str, *, require_sharding_info: bool = False, warns: bool = True
+) -> Manifest:
     """Read the headers of safetensors files: of a folder, or a single one.
 
     With `require_sharding_info`, files without the positions of their entries in the global tensors
-    are refused.
+    are refused. `warns` of tensors that the index does not name.
     """
-    directory = _find_files(location)
+    directory = _find_files(location)._replace(warns=warns)
     if not directory.names:
         state = f"holds no {SUFFIX} files" if locations.exists(location) else "does not exist"
         raise CheckpointNotFoundError(f"{location!r} {state}.")
@@ -418,7 +426,7 @@ def _forgotten(
         if name.startswith(beginnings):
             forgotten[name] = _keys_of_other(files, name, weight_map)
     forgotten = {name: keys for name, keys in forgotten.items() if keys}
-    for name, keys in forgotten.items():
+    for name, keys in forgotten.items() if files.warns else ():
         logger.warning(
             "%s: not in the index and therefore ignored: %s, in %r. Add them to %s if they belong "
             "to the model",
@@ -435,6 +443,7 @@ def _keys_of_other(files: _Files, name: str, weight_map: Mapping[str, str]) -> l
     try:
         pieces = _read_file(files, name).pieces
     except CorruptCheckpointError as error:
-        logger.warning("not in the index %s and therefore ignored: %s", files.index_name, error)
+        if files.warns:
+            logger.warning("not in the index %s and therefore ignored: %s", files.index_name, error)
         return []
     return [piece.key for piece in pieces if piece.key not in weight_map]
