@@ -360,7 +360,10 @@ def _without_variants(files: Sequence[_ReadFile]) -> list[_ReadFile]:
 
 
 def _pieces_of_file(file: str, header: Header, has_info: bool) -> list[StoredPiece]:
-    """Return the pieces of a file: whole tensors, or with `has_info` shards at their positions."""
+    """Return the pieces of a file.
+
+    They are whole tensors, or with `has_info` shards at the positions that its metadata has.
+    """
     info: Any = {}
     shapes: Any = {}
     if has_info:

@@ -1,4 +1,4 @@
-"""Receiving weights in inference engines: the model as the target of a `Route`.
+"""Receiving weights in inference engines, whose models are targets of routes.
 
 It is recorded once, then filled. SGLang calls a custom weight loader, vLLM a backend of its weight
 transfer, and is imported when that is registered. Nothing of SGLang is imported.

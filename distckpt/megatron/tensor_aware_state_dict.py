@@ -1,4 +1,4 @@
-"""Megatron's state dicts for checkpoints in memory or on local disks, of distckpt's objects."""
+"""Megatron's state dicts for checkpoints in memory or on local disks."""
 
 from __future__ import annotations
 

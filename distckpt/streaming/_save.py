@@ -226,7 +226,7 @@ def _index(entries: Collection[Entry], layout: StreamLayout, names: Sequence[str
 
 
 def _check_has_no_export(location: str) -> None:
-    """Refuse a file, and a folder of an object store with an export."""
+    """Refuse a file, and an export on an object store."""
     if not locations.exists(location):
         return
     if not locations.isdir(location):
@@ -286,7 +286,10 @@ def _aligned(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 
 class _Files(ABC):
-    """Files of a layout, of which one is open at a time: a process may not open all of many."""
+    """Files of a layout, of which one at a time is open.
+
+    There may be more than a process may open.
+    """
 
     def __init__(self, paths: Sequence[str], layout: StreamLayout) -> None:
         self._paths = paths

@@ -82,7 +82,10 @@ def write_tensor(file: BinaryIO, tensor: TensorRecord, content: Iterable[Bytes])
 
 
 def write_object(file: BinaryIO, obj: Any) -> int:
-    """Append an archive with an object, see `refuse_formless`, to a file; return its size."""
+    """Append an archive with an object to a file; return its size.
+
+    The object has passed `refuse_formless`.
+    """
     return _write_archive(file, obj, lambda tensor: [_raw(tensor)])
 
 

@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint: their content without tensors, keys and settings."""
+"""The files of a DeepSpeed checkpoint without tensors, and its settings."""
 
 from __future__ import annotations
 

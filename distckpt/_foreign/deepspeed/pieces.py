@@ -1,6 +1,7 @@
-"""The pieces of tensors in the files of DeepSpeed: in flat vectors, singly, and in the module.
+"""The pieces of tensors in the files of DeepSpeed.
 
-Of the module, without the optimizer, they are buffers, frozen parameters and tied names.
+They lie in flat vectors, or singly. In the module, which has no optimizer, they are buffers, frozen
+parameters and tied tensors.
 """
 
 from __future__ import annotations

@@ -217,9 +217,9 @@ class _Group:
         return rank.vectors[self.number].get(state)
 
     def stretches(self) -> Iterator[tuple[_RankState, dict[str, tuple[int, int]]]]:
-        """Yield each rank with the start and size of each parameter in its elements.
+        """Yield each rank with its slices of parameters, by name.
 
-        ZeRO-1 and 2 divide one vector of the group among the ranks.
+        A slice is a start and a size. ZeRO-1 and 2 divide one vector of the group among the ranks.
         """
         first = 0
         for rank in self.ranks:

@@ -239,7 +239,7 @@ def _pieces_of_chunk(
 def _cell(
     key: str, offset: tuple[int, ...], shape: tuple[int, ...], item: StoredItem
 ) -> StoredPiece:
-    """Return the piece that is a cell of an object's grid of some shape."""
+    """Return the piece of a cell in an object's grid."""
     return StoredPiece(key, OBJECT, Region(offset, (1,) * len(offset)), shape, *item)
 
 

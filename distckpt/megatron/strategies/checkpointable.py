@@ -1,6 +1,6 @@
-"""Megatron's tensors for its own format, for programs that write it; distckpt does not use them.
+"""Megatron's tensors for its own format, made from distckpt's shards, too.
 
-They are made from distckpt's shards, too.
+They are for programs that write it; distckpt does not use them.
 """
 
 from __future__ import annotations
