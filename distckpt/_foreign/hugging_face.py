@@ -429,7 +429,13 @@ def _forgotten(
         if name.startswith(beginnings):
             forgotten[name] = _keys_of_other(files, name, weight_map)
     forgotten = {name: keys for name, keys in forgotten.items() if keys}
-    for name, keys in forgotten.items() if files.warns else ():
+    if files.warns:
+        _warn_of_forgotten(files, forgotten)
+    return forgotten
+
+
+def _warn_of_forgotten(files: _Files, forgotten: Mapping[str, Sequence[str]]) -> None:
+    for name, keys in forgotten.items():
         logger.warning(
             "%s: not in the index and therefore ignored: %s, in %r. Add them to %s if they belong "
             "to the model",
@@ -438,7 +444,6 @@ def _forgotten(
             name,
             files.index_name,
         )
-    return forgotten
 
 
 def _keys_of_other(files: _Files, name: str, weight_map: Mapping[str, str]) -> list[str]:
