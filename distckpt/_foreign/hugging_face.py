@@ -21,7 +21,6 @@ from distckpt._base.lazy import torch
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
 from distckpt._format import safetensors_file
-from distckpt._format.checksum import checksum
 from distckpt._format.code_names import may_be_codes
 from distckpt._format.foreign_formats import HUGGING_FACE
 from distckpt._format.hf_names import (
@@ -33,7 +32,7 @@ from distckpt._format.hf_names import (
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.marker import read_file
 from distckpt._format.quantization_settings import is_shape, read_settings
-from distckpt._format.safetensors_file import Header, ShardFile, read_header, read_header_bytes
+from distckpt._format.safetensors_file import Header, ShardFile, read_header
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io.read import read_chunks
@@ -46,7 +45,6 @@ logger = logging.getLogger(__name__)
 INDEX_NAME = HUGGING_FACE.marker
 _VARIANT_INDEX = re.compile(r".+\.safetensors\.index\.([^.]+)\.json")
 _NUMBERED = re.compile(r"(.*-)\d+(-of-0*(\d+)\.safetensors)", re.ASCII)
-_MAX_ELEMENTS = 1 << 62
 _MAX_AXES = 8
 
 
@@ -71,7 +69,8 @@ class HuggingFaceReader(Reader):
         return read_directory(location)
 
     def is_unchanged(self, stored: StoredCheckpoint) -> bool:
-        return _has_same_headers(stored) or super().is_unchanged(stored)
+        again = read_directory(stored.location, warns=False)
+        return again.to_bytes() == stored.manifest.to_bytes()
 
 
 class _Files(NamedTuple):
@@ -84,6 +83,7 @@ class _Files(NamedTuple):
         index_name: of the index.
         others: names of files at the top level that the index does not name.
         is_alone: whether a single file was given as the checkpoint.
+        warns: whether tensors that the index does not name are logged.
     """
 
     folder: str
@@ -92,15 +92,18 @@ class _Files(NamedTuple):
     index_name: str = INDEX_NAME
     others: Sequence[str] = ()
     is_alone: bool = False
+    warns: bool = True
 
 
-def read_directory(location: str, *, require_sharding_info: bool = False) -> Manifest:
+def read_directory(
+    location: str, *, require_sharding_info: bool = False, warns: bool = True
+) -> Manifest:
     """Read the headers of safetensors files: of a folder, or a single one.
 
     With `require_sharding_info`, files without the positions of their entries in the global tensors
-    are refused.
+    are refused. `warns` of tensors that the index does not name.
     """
-    directory = _find_files(location)
+    directory = _find_files(location)._replace(warns=warns)
     if not directory.names:
         state = f"holds no {SUFFIX} files" if locations.exists(location) else "does not exist"
         raise CheckpointNotFoundError(f"{location!r} {state}.")
@@ -223,8 +226,6 @@ def _fields(
     fields: dict[str, Any] = {}
     if files.is_alone:
         fields["is_file"] = True
-    if files.weight_map is not None:
-        fields["has_index"] = True
     if any(may_be_codes(piece.dtype) for piece in pieces):
         fields["quantization"] = read_settings(files.folder)
     if forgotten:
@@ -322,7 +323,7 @@ def _read_file(files: _Files, name: str) -> _ReadFile:
     try:
         header = read_header(path)
         has_info = safetensors_file.SHARDING_INFO in header.metadata
-        pieces = (_pieces_of_shards if has_info else _pieces_of_tensors)(name, header)
+        pieces = _pieces_of_file(name, header, has_info)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
             f"{path!r} is missing, but {files.index_name} or the directory names it: restore it "
@@ -358,70 +359,32 @@ def _without_variants(files: Sequence[_ReadFile]) -> list[_ReadFile]:
     return full_files
 
 
-def _has_same_headers(stored: StoredCheckpoint) -> bool:
-    """Whether the headers and the index are known to be unchanged.
+def _pieces_of_file(file: str, header: Header, has_info: bool) -> list[StoredPiece]:
+    """Return the pieces of a file.
 
-    Headers are not parsed again.
-
-    The meaning of quantized checkpoints depends on other files, too.
+    They are whole tensors, or with `has_info` shards at the positions that its metadata has.
     """
-    manifest = stored.manifest
-    if manifest.quantization is not None:
-        return False
-    files = _find_files(stored.location)
-    names = [file.name for file in manifest.files]
-    has_index = "has_index" in (manifest.origin or {})
-    weight_map = None
-    if has_index:
-        weight_map = _weight_map_of(manifest, names)
-    if (files.names, files.weight_map) != (names, weight_map):
-        return False
-    for file in manifest.files:
-        try:
-            size, header = read_header_bytes(locations.join(files.folder, file.name))
-        except (OSError, ValueError):
-            return False
-        if (size, checksum(header)) != (file.num_bytes, file.header_checksum):
-            return False
-    return True
-
-
-def _weight_map_of(manifest: Manifest, names: Sequence[str]) -> dict[str, str]:
-    """Return the file of each key."""
-    pairs = zip(manifest.key_ids[:].tolist(), manifest.file_ids[:].tolist(), strict=True)
-    return {manifest.keys[key]: names[file] for key, file in pairs}
-
-
-def _pieces_of_tensors(file: str, header: Header) -> list[StoredPiece]:
-    """Return the pieces of a file of whole tensors."""
+    info: Any = {}
+    shapes: Any = {}
+    if has_info:
+        info = json.loads(header.metadata[safetensors_file.SHARDING_INFO])
+        shapes = json.loads(header.metadata.get(safetensors_file.GLOBAL_SHAPES, "{}"))
     pieces = []
     for name, dtype, shape, num_bytes, first_byte in header.entries:
-        pieces.append(StoredPiece(name, dtype, whole(shape), shape, file, first_byte, num_bytes))
-    return pieces
-
-
-def _pieces_of_shards(file: str, header: Header) -> list[StoredPiece]:
-    """Return the pieces of a file whose metadata has their positions."""
-    info = json.loads(header.metadata[safetensors_file.SHARDING_INFO])
-    shapes = json.loads(header.metadata.get(safetensors_file.GLOBAL_SHAPES, "{}"))
-    pieces = []
-    for entry in header.entries:
-        name, dtype, shape, num_bytes, first_byte = entry
-        region = Region(_counts(entry, info[name]["saved_offsets"]), shape)
-        global_shape = _counts(entry, shapes[name]) if name in shapes else None
+        region = whole(shape)
+        global_shape: tuple[int, ...] | None = shape
+        if has_info:
+            region = Region(_listed(name, info[name]["saved_offsets"]), shape)
+            global_shape = _listed(name, shapes[name]) if name in shapes else None
         pieces.append(StoredPiece(name, dtype, region, global_shape, file, first_byte, num_bytes))
     return pieces
 
 
-def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
-    """Check and return an offset or a shape from untrusted metadata."""
-    is_fitting = type(values) is list and len(values) == len(entry.shape)
-    if is_fitting and all(type(number) is int and 0 <= number < _MAX_ELEMENTS for number in values):
-        return tuple(values)
-    raise ValueError(
-        f"offset or global shape {values!s:.99} of {entry.name!r:.99} do not fit its shape "
-        f"{entry.shape}"
-    )
+def _listed(name: str, values: Any) -> tuple[int, ...]:
+    """Return an offset or a shape, which is compared with others later."""
+    if type(values) is not list:
+        raise ValueError(f"{values!s:.99} of {name!r:.99} is not a list of numbers")
+    return tuple(values)
 
 
 def _indexed(
@@ -466,6 +429,12 @@ def _forgotten(
         if name.startswith(beginnings):
             forgotten[name] = _keys_of_other(files, name, weight_map)
     forgotten = {name: keys for name, keys in forgotten.items() if keys}
+    if files.warns:
+        _warn_of_forgotten(files, forgotten)
+    return forgotten
+
+
+def _warn_of_forgotten(files: _Files, forgotten: Mapping[str, Sequence[str]]) -> None:
     for name, keys in forgotten.items():
         logger.warning(
             "%s: not in the index and therefore ignored: %s, in %r. Add them to %s if they belong "
@@ -475,7 +444,6 @@ def _forgotten(
             name,
             files.index_name,
         )
-    return forgotten
 
 
 def _keys_of_other(files: _Files, name: str, weight_map: Mapping[str, str]) -> list[str]:
@@ -483,6 +451,7 @@ def _keys_of_other(files: _Files, name: str, weight_map: Mapping[str, str]) -> l
     try:
         pieces = _read_file(files, name).pieces
     except CorruptCheckpointError as error:
-        logger.warning("not in the index %s and therefore ignored: %s", files.index_name, error)
+        if files.warns:
+            logger.warning("not in the index %s and therefore ignored: %s", files.index_name, error)
         return []
     return [piece.key for piece in pieces if piece.key not in weight_map]

@@ -154,7 +154,7 @@ class Checkpoint(SaysOtherNames):
             CheckpointingException: the checkpoint was replaced after it was opened.
             CorruptCheckpointError: files are missing, cut off or changed.
         """
-        _check_keys(keys)
+        check_keys(keys)
         tensors = list(self.tensors.values()) if keys is None else self._find(keys)
         values = self._read([_requested(tensor, whole(tensor.shape)) for tensor in tensors])
         return {tensor.key: value for tensor, value in zip(tensors, values, strict=True)}
@@ -180,7 +180,7 @@ class Checkpoint(SaysOtherNames):
                 with `stored`, it has no fingerprints of some of them.
             CorruptCheckpointError: files are missing, cut off or changed.
         """
-        _check_keys(keys)
+        check_keys(keys)
         if self._stored.quantized:
             raise CheckpointingException(
                 f"{self.location!r} holds quantized tensors, and fingerprints are of what is "
@@ -263,7 +263,8 @@ def _open_again(location: str, as_stored: bool, marker: Mapping[str, Any] | None
     return checkpoint
 
 
-def _check_keys(keys: Collection[str] | None) -> None:
+def check_keys(keys: Collection[str] | None) -> None:
+    """Refuse anything but whole keys in a collection, or None for all."""
     if keys is None:
         return
     is_listed = isinstance(keys, Collection) and not isinstance(keys, str)

@@ -11,7 +11,7 @@ from distckpt._tools.reshard import ReshardReport, reshard
 from distckpt.cli._arguments import is_in_parts
 from distckpt.cli._output import Output, size_text
 from distckpt.cli._selection import run_parts
-from distckpt.megatron._impl import interop as megatron
+from distckpt.megatron import interop as megatron
 from distckpt.torch_dist._export import export
 
 

@@ -15,9 +15,12 @@ from distckpt.engines._buckets import (
     stream_tensors,
     unpack_bucket,
 )
-from distckpt.engines._receiver import RouteInfo
-from distckpt.engines._sglang import sglang_loader, sglang_message
-from distckpt.engines._vllm import register_vllm
+from distckpt.engines._receivers import (
+    RouteInfo,
+    register_vllm,
+    sglang_loader,
+    sglang_message,
+)
 
 __all__ = [
     "Bucket",

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from distckpt._base.messages import check_num_bytes
-from distckpt._operations.checkpoint import Checkpoint, TensorInfo
+from distckpt._format.hf_names import group_keys_by_bytes
+from distckpt._operations.checkpoint import Checkpoint
 from distckpt._operations.checkpoint import open as open_checkpoint
 
 DEFAULT_BUCKET_BYTES = 512 << 20
@@ -64,27 +65,14 @@ def stream_tensors(
     """
     check_num_bytes("max_bytes", max_bytes)
     opened = path if isinstance(path, Checkpoint) else open_checkpoint(path, as_stored=True)
-    for keys in _grouped(opened.tensors.values(), max_bytes):
+    sizes = {}
+    for key, tensor in opened.tensors.items():
+        sizes[key] = math.prod(tensor.shape) * tensor.dtype.itemsize
+    for keys in group_keys_by_bytes(sizes, max_bytes):
         tensors = opened.read_tensors(keys)
         while tensors:
             key = next(iter(tensors))
             yield key, tensors.pop(key)
-
-
-def _grouped(tensors: Iterable[TensorInfo], max_bytes: int) -> Iterator[list[str]]:
-    """Divide keys into groups of at most `max_bytes`, or of one key."""
-    group: list[str] = []
-    filled = 0
-    for tensor in tensors:
-        size = math.prod(tensor.shape) * tensor.dtype.itemsize
-        if group and filled + size > max_bytes:
-            yield group
-            group = []
-            filled = 0
-        group.append(tensor.key)
-        filled += size
-    if group:
-        yield group
 
 
 def pack_buckets(
@@ -104,50 +92,28 @@ def pack_buckets(
         max_bytes: size of a bucket at most; a larger tensor gets a bucket of its own.
     """
     check_num_bytes("max_bytes", max_bytes)
-    open_bucket = _OpenBucket(max_bytes)
+    data = None
+    entries: list[BucketEntry] = []
+    end = 0
     for name, tensor in tensors:
-        if not open_bucket.has_room(tensor):
-            yield open_bucket.close()
-            open_bucket = _OpenBucket(max_bytes)
-        open_bucket.add(name, tensor)
-        del tensor
-    if open_bucket.entries:
-        yield open_bucket.close()
-
-
-class _OpenBucket:
-    """A bucket that is being filled."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.entries = list[BucketEntry]()
-        self._data = torch.empty(0, dtype=torch.uint8)
-
-    def _start(self) -> int:
-        end = 0
-        if self.entries:
-            end = self.entries[-1].end_idx
-        return -(-end // _ALIGNMENT) * _ALIGNMENT
-
-    def has_room(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor still fits; the first one always does."""
-        return not self.entries or self._start() + tensor.nbytes <= self.max_bytes
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor behind the earlier ones."""
-        start = self._start()
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        if data is not None and start + tensor.nbytes > max_bytes:
+            bucket = Bucket(data[:end], tuple(entries))
+            data = None
+            entries = []
+            start = 0
+            yield bucket
+            # The caller may have let it go, and the next one needs its memory.
+            del bucket
         end = start + tensor.nbytes
-        if not self.entries:
-            size = max(self.max_bytes, end)
-            self._data = torch.zeros(size, dtype=torch.uint8, device=tensor.device)
-        place = self._data[start:end].view(tensor.dtype).view(tensor.shape)
-        place.copy_(tensor.detach())
+        if data is None:
+            data = torch.zeros(max(max_bytes, end), dtype=torch.uint8, device=tensor.device)
+        data[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         shape = tuple(tensor.shape)
-        self.entries.append(BucketEntry(name, shape, tensor.dtype, start, end, tensor.numel()))
-
-    def close(self) -> Bucket:
-        """Return the filled bucket."""
-        return Bucket(self._data[: self.entries[-1].end_idx], tuple(self.entries))
+        entries.append(BucketEntry(name, shape, tensor.dtype, start, end, tensor.numel()))
+        del tensor
+    if data is not None:
+        yield Bucket(data[:end], tuple(entries))
 
 
 def unpack_bucket(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
@@ -157,10 +123,6 @@ def unpack_bucket(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
     """
     tensors = []
     for entry in bucket.entries:
-        tensors.append(
-            (
-                entry.name,
-                bucket.data[entry.start_idx : entry.end_idx].view(entry.dtype).view(entry.shape),
-            )
-        )
+        data = bucket.data[entry.start_idx : entry.end_idx]
+        tensors.append((entry.name, data.view(entry.dtype).view(entry.shape)))
     return tensors

@@ -11,7 +11,7 @@ A program for Megatron Core changes one import and nothing else:
 from typing import TYPE_CHECKING
 
 from distckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from distckpt.megatron._impl.forwarding import import_submodules
+from distckpt.megatron._forwarding import import_submodules
 from distckpt.megatron.core import check_is_distributed_checkpoint
 from distckpt.megatron.serialization import (
     load,

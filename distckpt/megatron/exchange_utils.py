@@ -3,7 +3,7 @@
 `distckpt.load(parallel_load=...)` needs none of it.
 """
 
-from distckpt.megatron._impl.forwarding import forward
+from distckpt.megatron._forwarding import forward
 
 __getattr__ = forward(
     "exchange_utils",

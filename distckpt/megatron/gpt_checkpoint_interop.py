@@ -1,6 +1,6 @@
 """Megatron's renaming of hybrid models' state dicts, to load GPT checkpoints."""
 
-from distckpt.megatron._impl.forwarding import forward
+from distckpt.megatron._forwarding import forward
 
 __getattr__ = forward(
     "gpt_checkpoint_interop", "GPTCompatLayerMaps", "gpt_compatible_layer_maps",

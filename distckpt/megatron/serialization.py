@@ -3,25 +3,38 @@
 The names belong to its `dist_checkpointing.serialization`.
 """
 
+from __future__ import annotations
+
 import logging
+import os
 
 from distckpt._base.public import set_public_home
+from distckpt._checkpoint.opening import find_checkpoint
+from distckpt._format.marker import BUILT_IN
+from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
 from distckpt.mapping._wrappers import CommonStateDict, ShardedStateDict, StateDict
-from distckpt.megatron._impl.common import COMMON_STATE_FNAME as COMMON_STATE_FNAME
-from distckpt.megatron._impl.default_strategies import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
-from distckpt.megatron._impl.queries import (
+from distckpt.megatron._queries import (
     CkptShardedMetadata,
     load_common_state_dict,
     load_content_metadata,
     load_plain_tensors,
     load_sharded_metadata,
     load_tensors_metadata,
+    registered_strategy,
     remove_sharded_tensors,
 )
-from distckpt.megatron._impl.serialization import load, save
+from distckpt.megatron._verbs import load, save
+from distckpt.megatron.strategies.common import COMMON_STATE_FNAME as COMMON_STATE_FNAME
+from distckpt.megatron.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+from distckpt.strategies.base import (
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+    choose_save_strategy,
+)
 
 __all__ = [
     "CkptShardedMetadata",
@@ -43,3 +56,36 @@ __all__ = [
 set_public_home(globals())
 
 logger = logging.getLogger(__name__)
+
+
+def get_default_save_sharded_strategy(
+    backend: str = BUILT_IN, version: int = 1
+) -> SaveShardedStrategy:
+    """Return the strategy that saves in a format.
+
+    It is distckpt's, which Megatron's "torch_dist" stands for, too, or a registered one.
+
+    Raises:
+        CheckpointingException: there is none of this name and version.
+    """
+    name = (backend, version)
+    strategy, _ = choose_save_strategy(name)
+    return strategy or TorchDistSaveShardedStrategy()
+
+
+def get_default_load_sharded_strategy(
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+) -> LoadShardedStrategy:
+    """Return the strategy that reads a checkpoint, by default distckpt's.
+
+    Raises:
+        CheckpointNotFoundError: no complete checkpoint is there.
+        CheckpointingException: the strategy that wrote it is not registered.
+    """
+    if checkpoint_dir is None:
+        return TorchDistLoadShardedStrategy()
+    location = locations.normalize(checkpoint_dir)
+    checkpoint = find_checkpoint(Ranks.alone(), location)
+    if checkpoint.stored is not None:
+        return TorchDistLoadShardedStrategy()
+    return registered_strategy(location, checkpoint.marker)

@@ -7,26 +7,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from distckpt._base.public import set_public_home
 from distckpt._state.common_state import storable_metadata
-from distckpt.megatron._impl.extract import _sharded_object_id as _sharded_object_id
-from distckpt.megatron._impl.extract import _sharded_tensor_shard_id as _sharded_tensor_shard_id
-from distckpt.megatron._impl.extract import (
-    add_prefix_for_sharding,
-    apply_prefix_mapping,
-    extract_nonpersistent,
-    extract_sharded_base,
-    extract_sharded_tensors,
-    extract_sharded_tensors_and_factories,
-    extract_sharded_tensors_or_nonpersistent,
-    force_all_tensors_to_non_fp8,
-    replace_prefix_for_sharding,
+from distckpt.mapping._base import ShardedBase
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensorFactory,
+    StateDict,
 )
+from distckpt.megatron.dict_utils import extract_matching_values, nested_values
 
 __all__ = [
     "add_prefix_for_sharding",
@@ -44,13 +40,12 @@ __all__ = [
     "zip_strict",
 ]
 
-set_public_home(globals())
-
 _clean_metadata_for_serialization = storable_metadata
 fallback_logger = logging.getLogger(__name__)
-# Context variables, so that threads (an asynchronous save, say) do not see one another's nesting.
-_names: ContextVar[tuple[str, ...]] = ContextVar("distckpt_debug_names", default=())
-_loggers: ContextVar[tuple[logging.Logger, ...]] = ContextVar("distckpt_debug_loggers", default=())
+# A context variable, so that threads (an asynchronous save, say) do not see one another's nesting.
+_scope: ContextVar[tuple[tuple[str, ...], logging.Logger]] = ContextVar(
+    "distckpt_debug_scope", default=((), fallback_logger)
+)
 
 
 def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
@@ -76,15 +71,16 @@ def logger_stack(
     Yields:
         The names of the scopes around, joined by dots, and the logger.
     """
-    names = _names.get()
-    loggers = _loggers.get()
-    names_token = _names.set((*names, name) if name else names)
-    loggers_token = _loggers.set((*loggers, current_logger) if current_logger else loggers)
+    names, scope_logger = _scope.get()
+    if name:
+        names = (*names, name)
+    if current_logger:
+        scope_logger = current_logger
+    token = _scope.set((names, scope_logger))
     try:
-        yield ".".join(_names.get()), (_loggers.get() or (fallback_logger,))[-1]
+        yield ".".join(names), scope_logger
     finally:
-        _loggers.reset(loggers_token)
-        _names.reset(names_token)
+        _scope.reset(token)
 
 
 @contextmanager
@@ -123,3 +119,138 @@ def debug_msg(msg: str) -> None:
     """
     with logger_stack() as (full_name, scope_logger):
         scope_logger.debug("%s %s", full_name, msg)
+
+
+# ---- parts of state dicts, and their keys
+
+# Key, global offset, and the bounds of the flattened range of a flat shard.
+_ShardId = tuple[str, tuple[int, ...], tuple[int | None, int | None] | None]
+# Key, global offset, and global shape.
+_ObjectId = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def extract_sharded_tensors(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Split a state dict into its `ShardedTensor`s and the rest.
+
+    This and the functions like it return two halves of nested dicts and lists: the values that
+    they are named after, and everything else. They keep the nesting, close gaps in lists, and do
+    not change their argument; see `dict_utils.extract_matching_values`.
+    """
+    return _split(sharded_state_dict, ShardedTensor)
+
+
+def extract_sharded_tensors_and_factories(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Split a state dict into its `ShardedTensor`s and `ShardedTensorFactory`s, and the rest."""
+    return _split(sharded_state_dict, ShardedTensor, ShardedTensorFactory)
+
+
+def extract_sharded_tensors_or_nonpersistent(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Split off `ShardedTensor`s, factories and `LocalNonpersistentObject`s from the rest."""
+    return _split(sharded_state_dict, ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
+
+
+def extract_sharded_base(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Split off `ShardedBase` values (shards, objects, factories) from the rest."""
+    return _split(sharded_state_dict, ShardedBase)
+
+
+def extract_nonpersistent(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Split a state dict into its `LocalNonpersistentObject`s, still wrapped, and the rest."""
+    return _split(sharded_state_dict, LocalNonpersistentObject)
+
+
+def _split(state: ShardedStateDict, *classes: type) -> tuple[ShardedStateDict, StateDict]:
+    return extract_matching_values(state, lambda value: isinstance(value, classes))
+
+
+def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
+    """Put a prefix before every wrapped value's key, in place.
+
+    The key is `ShardedBase.key`; the keys of dicts stay.
+    """
+    _rename_keys(sharded_state_dict, lambda key: prefix + key)
+
+
+def replace_prefix_for_sharding(
+    sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
+) -> None:
+    """Replace the common prefix of all wrapped values' keys, in place.
+
+    Raises:
+        ValueError: a key does not start with `old_prefix`; nothing is changed then.
+    """
+    for value in nested_values([sharded_state_dict]):
+        if isinstance(value, ShardedBase) and not value.key.startswith(old_prefix):
+            raise ValueError(
+                f"expected every key to begin with prefix {old_prefix!r}, but found {value.key!r}; "
+                "apply_prefix_mapping leaves other keys alone"
+            )
+    _rename_keys(sharded_state_dict, lambda key: new_prefix + key[len(old_prefix) :])
+
+
+def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[str, str]) -> None:
+    """Replace prefixes of the keys of wrapped values, in place.
+
+    `prefix_map` gives the new prefix for each old one. The first old prefix that a key starts with
+    counts; other keys stay.
+    """
+
+    def rename(key: str) -> str:
+        for old, new in prefix_map.items():
+            if key.startswith(old):
+                return new + key[len(old) :]
+        return key
+
+    _rename_keys(sharded_state_dict, rename)
+
+
+def _rename_keys(sharded_state_dict: ShardedStateDict, rename: Callable[[str], str]) -> None:
+    # By identity: a value that is at several positions of a state dict is renamed once.
+    # In a list, since a single wrapped value is accepted as well.
+    wrapped = {id(v): v for v in nested_values([sharded_state_dict]) if isinstance(v, ShardedBase)}
+    for value in wrapped.values():
+        value.key = rename(value.key)
+
+
+def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
+    """Replace Transformer Engine's Float8 tensors by ordinary ones, in place.
+
+    Such a tensor pretends to be of a high precision type, but holds 8-bit numbers and scales.
+    """
+    for value in nested_values([sharded_state_dict]):
+        if isinstance(value, ShardedBase) and _is_float8(value.data):
+            value.data = value.data.dequantize()
+            if isinstance(value, ShardedTensor):
+                value.dtype = value.data.dtype
+
+
+def _is_float8(data: Any) -> bool:
+    # By name, since Transformer Engine is not a dependency. Subclasses count, too.
+    return hasattr(data, "dequantize") and any(
+        "Float8" in cls.__name__ for cls in type(data).__mro__
+    )
+
+
+def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> _ShardId:
+    """Return an id of a shard that its replicas share."""
+    flat = sharded_tensor.flattened_range
+    return (
+        sharded_tensor.key,
+        sharded_tensor.global_offset,
+        None if flat is None else (flat.start, flat.stop),
+    )
+
+
+def _sharded_object_id(sharded_object: ShardedObject) -> _ObjectId:
+    """Return an id of a sharded object that its replicas share."""
+    return sharded_object.key, sharded_object.global_offset, sharded_object.global_shape

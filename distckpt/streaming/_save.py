@@ -6,25 +6,32 @@ so that every byte has its place before the first tensor comes.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME, PACKED_PER_ITEM, TO_NAME, as_torch_dtype
+from distckpt._base.dtypes import FROM_NAME, ITEM_BYTES, PACKED_PER_ITEM, TO_NAME, as_torch_dtype
 from distckpt._base.errors import CheckpointExistsError
-from distckpt._base.messages import check_file_bytes
+from distckpt._base.libc import write_all
+from distckpt._base.memory import Bytes, tensor_bytes
+from distckpt._base.messages import check_file_bytes, did_you_mean, summarize_keys
+from distckpt._base.threads import UNIT_BYTES
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
 from distckpt._commit.target import check_replaceable
 from distckpt._format import hf_names
-from distckpt._format.safetensors_file import Entry, stored_shape
+from distckpt._format.safetensors_file import Entry, build_header, layout_order, stored_shape
+from distckpt._io.write import create_file
 from distckpt._ranks.collectives import Ranks
-from distckpt._storage import locations
-from distckpt.streaming._files import StreamLayout, lay_out, new_files, write_stream
+from distckpt._storage import locations, object_store
+from distckpt.streaming._tensors import chunk_tensor_by_memory, to_plain_memory
 
 DTYPE_TO_SAFETENSORS: dict[torch.dtype | str, str] = {
     spelling: name
@@ -93,31 +100,30 @@ def save_safetensors_streaming(
         CheckpointExistsError: an object store has such a file, or a directory of that name is
             there.
     """
-    destination = os.fspath(filepath)
     location = locations.normalize(filepath)
-    layout = _lay_out([_read_meta(state_dict_meta)], metadata)
+    layout = _lay_out([list(_announced(state_dict_meta).values())], metadata)
     if not locations.is_local(location):
         if not rename:
             raise ValueError(
-                f"rename=False needs a local path; {destination!r} can only be written in place"
+                f"rename=False needs a local path; {os.fspath(filepath)!r} can only be written in "
+                "place"
             )
         if locations.exists(location):
-            _refuse([location])
-        with new_files([location], layout) as files:
-            write_stream(files, layout, tensor_iter)
-        return destination
+            raise _in_the_way(location)
+        with _written_files([location], layout, tensor_iter):
+            return os.fspath(filepath)
     if os.path.isdir(location):
-        _refuse([location])
-    temporary = locations.temporary_beside(location)
+        raise _in_the_way(location)
     if not rename:
         # Programs look for it there; a file of an earlier call is replaced.
         temporary = f"{location}.tmp"
         locations.remove_file(temporary)
-    with new_files([temporary], layout) as files:
-        write_stream(files, layout, tensor_iter)
-        if rename:
-            locations.replace_file(temporary, location)
-    return destination if rename else temporary
+        with _written_files([temporary], layout, tensor_iter):
+            return temporary
+    temporary = locations.temporary_beside(location)
+    with _written_files([temporary], layout, tensor_iter):
+        locations.replace_file(temporary, location)
+    return os.fspath(filepath)
 
 
 def save_safetensors_streaming_sharded(
@@ -152,35 +158,31 @@ def save_safetensors_streaming_sharded(
         CheckpointExistsError: an object store has an export there, or a file is in the way.
     """
     check_file_bytes("max_file_bytes", max_file_bytes)
-    metas = {meta.name: meta for meta in _read_meta(state_dict_meta)}
-    groups = hf_names.group_keys_by_bytes(
-        {name: meta.num_bytes for name, meta in metas.items()}, max_file_bytes
-    ) or [[]]
-    metas_of_files = []
-    for group in groups:
-        metas_of_files.append([metas[name] for name in group])
-    layout = _lay_out(metas_of_files, metadata)
+    entries = _announced(state_dict_meta)
+    sizes = {name: entry.num_bytes for name, entry in entries.items()}
+    groups = hf_names.group_keys_by_bytes(sizes, max_file_bytes) or [[]]
+    layout = _lay_out([[entries[name] for name in group] for group in groups], metadata)
     names = hf_names.output_filenames(hf_names.BASE_PREFIX, len(groups))
     location = posix.resolve(os.fspath(output_dir))
     posix.put_back(location)
-    _refuse(_present_files(location))
+    _check_has_no_export(location)
     check_replaceable(location)
     index_name = hf_names.index_filename(hf_names.BASE_PREFIX)
     with new_output(Ranks.alone(), location, OutputSettings()) as output:
         with output.being_written():
             paths = [locations.join(output.location, name) for name in names]
-            with new_files(paths, layout) as files:
-                write_stream(files, layout, tensor_iter)
+            with _written_files(paths, layout, tensor_iter):
                 if len(names) > 1:
-                    index = _index(metas.values(), layout, names)
+                    index = _index(entries.values(), layout, names)
                     locations.write_bytes(locations.join(output.location, index_name), index)
                 output.sync()
         output.commit_beside_others(hf_names.belongs_to_export)
     return [locations.join(os.fspath(output_dir), name) for name in names]
 
 
-def _read_meta(state_dict_meta: StateDictMeta) -> list[TensorMeta]:
-    metas: dict[str, TensorMeta] = {}
+def _announced(state_dict_meta: StateDictMeta) -> dict[str, Entry]:
+    """Check an announcement, and return its tensors by name."""
+    entries: dict[str, Entry] = {}
     for name, dtype, shape in state_dict_meta:
         known = TO_NAME.get(_dtype_of(name, dtype))
         if known is None:
@@ -195,11 +197,12 @@ def _read_meta(state_dict_meta: StateDictMeta) -> list[TensorMeta]:
             )
         if min(sizes, default=0) < 0:
             raise ValueError(f"the tensor {name!r} is announced with the shape {sizes}")
-        if name in metas or name == "__metadata__" or not _is_text(name):
-            problem = "twice" if name in metas else "under a name that safetensors does not allow"
+        if name in entries or name == "__metadata__" or not _is_text(name):
+            problem = "twice" if name in entries else "under a name that safetensors does not allow"
             raise ValueError(f"the tensor {name!r} is announced {problem}")
-        metas[name] = TensorMeta(name, known, sizes)
-    return list(metas.values())
+        meta = TensorMeta(name, known, sizes)
+        entries[name] = Entry(*meta, meta.num_bytes)
+    return entries
 
 
 def _dtype_of(name: str, dtype: torch.dtype | str) -> torch.dtype:
@@ -215,53 +218,254 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value == value.encode("utf-8", "replace").decode()
 
 
-def _lay_out(
-    groups: Sequence[Sequence[TensorMeta]], metadata: Mapping[str, str] | None
-) -> StreamLayout:
+def _index(entries: Collection[Entry], layout: StreamLayout, names: Sequence[str]) -> bytes:
+    total_bytes = sum(entry.num_bytes for entry in entries)
+    total_parameters = sum(math.prod(stored_shape(entry.dtype, entry.shape)) for entry in entries)
+    files = {name: names[number] for name, (number, _) in layout.places.items()}
+    return hf_names.index_json(files, total_bytes, total_parameters)
+
+
+def _check_has_no_export(location: str) -> None:
+    """Refuse a file, and an export on an object store."""
+    if not locations.exists(location):
+        return
+    if not locations.isdir(location):
+        raise _in_the_way(location)
+    if not locations.is_local(location):
+        for name in filter(hf_names.belongs_to_export, locations.list_names(location)):
+            raise _in_the_way(locations.join(location, name))
+
+
+def _in_the_way(path: str) -> CheckpointExistsError:
+    return CheckpointExistsError(f"{path!r} is there already: remove it, or choose another place.")
+
+
+# ---- files, which local disks take in any order, and object stores in order
+
+
+class StreamLayout(NamedTuple):
+    """The layout of all files.
+
+    It has the header and size of each file, and by name the file and entry of each tensor, in
+    order.
+    """
+
+    headers: list[bytes]
+    num_bytes: list[int]
+    places: dict[str, tuple[int, Entry]]
+
+
+def _lay_out(groups: Sequence[Sequence[Entry]], metadata: Mapping[str, str] | None) -> StreamLayout:
+    """Lay out one file for each group of tensors."""
     texts = {"format": "pt", **(metadata or {})}
-    bad = []
     for key, value in texts.items():
         if not (_is_text(key) and _is_text(value)):
-            bad.append(key)
-    if bad:
-        raise ValueError(f"header metadata holds texts only, {bad[0]!r} is not one")
-    entries = []
-    for group in groups:
-        entries.append([Entry(*meta, meta.num_bytes) for meta in group])
-    return lay_out(entries, texts)
+            raise ValueError(f"header metadata holds texts only, {key!r} is not one")
+    layout = StreamLayout([], [], {})
+    for number, group in enumerate(groups):
+        entries = _aligned(group)
+        header, first_bytes = build_header(entries, texts)
+        layout.headers.append(header)
+        layout.num_bytes.append(len(header) + sum(entry.num_bytes for entry in entries))
+        for entry, first_byte in zip(entries, first_bytes, strict=True):
+            layout.places[entry.name] = number, entry._replace(first_byte=first_byte)
+    return layout
 
 
-def _index(
-    metas: Iterable[TensorMeta],
+def _aligned(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """Keep the announced order, unless items would be unaligned.
+
+    Tensors mostly come in this order.
+    """
+    position = 0
+    for entry in entries:
+        if position % ITEM_BYTES[entry.dtype]:
+            return [entries[i] for i in layout_order(entries)]
+        position += entry.num_bytes
+    return entries
+
+
+class _Files(ABC):
+    """Files of a layout, of which one at a time is open.
+
+    There may be more than a process may open.
+    """
+
+    def __init__(self, paths: Sequence[str], layout: StreamLayout) -> None:
+        self._paths = paths
+        self._layout = layout
+        self._created: list[str] = []
+        self._location = ""
+        self._file: Any = None
+
+    @abstractmethod
+    def create(self) -> None:
+        """Begin before the first tensor comes."""
+
+    @abstractmethod
+    def write(self, file: int, entry: Entry, tensor: torch.Tensor) -> None:
+        """Write a tensor."""
+
+    def finish(self) -> None:
+        """Complete all files."""
+        self._close()
+
+    def remove(self) -> None:
+        """Remove the files."""
+        # An open file of an object store becomes visible when it is closed, at the latest by the
+        # garbage collector: close, then remove.
+        with contextlib.suppress(Exception):
+            self._close()
+        for location in self._created:
+            locations.remove_file(location)
+
+    def _close(self) -> None:
+        # It is closed whatever its closing reports.
+        file = self._file
+        self._file = None
+        if file is not None:
+            with locations.naming(self._location):
+                file.close()
+
+
+class _LocalFiles(_Files):
+    """Local files of known layout, whose tensors come in any order."""
+
+    def create(self) -> None:
+        # A full disk is found before the first tensor comes.
+        headers = self._layout.headers
+        sizes = self._layout.num_bytes
+        for location, header, num_bytes in zip(self._paths, headers, sizes, strict=True):
+            create_file(location, header, num_bytes)
+            self._created.append(location)
+
+    def write(self, file: int, entry: Entry, tensor: torch.Tensor) -> None:
+        location = self._paths[file]
+        if self._file is None or self._location != location:
+            self._close()
+            self._file = io.FileIO(location, "r+")
+            self._location = location
+        position = entry.first_byte
+        with locations.naming(location):
+            for window in _windows(tensor):
+                write_all(self._file.fileno(), [window], position)
+                position += len(window)
+
+    def finish(self) -> None:
+        super().finish()
+        for location in self._paths:
+            with locations.naming(location), io.FileIO(location, "r+") as file:
+                os.fsync(file.fileno())
+
+
+class _RemoteFiles(_Files):
+    """Files of an object store, which are written from beginning to end."""
+
+    def create(self) -> None:
+        self._next_places = iter(self._layout.places.values())
+        self._begin_next()
+
+    def write(self, file: int, entry: Entry, tensor: torch.Tensor) -> None:
+        expected_file, expected = next(self._next_places)
+        if entry != expected:
+            raise ValueError(
+                f"the tensor {entry.name!r} came where {expected.name!r} has its place; "
+                f"{self._paths[expected_file]!r} can only be written in order: give the "
+                "tensors in this order, or write to a local file"
+            )
+        if file == len(self._created):
+            self._begin_next()
+        for window in _windows(tensor):
+            self._file.write(memoryview(window))
+
+    def remove(self) -> None:
+        super().remove()
+        # Their parts, if closing has failed.
+        for location in self._created:
+            locations.remove_tree(location)
+
+    def _begin_next(self) -> None:
+        self._close()
+        number = len(self._created)
+        self._location = self._paths[number]
+        self._file = object_store.at(self._location).open_for_writing()
+        self._created.append(self._location)
+        self._file.write(self._layout.headers[number])
+
+
+@contextlib.contextmanager
+def _written_files(
+    paths: Sequence[str],
     layout: StreamLayout,
-    names: Sequence[str],
-) -> bytes:
-    total_bytes = sum(meta.num_bytes for meta in metas)
-    total_parameters = sum(math.prod(stored_shape(meta.dtype, meta.shape)) for meta in metas)
-    return hf_names.index_json(
-        {key: names[file] for key, (file, _) in layout.places.items()},
-        total_bytes,
-        total_parameters,
-    )
+    tensor_iter: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[None]:
+    """Write files of a layout from tensors that come, before the body.
+
+    They are removed when this or the body raises.
+
+    Raises:
+        ValueError: announced tensors are missing, or other tensors have come.
+    """
+    kind = _LocalFiles if locations.is_local(paths[0]) else _RemoteFiles
+    files = kind(paths, layout)
+    try:
+        files.create()
+        _write_all(files, layout, tensor_iter)
+        files.finish()
+        yield
+    except BaseException:
+        files.remove()
+        raise
 
 
-def _present_files(location: str) -> list[str]:
-    if not locations.exists(location):
-        return []
-    if not locations.isdir(location):
-        return [location]
-    if locations.is_local(location):
-        return []
-    names = locations.list_names(location)
-    present = []
-    for name in names:
-        if hf_names.belongs_to_export(name):
-            present.append(locations.join(location, name))
-    return present
-
-
-def _refuse(present: Sequence[str]) -> None:
-    if present:
-        raise CheckpointExistsError(
-            f"{present[0]!r} is there already: remove it, or choose another place."
+def _write_all(
+    files: _Files, layout: StreamLayout, tensor_iter: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    awaited = dict.fromkeys(layout.places)
+    for name, tensor in tensor_iter:
+        _check(layout, awaited, name, tensor)
+        files.write(*layout.places[name], tensor.detach())
+        del awaited[name]
+        # Its memory is needed for the next one.
+        del tensor
+    if awaited:
+        raise ValueError(
+            f"{len(awaited)} of {len(layout.places)} announced tensors were not written: "
+            f"{summarize_keys(awaited)}"
         )
+
+
+def _check(
+    layout: StreamLayout, awaited: Mapping[str, None], name: str, tensor: torch.Tensor
+) -> None:
+    if name not in layout.places:
+        raise ValueError(
+            f"the tensor {name!r} came but was not "
+            f"announced{did_you_mean(str(name), layout.places)}"
+        )
+    if name not in awaited:
+        raise ValueError(f"the tensor {name!r} came twice")
+    if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "to_local"):
+        raise ValueError(
+            f"{name!r} came as a {type(tensor).__name__}: give plain tensors (of a DTensor "
+            "full_tensor())"
+        )
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+        raise ValueError(
+            f"the tensor {name!r} came as {tensor.dtype} in {tensor.layout} on {tensor.device}: "
+            "not dense"
+        )
+    _, entry = layout.places[name]
+    dtype = TO_NAME.get(tensor.dtype, str(tensor.dtype))
+    shape = tuple(tensor.shape)
+    if (dtype, shape) != (entry.dtype, entry.shape):
+        raise ValueError(
+            f"the tensor {name!r} came as {dtype} {shape}, but was announced as {entry.dtype} "
+            f"{entry.shape}"
+        )
+
+
+def _windows(tensor: torch.Tensor) -> Iterator[Bytes]:
+    """Divide a tensor into its bytes, a window at a time."""
+    for chunk in chunk_tensor_by_memory(tensor, UNIT_BYTES):
+        yield tensor_bytes(to_plain_memory(chunk))

@@ -10,7 +10,7 @@ from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, continued_output
-from distckpt._foreign.torch_dist.source import COMMON_NAME, METADATA_NAME
+from distckpt._foreign.torch_dist.reader import COMMON_NAME, METADATA_NAME
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._ranks.collectives import Ranks
@@ -18,8 +18,9 @@ from distckpt._storage import locations
 from distckpt.tasks._exports import proof_of, remove_others
 from distckpt.tasks._facts import check_sources, facts_of
 from distckpt.tasks._work import Attempt, Piece, Work, piece_bytes
-from distckpt.torch_dist._export import check_place, chunks_to_write
-from distckpt.torch_dist._write import (
+from distckpt.torch_dist._export import (
+    check_place,
+    chunks_to_write,
     common_state_to_write,
     write_chunks,
     write_metadata,
@@ -54,7 +55,7 @@ class _TorchDistWork(Work):
         self._chunks = _groups(stored)
         sizes = []
         for group in self._chunks:
-            sizes.append(sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in group))
+            sizes.append(sum(int(stored.manifest.num_bytes[chunk]) for chunk in group))
         self.pieces: Sequence[Piece] = [
             Piece(f"__{number}_0.distcp", 0, size) for number, size in enumerate(sizes)
         ]
@@ -124,16 +125,16 @@ class _TorchDistWork(Work):
         return None
 
 
-def _groups(stored: StoredCheckpoint) -> list[list[tuple[str, int]]]:
+def _groups(stored: StoredCheckpoint) -> list[list[int]]:
     """Divide chunks into runs of a piece's size, or of one chunk."""
     limit = piece_bytes(int(stored.manifest.sums.bytes_of_keys.sum()))
-    groups: list[list[tuple[str, int]]] = [[]]
+    groups: list[list[int]] = [[]]
     room = limit
-    for key, chunk in chunks_to_write(stored):
+    for chunk in chunks_to_write(stored):
         size = int(stored.manifest.num_bytes[chunk])
         if size > room and groups[-1]:
             groups.append([])
             room = limit
-        groups[-1].append((key, chunk))
+        groups[-1].append(chunk)
         room -= size
     return groups

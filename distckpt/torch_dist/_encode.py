@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copyreg
 import datetime
 import enum
 import io
 import itertools
+import math
 import pathlib
 import struct
 import types
@@ -61,11 +63,10 @@ class Pairs(NamedTuple):
     items: list[tuple[Any, Any]]
 
 
-class _Stored(NamedTuple):
-    """The storage of a tensor, numbered in its archive."""
+class _Storage(NamedTuple):
+    """The storage of a tensor, which has its own entry in the archive."""
 
-    number: int
-    tensor: TensorRecord
+    persistent_id: tuple[Any, ...]
 
 
 class TensorRecord(NamedTuple):
@@ -73,11 +74,6 @@ class TensorRecord(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of its elements."""
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
 
 def write_tensor(file: BinaryIO, tensor: TensorRecord, content: Iterable[Bytes]) -> int:
@@ -88,9 +84,7 @@ def write_tensor(file: BinaryIO, tensor: TensorRecord, content: Iterable[Bytes])
 def write_object(file: BinaryIO, obj: Any) -> int:
     """Append an archive with an object to a file; return its size.
 
-    Raises:
-        UnsupportedObjectError: it holds something that has no form in such files; the message names
-            the type.
+    The object has passed `refuse_formless`.
     """
     return _write_archive(file, obj, lambda tensor: [_raw(tensor)])
 
@@ -166,11 +160,12 @@ class _Encoder:
             form(self, obj)
         elif isinstance(obj, torch.Tensor):
             self.add_tensor(obj)
-        elif isinstance(obj, np.generic):
-            dtype = _numpy_dtype(obj.dtype)
-            self.add(Call(Global("numpy.core.multiarray", "scalar"), (dtype, obj.tobytes())))
+        elif isinstance(obj, np.generic | np.dtype):
+            self.add_reduced(obj)
         else:
-            self.add(_registered(obj))
+            description = _description_of(obj)
+            assert description is not None, "refuse_formless comes first"
+            self.add(description)
 
     def add_items(self, items: Iterable[Any], end: bytes) -> None:
         self.instructions.append(b"(")
@@ -182,7 +177,7 @@ class _Encoder:
         if 0 <= obj < 256:
             self.instructions.append(b"K" + bytes([obj]))
         else:
-            data = bytes(reversed(obj.to_bytes(obj.bit_length() // 8 + 1, "big", signed=True)))
+            data = obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True)
             if len(data) > 255:
                 raise UnsupportedObjectError(
                     "An integer of more than 255 bytes has no form in files of torch."
@@ -217,45 +212,62 @@ class _Encoder:
             self.add(obj.state)
             self.instructions.append(b"b")
 
+    def add_reduced(self, obj: Any) -> None:
+        """Add an object as it says itself that pickles make it."""
+        reduce = copyreg.dispatch_table.get(type(obj))
+        reduced = obj.__reduce_ex__(2) if reduce is None else reduce(obj)
+        function, args, state = (*reduced, None)[:3]
+        is_new = function.__name__ == "__newobj__"
+        if is_new:
+            function, *args = args
+        args = tuple(_global_of(arg) if isinstance(arg, type) else arg for arg in args)
+        self.add_call(Call(_global_of(function), args, state, is_new))
+
     def add_tensor(self, obj: Any) -> None:
         """Add a tensor, dense as `torch.save` stores it, and remember its bytes."""
         dtype = obj.dtype
         shape = tuple(obj.shape)
-        strides = [int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))]
-        stored = _Stored(len(self.tensors), TensorRecord(dtype, shape))
-        self.tensors.append(obj)
-        hooks = Call(Global("collections", "OrderedDict"))
-        args: tuple[Any, ...] = (stored, 0, shape, tuple(strides), False, hooks)
+        count = math.prod(shape)
+        name = _STORAGE_NAMES.get(dtype)
         version = "v2"
-        if dtype not in _STORAGE_NAMES:
+        kind = Global("torch", f"{name}Storage")
+        more: tuple[Any, ...] = ()
+        if name is None:
             version = "v3"
-            args = (*args, dtype)
+            kind = Global("torch.storage", "UntypedStorage")
+            more = (dtype,)
+            count *= dtype.itemsize
+        storage = _Storage(("storage", kind, str(len(self.tensors)), "cpu", count))
+        self.tensors.append(obj)
+        strides = torch.empty(shape, device="meta").stride()
+        hooks = Call(Global("collections", "OrderedDict"))
+        args = (storage, 0, shape, strides, False, hooks, *more)
         self.add(Call(Global("torch._utils", f"_rebuild_tensor_{version}"), args))
 
-    def add_stored(self, obj: _Stored) -> None:
-        name = _STORAGE_NAMES.get(obj.tensor.dtype)
-        if name is None:
-            kind = Global("torch.storage", "UntypedStorage")
-            count = obj.tensor.num_bytes
-        else:
-            kind = Global("torch", f"{name}Storage")
-            count = obj.tensor.num_bytes // obj.tensor.dtype.itemsize
-        self.add(("storage", kind, str(obj.number), "cpu", count))
+    def add_storage(self, obj: _Storage) -> None:
+        self.add(obj.persistent_id)
         self.instructions.append(b"Q")
 
 
 def _int32(number: int) -> bytes:
-    return bytes(reversed(struct.pack(">I", number)))
+    return number.to_bytes(4, "little")
 
 
-def _registered(obj: Any) -> Call:
-    """Describe an object of a registered class as Python pickles it."""
-    if (description := _description_of(obj)) is None:
-        raise UnsupportedObjectError(f"A value {_formless(obj)}")
-    return description
+_NAMES_OF_MODULES = {
+    "builtins": "__builtin__",
+    # The name that releases of numpy before 2 have, too.
+    "numpy._core.multiarray": "numpy.core.multiarray",
+}
+"""Names of modules in pickles of protocol 2."""
+
+
+def _global_of(value: Any) -> Global:
+    module = value.__module__
+    return Global(_NAMES_OF_MODULES.get(module, module), value.__qualname__)
 
 
 def _description_of(obj: Any) -> Call | None:
+    """Describe an object of a registered class; None for any other."""
     cls: Any = type(obj)
     if registration_of(cls) is None:
         return None
@@ -298,40 +310,18 @@ def refuse_formless(obj: Any, name: str, way_out: str = "") -> None:
         raise UnsupportedObjectError(f"In {name}:\n- {lines}{way_out}")
 
 
-def _numpy_dtype(dtype: np.dtype[Any]) -> Call:
-    order = "|"
-    if dtype.itemsize != 1:
-        order = dtype.str[0]
-    return Call(
-        Global("numpy", "dtype"),
-        (dtype.str[1:], False, True),
-        (3, order, None, None, None, -1, -1, 0),
-    )
-
-
-def _numpy_array(array: np.ndarray[Any, Any]) -> Call:
-    state = (1, array.shape, _numpy_dtype(array.dtype), False, array.tobytes())
-    return Call(
-        Global("numpy.core.multiarray", "_reconstruct"),
-        (Global("numpy", "ndarray"), (0,), b"b"),
-        state,
-    )
-
-
 def _call(
     module: str, name: str, args_of: Callable[[Any], tuple[Any, ...]]
 ) -> Callable[[_Encoder, Any], None]:
     return lambda encoder, obj: encoder.add_call(Call(Global(module, name), args_of(obj)))
 
 
-def _date_args(obj: Any) -> tuple[Any, ...]:
-    args: tuple[Any, ...] = (obj.year, obj.month, obj.day)
-    if isinstance(obj, datetime.datetime):
-        args += (obj.hour, obj.minute, obj.second, obj.microsecond)
-        args += (obj.tzinfo,) if obj.tzinfo is not None else ()
-    return args
-
-
+_REDUCED = (
+    argparse.Namespace, bytearray, complex, datetime.date, datetime.datetime, datetime.timedelta,
+    datetime.timezone, frozenset, np.ndarray, range, set, slice, torch.Size, torch.device,
+    types.SimpleNamespace,
+)  # fmt: skip
+"""Classes whose objects say how pickles make them, in the same way on all platforms."""
 _FORMS: dict[type, Callable[[_Encoder, Any], None]] = {
     type(None): lambda encoder, obj: encoder.instructions.append(b"N"),
     # Of a tensor in a list, which is stored by itself: loads put it there.
@@ -341,44 +331,24 @@ _FORMS: dict[type, Callable[[_Encoder, Any], None]] = {
     float: lambda encoder, obj: encoder.instructions.append(b"G" + struct.pack(">d", obj)),
     str: _Encoder.add_str,
     bytes: _call("_codecs", "encode", lambda obj: (obj.decode("latin1"), "latin1")),
-    bytearray: _call("__builtin__", "bytearray", lambda obj: (bytes(obj),)),
     tuple: lambda encoder, obj: encoder.add_items(obj, b"t"),
     list: _Encoder.add_list,
     dict: lambda encoder, obj: encoder.add_pairs(obj.items()),
     Pairs: lambda encoder, obj: encoder.add_pairs(obj.items),
-    set: _call("__builtin__", "set", lambda obj: (list(obj),)),
-    frozenset: _call("__builtin__", "frozenset", lambda obj: (list(obj),)),
-    complex: _call("__builtin__", "complex", lambda obj: (obj.real, obj.imag)),
-    slice: _call("__builtin__", "slice", lambda obj: (obj.start, obj.stop, obj.step)),
-    range: _call("__builtin__", "range", lambda obj: (obj.start, obj.stop, obj.step)),
     collections.OrderedDict: _call(
         "collections", "OrderedDict", lambda obj: (list(map(list, obj.items())),)
-    ),
-    argparse.Namespace: lambda encoder, obj: encoder.add_call(
-        record("argparse", "Namespace", **vars(obj))
-    ),
-    types.SimpleNamespace: lambda encoder, obj: encoder.add_call(
-        Call(Global("types", "SimpleNamespace"), (), vars(obj))
     ),
     io.BytesIO: lambda encoder, obj: encoder.add_call(
         Call(Global("_io", "BytesIO"), (), (obj.getvalue(), 0, None), True)
     ),
-    datetime.date: _call("datetime", "date", _date_args),
-    datetime.datetime: _call("datetime", "datetime", _date_args),
-    datetime.timedelta: _call(
-        "datetime", "timedelta", lambda obj: (obj.days, obj.seconds, obj.microseconds)
-    ),
-    datetime.timezone: _call("datetime", "timezone", lambda obj: (obj.utcoffset(None),)),
+    **dict.fromkeys(_REDUCED, _Encoder.add_reduced),
     **{
         cls: _call("pathlib", cls.__name__, lambda obj: (str(obj),))
         for cls in (pathlib.PosixPath, pathlib.PurePosixPath)
     },
-    np.ndarray: lambda encoder, obj: encoder.add_call(_numpy_array(obj)),
     torch.dtype: lambda encoder, obj: encoder.add(Global("torch", str(obj).removeprefix("torch."))),
-    torch.device: _call("torch", "device", lambda obj: (str(obj),)),
-    torch.Size: _call("torch", "Size", lambda obj: (tuple(obj),)),
     Global: _Encoder.add_global,
     Call: _Encoder.add_call,
-    _Stored: _Encoder.add_stored,
+    _Storage: _Encoder.add_storage,
     TensorRecord: _Encoder.add_tensor,
 }

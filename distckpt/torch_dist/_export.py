@@ -1,38 +1,64 @@
-"""Checkpoints of torch.distributed.checkpoint, from PyTorch and Megatron Core (`torch_dist`).
-
-`distckpt.load` and `distckpt.consolidate` read such directories as they are, whatever number of
-ranks wrote them:
-
-    state = distckpt.load({"model": model.sharded_state_dict()}, "megatron/iter_0001000")
-    distckpt.consolidate("fsdp/step_1000", "exported")
-
-Nothing in their pickles is ever run: see `docs/migrating-from-megatron.md`. `distckpt.reshard`
-makes distckpt checkpoints of them, which have checksums and open faster; `export` is the way back.
-"""
+"""The export of a checkpoint to `torch_dist`, by any number of ranks."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
-from distckpt._base.errors import CheckpointingException
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.options import Progress
+from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import check_is_unchanged, open_undisturbed
+from distckpt._checkpoint.stored_values import load_common_state, load_objects
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
+from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._io.read import read_in_pieces
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
-from distckpt.torch_dist._write import (
-    common_state_to_write,
-    write_chunks,
-    write_metadata,
+from distckpt._storage.open_files import OpenFiles
+from distckpt.mapping._wrappers import ShardedObject
+from distckpt.torch_dist._encode import (
+    Call,
+    Global,
+    Pairs,
+    TensorRecord,
+    encode_pickle,
+    record,
+    refuse_formless,
+    write_object,
+    write_tensor,
 )
+
+_DCP = "torch.distributed.checkpoint"
+_METADATA = f"{_DCP}.metadata"
+_MARKER = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+_PIECE_BYTES = 64 << 20
+"""Bytes of a chunk in memory at a time."""
+_OTHER_COMMON_STATE = (
+    "\nOr leave these values out: distckpt.reshard(checkpoint, another, common_state={...}) makes "
+    "a checkpoint with another common state, which can be exported."
+)
+
+Written = tuple[int, str, int, int]
+"""A chunk with the file, first byte and size of its archive."""
+_Place = tuple[str, int, int]
+"""The file, first byte and size of a known chunk's archive."""
 
 
 @collective()
@@ -97,7 +123,7 @@ def _write(
         if ranks.is_coordinator:
             common = common_state_to_write(stored)
     chunks = _chunks_of_rank(stored, ranks.rank, ranks.size)
-    num_bytes = sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in chunks)
+    num_bytes = sum(int(stored.manifest.num_bytes[chunk]) for chunk in chunks)
     settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
     with new_output(ranks, target, settings) as output, output.being_written():
         with ranks.telling("write the export") as messages:
@@ -124,30 +150,156 @@ def check_place(location: str, target: str) -> None:
         raise CheckpointingException(f"The export cannot replace its own source {location!r}.")
 
 
-def chunks_to_write(stored: StoredCheckpoint) -> list[tuple[str, int]]:
-    """Return the keys and chunks of tensors and objects."""
-    chunks = []
+def chunks_to_write(stored: StoredCheckpoint) -> list[int]:
+    """Return the chunks of tensors and objects, by key."""
+    chunks: list[int] = []
     for key in stored.manifest.key_index:
         if key != COMMON_KEY:
-            for chunk in stored.chunks_of(key):
-                chunks.append((key, chunk))
+            chunks.extend(stored.chunks_of(key))
     return chunks
 
 
-def _chunks_of_rank(
-    stored: StoredCheckpoint,
-    rank: int,
-    num_ranks: int,
-) -> list[tuple[str, int]]:
-    """Return the keys and chunks of one rank.
-
-    They are a run with an equal share of the bytes.
-    """
+def _chunks_of_rank(stored: StoredCheckpoint, rank: int, num_ranks: int) -> list[int]:
+    """Return the chunks of one rank: a run with an equal share of the bytes."""
     chunks = chunks_to_write(stored)
-    ends = np.cumsum([int(stored.manifest.num_bytes[chunk]) + 1 for _, chunk in chunks])
+    ends = np.cumsum([int(stored.manifest.num_bytes[chunk]) + 1 for chunk in chunks])
     shares = (ends - 1) * num_ranks // max(1, int(ends[-1]) if chunks else 1)
-    chunks_of_rank = []
-    for pair, share in zip(chunks, shares.tolist(), strict=True):
-        if share == rank:
-            chunks_of_rank.append(pair)
-    return chunks_of_rank
+    first, last = np.searchsorted(shares, (rank, rank + 1)).tolist()
+    return chunks[first:last]
+
+
+# ---- writing
+
+
+def write_chunks(
+    stored: StoredCheckpoint,
+    chunks: Sequence[int],
+    directory: str,
+    name: str,
+    progress: Progress | None,
+) -> list[Written]:
+    """Write chunks into one file, each as an archive of torch.
+
+    Return their places.
+    """
+    manifest = stored.manifest
+    written = []
+    start = 0
+    total_bytes = 0
+    for chunk in chunks:
+        if not stored.is_object(stored.key_of(chunk)):
+            total_bytes += int(manifest.num_bytes[chunk])
+    counter = ProgressCounter(progress, total_bytes)
+    path = locations.join(directory, name)
+    with (
+        locations.naming(path),
+        open(path, "w+b") as file,
+        OpenFiles.for_many_reads() as open_files,
+    ):
+        stored = stored.with_files(open_files)
+        for chunk in chunks:
+            key = stored.key_of(chunk)
+            region = manifest.chunk_region(chunk)
+            if stored.is_object(key):
+                shard = ShardedObject(key, None, stored.global_shape(key), region.offset)
+                # Megatron stores a list of the objects that share a name, of which there is one.
+                (value,) = objects = load_objects(stored, [shard])
+                refuse_formless(value, f"the object {key!r}")
+                num_bytes = write_object(file, objects)
+            else:
+                tensor = TensorRecord(stored.dtype_of(chunk), region.shape)
+                content = read_in_pieces(stored, chunk, _PIECE_BYTES)
+                num_bytes = write_tensor(file, tensor, content)
+                counter.add(int(manifest.num_bytes[chunk]))
+            written.append((chunk, name, start, num_bytes))
+            start += num_bytes
+        file.flush()
+        os.fsync(file.fileno())
+    return written
+
+
+def common_state_to_write(stored: StoredCheckpoint) -> dict[Any, Any]:
+    """Return the common state of a checkpoint, if it can be written.
+
+    Raises:
+        UnsupportedObjectError: it holds values that have no form in files of torch.
+    """
+    common = load_common_state(stored)
+    if not isinstance(common, dict):
+        raise CorruptCheckpointError(
+            f"The common state of {stored.location!r} is a {type(common).__name__}, not a dict."
+        )
+    refuse_formless(common, f"the common state of {stored.location!r}", _OTHER_COMMON_STATE)
+    return common
+
+
+def write_metadata(
+    stored: StoredCheckpoint,
+    common: dict[Any, Any],
+    written: Sequence[Sequence[Written]],
+    directory: str,
+) -> None:
+    """Write everything other than chunks, the marker last."""
+    path = locations.join(directory, "common.pt")
+    with locations.naming(path), open(path, "w+b") as file:
+        write_object(file, common)
+        os.fsync(file.fileno())
+    places = {}
+    for entries in written:
+        for chunk, name, start, size in entries:
+            places[chunk] = (name, start, size)
+    data, _ = encode_pickle(_metadata(stored, places))
+    locations.write_bytes(locations.join(directory, ".metadata"), data)
+    locations.write_bytes(locations.join(directory, CONFIG_FNAME), json.dumps(_MARKER).encode())
+    locations.sync_directory(directory)
+
+
+def _metadata(stored: StoredCheckpoint, places: Mapping[int, _Place]) -> Call:
+    """Return the content of `.metadata`, from the places of all chunks."""
+    entries: dict[str, Call] = {}
+    storage: list[tuple[Call, Call]] = []
+    for key in stored.manifest.key_index:
+        if key == COMMON_KEY:
+            continue
+        chunks_of_tensor = []
+        for chunk in stored.chunks_of(key):
+            region = stored.manifest.chunk_region(chunk)
+            name = key
+            offset = None
+            if stored.is_object(key):
+                cell = ShardedObject(key, None, stored.global_shape(key), region.offset)
+                name = cell.unique_key
+                entries[name] = record(_METADATA, "BytesStorageMetadata")
+            else:
+                offset = torch.Size(region.offset)
+                sizes = torch.Size(region.shape)
+                chunks_of_tensor.append(
+                    record(_METADATA, "ChunkStorageMetadata", offsets=offset, sizes=sizes)
+                )
+            index = record(_METADATA, "MetadataIndex", fqn=name, offset=offset, index=None)
+            path, start, size = places[chunk]
+            info = {"relative_path": path, "offset": start, "length": size}
+            storage.append((index, record(f"{_DCP}.filesystem", "_StorageInfo", **info)))
+        if not stored.is_object(key):
+            entries[key] = record(
+                _METADATA,
+                "TensorStorageMetadata",
+                properties=_properties(FROM_NAME[stored.dtype_name(key)]),
+                size=torch.Size(stored.global_shape(key)),
+                chunks=chunks_of_tensor,
+            )
+    return record(
+        _METADATA,
+        "Metadata",
+        state_dict_metadata=entries,
+        planner_data={name: (name,) for name in entries},
+        storage_data=Pairs(storage),
+        storage_meta=None,
+    )
+
+
+def _properties(dtype: torch.dtype) -> Call:
+    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    state = (dtype, layout, False, contiguous, False)
+    return Call(Global(_METADATA, "TensorProperties"), (), state, is_new=True)

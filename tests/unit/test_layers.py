@@ -182,12 +182,12 @@ IMPORTED_BY_A_STRING = {
     "__init__",
     "_base.wings",
     "cli._main",
-    "megatron._impl.forwarding",
+    "megatron._forwarding",
     # Modules of other libraries.
     "_base.lazy",
     "dcp._names",
-    "engines._vllm",
-    "megatron._impl.interop",
+    "engines._receivers",
+    "megatron.interop",
 }
 
 

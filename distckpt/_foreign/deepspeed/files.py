@@ -1,10 +1,10 @@
-"""The files of a DeepSpeed checkpoint, and their content without tensors."""
+"""The files of a DeepSpeed checkpoint without tensors, and its settings."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from distckpt._base.errors import (
 )
 from distckpt._base.lazy import torch
 from distckpt._base.threads import run_threads
+from distckpt._checkpoint.stored_pieces import StoredPiece
 from distckpt._foreign.torch_dist.archive import Archive
 from distckpt._foreign.torch_dist.objects import TensorView, first_byte_of, read_views
 from distckpt._foreign.torch_dist.unpickle import Record
@@ -24,6 +25,9 @@ from distckpt._format.marker import file_size, read_file
 from distckpt._storage import locations
 
 Shape = tuple[int, ...]
+
+WEIGHT = "fp32"
+"""The name of the weights themselves among the states of a parameter."""
 
 _POINTERS = ("latest", "latest_universal")
 _STATES = re.compile(
@@ -33,6 +37,21 @@ _OTHERS = re.compile(r"(?:layer_\d+_)?expert_\d+_.*|expp_rank_\d+_.*|layer_\d+-.
 """Files of experts and of pipeline stages."""
 _MAX_TAG_BYTES = 4096
 _SAME_IN_A_SAVE = {"global_steps", "global_samples", "skipped_steps", "ds_version"}
+
+
+class Contents(NamedTuple):
+    """The contents of a checkpoint: tensors, aliases for tied ones, optimizer settings."""
+
+    pieces: list[StoredPiece]
+    aliases: dict[str, str]
+    settings: list[dict[str, Any]]
+
+
+def key_of(state: str, name: str) -> str:
+    """Return the key of a parameter or of its optimizer state."""
+    if state == WEIGHT:
+        return name
+    return f"optimizer.state.{state}.{name}"
 
 
 class States(NamedTuple):
@@ -274,3 +293,83 @@ def locate_views(views: Iterable[tuple[StateFile, TensorView]]) -> None:
     `first_byte` need not read later.
     """
     run_threads(lambda pair: pair[0].first_byte(pair[1]), views)
+
+
+# ---- settings of the optimizer, in the form of distckpt
+
+
+def settings_of(
+    file: StateFile,
+    groups: Iterable[Any],
+    states: Mapping[int, dict[str, Any]],
+    shapes: Sequence[Mapping[str, Shape]],
+) -> list[dict[str, Any]]:
+    """Return options and steps by the names of parameters.
+
+    Args:
+        file: holds the optimizer.
+        groups: `param_groups` of the optimizer.
+        states: states of the flat parameters that the groups number.
+        shapes: names and shapes of the parameters in each flat parameter.
+    """
+    settings = []
+    for group in groups:
+        options = _options(file, group)
+        for number in group["params"]:
+            state = states.get(number, {})
+            tensors = sorted(name for name, value in state.items() if is_array(value))
+            values = _values(file, {"step": group.get("step"), **state}, tensors)
+            scalars = {}
+            for name, v in values.items():
+                if isinstance(v, torch.Tensor):
+                    scalars[name] = v.dtype
+            values |= {name: values[name].item() for name in scalars}
+            settings.append(
+                {
+                    "options": options,
+                    "tensors": tensors,
+                    "values": values,
+                    "scalars": scalars,
+                    "has_state": bool(state),
+                    "params": list(shapes[number]),
+                }
+            )
+    return settings
+
+
+def _options(file: StateFile, group: Mapping[str, Any]) -> Any:
+    left_out = {"params", "step"}
+    if group.get("bias_correction") is True:
+        # An option of DeepSpeed's own Adam, which PyTorch's always applies.
+        left_out.add("bias_correction")
+    options = {}
+    for name, value in group.items():
+        if name not in left_out:
+            options[name] = value
+    return file.values(options, "param_groups")
+
+
+def _values(
+    file: StateFile,
+    state: Mapping[str, Any],
+    tensors: Sequence[str],
+) -> dict[str, Any]:
+    """Return a state without `tensors`, with the step as PyTorch counts it."""
+    values = {}
+    for name, value in state.items():
+        if name not in tensors:
+            values[name] = file.values(value, name)
+    if values["step"] is None:
+        del values["step"]
+    else:
+        # FusedAdam and DeepSpeedCPUAdam count with integers, PyTorch with tensors.
+        values["step"] = torch.tensor(float(values["step"]), device="cpu")
+    return values
+
+
+def step_of(file: StateFile, state: Mapping[str, Any]) -> float | None:
+    """Return the step of a state, or None if it has none."""
+    step = file.values(state.get("step"), "step")
+    if step is None:
+        return None
+    return float(step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
@@ -13,19 +13,20 @@ from distckpt._base.lazy import torch
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import run_threads
 from distckpt._checkpoint.stored_pieces import StoredPiece
-from distckpt._foreign.deepspeed.contents import WEIGHT, Contents, key_of
 from distckpt._foreign.deepspeed.files import (
+    WEIGHT,
+    Contents,
     Shape,
     StateFile,
     States,
     is_contiguous,
     join,
+    key_of,
     read_save,
     read_states,
+    settings_of,
 )
-from distckpt._foreign.deepspeed.module import module_contents
-from distckpt._foreign.deepspeed.settings import settings_of
-from distckpt._foreign.deepspeed.vectors import pieces_of_view
+from distckpt._foreign.deepspeed.pieces import module_contents, pieces_of_view
 from distckpt._foreign.torch_dist.objects import TensorView
 from distckpt._storage import locations
 
@@ -64,7 +65,12 @@ def universal_contents(location: str, states: States) -> Contents:
     aliases: dict[str, str] = {}
     if others:
         present = locations.list_names(join(location, folder))
-        _warn_of_slices(model, set(present) - {_OPTIMIZER_NAME, *parameters})
+        if unread := set(present) - {_OPTIMIZER_NAME, *parameters}:
+            logger.warning(
+                "%s: not trained, and not read, as they may be slices: %s",
+                model.path,
+                summarize_keys(unread),
+            )
     else:
         untrained, aliases = module_contents(models, parameters)
         pieces += untrained
@@ -94,15 +100,6 @@ def _pieces_of(shapes: _Groups, parameters: Mapping[str, _Parameter]) -> list[St
             for state, (file, view) in parameters[name].tensors.items():
                 pieces.extend(pieces_of_view(key_of(state, name), file, view))
     return pieces
-
-
-def _warn_of_slices(model: StateFile, names: Set[str]) -> None:
-    if names:
-        logger.warning(
-            "%s: not trained, and not read, as they may be slices: %s",
-            model.path,
-            summarize_keys(names),
-        )
 
 
 def _states_of_groups(

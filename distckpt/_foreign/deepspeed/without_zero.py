@@ -17,11 +17,17 @@ from distckpt._base.lazy import torch
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import run_threads
 from distckpt._checkpoint.stored_pieces import StoredPiece
-from distckpt._foreign.deepspeed.contents import WEIGHT, Contents, key_of
-from distckpt._foreign.deepspeed.files import Shape, StateFile, is_array, is_contiguous
-from distckpt._foreign.deepspeed.module import module_contents
-from distckpt._foreign.deepspeed.settings import settings_of
-from distckpt._foreign.deepspeed.vectors import flat_vector, pieces_in_vectors
+from distckpt._foreign.deepspeed.files import (
+    WEIGHT,
+    Contents,
+    Shape,
+    StateFile,
+    is_array,
+    is_contiguous,
+    key_of,
+    settings_of,
+)
+from distckpt._foreign.deepspeed.pieces import flat_vector, module_contents, pieces_in_vectors
 from distckpt._foreign.torch_dist.objects import TensorView
 
 logger = logging.getLogger(__name__)
@@ -88,11 +94,9 @@ def _masters(optimizer: Mapping[str, Any]) -> list[_Master]:
     flat = optimizer.get("fp32_groups_flat")
     groups = optimizer.get("fp32_groups") if flat is None else [[view] for view in flat]
     for group, views in enumerate(groups or ()):
-        masters += [_Master(0, group, view, flat is not None) for view in views]
-    numbered = []
-    for number, master in enumerate(masters):
-        numbered.append(master._replace(number=number))
-    return numbered
+        for view in views:
+            masters.append(_Master(len(masters), group, view, flat is not None))
+    return masters
 
 
 def _parameters(file: StateFile) -> tuple[dict[str, TensorView], dict[str, str]]:
@@ -199,16 +203,17 @@ def _pieces_of(
     for name, place in places.items():
         master = place.master
         shape = parameters[name].shape
-        state = states.get(master.number, {})
-        arrays = {WEIGHT: master.view, **{n: v for n, v in state.items() if is_array(v)}}
-        alike = {}
-        for n, v in arrays.items():
-            if v.shape == master.view.shape:
-                alike[n] = v
-        for key, view in alike.items():
-            pieces.extend(_pieces_at(file, key_of(key, name), shape, view, place.start))
-        unread |= arrays.keys() - alike.keys()
-        values[master.number] = {n: v for n, v in state.items() if n not in arrays.keys() - alike}
+        pieces.extend(_pieces_at(file, key_of(WEIGHT, name), shape, master.view, place.start))
+        state = dict(states.get(master.number, {}))
+        for key, value in list(state.items()):
+            if not is_array(value):
+                continue
+            if value.shape == master.view.shape:
+                pieces.extend(_pieces_at(file, key_of(key, name), shape, value, place.start))
+            else:
+                unread.add(key)
+                del state[key]
+        values[master.number] = state
     if unread:
         logger.warning(
             "%s: of the optimizer, %s is not read: no element for each weight",

@@ -16,19 +16,21 @@ from typing import Any
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.messages import summarize_keys
 from distckpt._checkpoint.stored_pieces import StoredPiece
-from distckpt._foreign.deepspeed.contents import WEIGHT, Contents, key_of
 from distckpt._foreign.deepspeed.files import (
+    WEIGHT,
+    Contents,
     Shape,
     StateFile,
     States,
     is_array,
     join,
+    key_of,
     locate_views,
     read_save,
+    settings_of,
+    step_of,
 )
-from distckpt._foreign.deepspeed.module import module_contents
-from distckpt._foreign.deepspeed.settings import settings_of, step_of
-from distckpt._foreign.deepspeed.vectors import FlatVector, flat_vector, pieces_in_vectors
+from distckpt._foreign.deepspeed.pieces import flat_vector, module_contents, pieces_in_vectors
 from distckpt._foreign.deepspeed.without_zero import contents_without_zero
 from distckpt._foreign.torch_dist.objects import TensorView
 
@@ -194,6 +196,51 @@ def _check_model(model: StateFile, ranks: Sequence[_RankState], shapes: _Groups)
 # ---- pieces
 
 
+@dataclass(frozen=True)
+class _Group:
+    """The parameters of a group in the vectors of the ranks.
+
+    Attributes:
+        ranks: all of them.
+        number: of the group.
+        shapes: of its parameters, by name.
+        paddings: the number of elements behind each parameter.
+    """
+
+    ranks: Sequence[_RankState]
+    number: int
+    shapes: Mapping[str, Shape]
+    paddings: Sequence[int]
+
+    def vector(self, rank: _RankState, state: str) -> TensorView | None:
+        """Return a state of the group on a rank."""
+        return rank.vectors[self.number].get(state)
+
+    def stretches(self) -> Iterator[tuple[_RankState, dict[str, tuple[int, int]]]]:
+        """Yield each rank with its slices of parameters, by name.
+
+        A slice is a start and a size. ZeRO-1 and 2 divide one vector of the group among the ranks.
+        """
+        first = 0
+        for rank in self.ranks:
+            last = first + rank.num_elements(self.number)
+            yield rank, self._slices_between(first, last)
+            first = last
+
+    def _slices_between(self, first: int, last: int) -> dict[str, tuple[int, int]]:
+        slices = {}
+        end = 0
+        for (name, shape), padding in zip(self.shapes.items(), self.paddings, strict=True):
+            begin = end
+            end += math.prod(shape)
+            start = max(begin, first)
+            stop = min(end, last)
+            if start < stop:
+                slices[name] = (start - first, stop - start)
+            end += padding
+        return slices
+
+
 def _pieces_of_group(
     ranks: Sequence[_RankState], number: int, shapes: Mapping[str, Shape]
 ) -> tuple[list[StoredPiece], set[str]]:
@@ -201,21 +248,19 @@ def _pieces_of_group(
 
     These are not read from vectors.
     """
-    paddings = _paddings_of_group(ranks[0], number, len(shapes))
+    group = _Group(ranks, number, shapes, _paddings_of_group(ranks[0], number, len(shapes)))
     holders = _holders(ranks, number)
     pieces: list[StoredPiece] = []
     unread: set[str] = set()
     for state in holders[0].vectors[number]:
         if all(rank.has_elements(number, state) for rank in holders):
-            pieces.extend(_pieces_of_state(ranks, number, state, shapes, paddings))
-        elif (
-            whole_pieces := _pieces_of_wholes(ranks, number, state, shapes, paddings)
-        ) is not None:
+            pieces.extend(_pieces_of_state(group, state))
+        elif (whole_pieces := _pieces_of_wholes(group, state)) is not None:
             pieces.extend(whole_pieces)
         else:
             unread.add(state)
-    if _notes_places(ranks[0], paddings):
-        _check_slices(ranks, number, shapes)
+    if _notes_places(group):
+        _check_slices(group)
     if unread:
         logger.warning(
             "%s: of the optimizer, %s is not read: neither an element for each weight of a rank, "
@@ -226,82 +271,7 @@ def _pieces_of_group(
     return pieces, unread
 
 
-def _pieces_of_state(
-    ranks: Sequence[_RankState],
-    number: int,
-    state: str,
-    shapes: Mapping[str, Shape],
-    paddings: Sequence[int],
-) -> Iterator[StoredPiece]:
-    """Yield the pieces of a group's weights, or of an elementwise state."""
-    vectors = _vectors_of_group(ranks, number, state)
-    end = 0
-    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        yield from pieces_in_vectors(key_of(state, name), shape, vectors, end)
-        end += -(-math.prod(shape) // len(vectors)) + padding
-    _check_end(ranks, number, vectors, end)
-
-
-def _pieces_of_wholes(
-    ranks: Sequence[_RankState],
-    number: int,
-    state: str,
-    shapes: Mapping[str, Shape],
-    paddings: Sequence[int],
-) -> list[StoredPiece] | None:
-    """Return the pieces of a state that ranks hold for whole parameters.
-
-    Under ZeRO-1 and 2, Muon has it on each rank that has weights of a parameter. None if it has
-    another form.
-    """
-    if ranks[0].is_stage_3:
-        return None
-    pieces_by_name: dict[str, list[StoredPiece]] = {}
-    first = 0
-    for rank in ranks:
-        last = first + rank.num_elements(number)
-        rank_shapes = {}
-        for name in _slices_between(shapes, paddings, first, last):
-            rank_shapes[name] = shapes[name]
-        wholes = _wholes_of_rank(rank, number, state, rank_shapes)
-        if wholes is None:
-            return None
-        # Several ranks have a parameter that is divided: the first one's is read.
-        for name, pieces in wholes.items():
-            pieces_by_name.setdefault(name, pieces)
-        first = last
-    if shapes.keys() - pieces_by_name.keys():
-        return None
-    return list(itertools.chain.from_iterable(pieces_by_name.values()))
-
-
-def _wholes_of_rank(
-    rank: _RankState, number: int, state: str, shapes: Mapping[str, Shape]
-) -> dict[str, list[StoredPiece]] | None:
-    """Return the pieces of whole parameters in a rank's file, by name.
-
-    None if the file does not hold just them.
-    """
-    if not shapes:
-        return {}
-    count = sum(map(math.prod, shapes.values()))
-    view = rank.vectors[number].get(state)
-    if view is None or math.prod(view.shape) != count:
-        return None
-    vectors = [flat_vector([(rank.file, view, count)])]
-    pieces_by_name = {}
-    end = 0
-    for name, shape in shapes.items():
-        pieces_by_name[name] = list(pieces_in_vectors(key_of(state, name), shape, vectors, end))
-        end += math.prod(shape)
-    return pieces_by_name
-
-
-def _paddings_of_group(
-    rank: _RankState,
-    number: int,
-    num_parameters: int,
-) -> Sequence[int]:
+def _paddings_of_group(rank: _RankState, number: int, num_parameters: int) -> Sequence[int]:
     """Return the padding behind each parameter of a group."""
     by_group = rank.fields.get("param_alignment_paddings") or {number: [0] * num_parameters}
     paddings: Sequence[int] = by_group[number]
@@ -312,91 +282,81 @@ def _paddings_of_group(
     return paddings
 
 
-def _vectors_of_group(
-    ranks: Sequence[_RankState],
-    number: int,
-    state: str,
-) -> list[FlatVector]:
-    """Return the vector of each rank, or the one they share.
-
-    They share one in ZeRO-1 and 2.
-    """
+def _pieces_of_state(group: _Group, state: str) -> Iterator[StoredPiece]:
+    """Yield the pieces of a group's weights, or of an elementwise state."""
     runs = []
-    for rank in ranks:
-        if state in rank.vectors[number]:
-            runs.append((rank.file, rank.vectors[number][state], rank.num_elements(number)))
-    if ranks[0].is_stage_3:
-        return [flat_vector([run]) for run in runs]
-    return [flat_vector(runs)]
-
-
-def _check_end(
-    ranks: Sequence[_RankState], number: int, vectors: Sequence[FlatVector], end: int
-) -> None:
-    """Check that the vectors of a group end where its parameters do."""
+    for rank in group.ranks:
+        view = group.vector(rank, state)
+        if view is not None:
+            runs.append((rank.file, view, rank.num_elements(group.number)))
+    is_stage_3 = group.ranks[0].is_stage_3
+    # ZeRO-1 and 2 share one vector among the ranks.
+    vectors = [flat_vector([run]) for run in runs] if is_stage_3 else [flat_vector(runs)]
+    end = 0
+    for (name, shape), padding in zip(group.shapes.items(), group.paddings, strict=True):
+        yield from pieces_in_vectors(key_of(state, name), shape, vectors, end)
+        end += -(-math.prod(shape) // len(vectors)) + padding
     # The optimizer of bfloat16 keeps the padding, which is less than two elements for each rank.
-    slack = 1
-    if not ranks[0].is_stage_3:
-        slack = 2 * len(ranks)
+    slack = 1 if is_stage_3 else 2 * len(group.ranks)
     if not all(end <= vector.ends[-1] < end + slack for vector in vectors):
-        raise ranks[0].file.damaged(
-            f"group {number} has {vectors[0].ends[-1]} elements, its parameters {end}"
+        raise group.ranks[0].file.damaged(
+            f"group {group.number} has {vectors[0].ends[-1]} elements, its parameters {end}"
         )
 
 
-def _notes_places(rank: _RankState, paddings: Sequence[int]) -> bool:
+def _pieces_of_wholes(group: _Group, state: str) -> list[StoredPiece] | None:
+    """Return the pieces of a state that ranks hold for whole parameters.
+
+    Under ZeRO-1 and 2, Muon has it on each rank that has weights of a parameter. None if it has
+    another form.
+    """
+    if group.ranks[0].is_stage_3:
+        return None
+    pieces_by_name: dict[str, list[StoredPiece]] = {}
+    for rank, slices in group.stretches():
+        if not slices:
+            continue
+        view = group.vector(rank, state)
+        count = sum(math.prod(group.shapes[name]) for name in slices)
+        if view is None or math.prod(view.shape) != count:
+            return None
+        vectors = [flat_vector([(rank.file, view, count)])]
+        end = 0
+        for name in slices:
+            shape = group.shapes[name]
+            # Several ranks have a parameter that is divided: the first one's is read.
+            if name not in pieces_by_name:
+                key = key_of(state, name)
+                pieces_by_name[name] = list(pieces_in_vectors(key, shape, vectors, end))
+            end += math.prod(shape)
+    if group.shapes.keys() - pieces_by_name.keys():
+        return None
+    return list(itertools.chain.from_iterable(pieces_by_name.values()))
+
+
+def _notes_places(group: _Group) -> bool:
     """Whether the places that DeepSpeed notes are the ones it uses.
 
     They differ where it reorders parameters, and did where it pads them.
     """
+    rank = group.ranks[0]
     config = rank.file.content.get("ds_config") or {}
     zero = config.get("zero_optimization") or {}
-    return not (rank.is_stage_3 or any(paddings) or zero.get("round_robin_gradients"))
+    return not (rank.is_stage_3 or any(group.paddings) or zero.get("round_robin_gradients"))
 
 
-def _check_slices(
-    ranks: Sequence[_RankState],
-    number: int,
-    shapes: Mapping[str, Shape],
-) -> None:
+def _check_slices(group: _Group) -> None:
     """Compare the slices that ZeRO-1 and 2 note with those expected."""
-    first = 0
-    for rank in ranks:
-        last = first + rank.num_elements(number)
+    for rank, expected in group.stretches():
         mappings = rank.fields.get("param_slice_mappings") or []
         # Parameters of which a rank has nothing are noted as well.
         slices = {}
-        for name, place in dict(*mappings[number : number + 1]).items():
-            slices[str(name)] = (place.get("start"), place.get("numel"))
-        nonempty = {}
-        for name, place in slices.items():
-            if place[1]:
-                nonempty[name] = place
-        expected = _slices_between(shapes, [0] * len(shapes), first, last)
-        if mappings and nonempty != expected:
+        for name, place in dict(*mappings[group.number : group.number + 1]).items():
+            if place.get("numel"):
+                slices[str(name)] = (place.get("start"), place.get("numel"))
+        if mappings and slices != expected:
             raise CorruptCheckpointError(
                 f"{rank.file.path!r} is not the file of its rank, or of another model "
-                f"(param_slice_mappings[{number}] is {slices!s:.150}, its place has "
+                f"(param_slice_mappings[{group.number}] is {slices!s:.150}, its place has "
                 f"{expected!s:.150}): copy the files of one save again."
             )
-        first = last
-
-
-def _slices_between(
-    shapes: Mapping[str, Shape], paddings: Sequence[int], first: int, last: int
-) -> dict[str, tuple[int, int]]:
-    """Return start and size of parameters in elements [first, last).
-
-    They are elements of one group.
-    """
-    slices = {}
-    end = 0
-    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        begin = end
-        end += math.prod(shape)
-        start = max(begin, first)
-        stop = min(end, last)
-        if start < stop:
-            slices[name] = (start - first, stop - start)
-        end += padding
-    return slices

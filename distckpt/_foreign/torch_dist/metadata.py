@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,9 +9,9 @@ from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.lazy import LazyTable, torch
 from distckpt._foreign.torch_dist.unpickle import (
     GlobalName,
-    Made,
     Record,
     RefusedGlobalError,
+    made,
     read_pickle,
     record,
 )
@@ -28,6 +26,7 @@ _MAX_DEPTH = 256
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 _RECORDS: dict[str, tuple[str, ...]] = {
     f"{_DCP}.metadata": (
         "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
@@ -40,28 +39,24 @@ _RECORDS: dict[str, tuple[str, ...]] = {
     f"{_SHARDED}.metadata": ("ShardMetadata",),
     f"{_SHARDED}.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
     _MEGATRON: ("MCoreMetadata", "MCoreSavePlan"),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
 }  # fmt: skip
-"""Classes that are read as records, in PyTorch 2.x and Megatron Core."""
-
-
-def _join_path(*parts: Any) -> str:
-    return "/".join(str(part) for part in parts)
+"""Classes and functions that are read as records, in PyTorch 2.x and Megatron Core."""
 
 
 def _make_table() -> dict[GlobalName, Any]:
-    table: dict[GlobalName, Any] = {
-        ("torch", "Size"): Made("torch.Size", lambda sizes=(): _counts(sizes)),
-        ("torch.serialization", "_get_layout"): Made("torch.serialization._get_layout", str),
-        ("collections", "OrderedDict"): Made("collections.OrderedDict", dict),
+    functions: dict[GlobalName, Any] = {
+        ("torch", "Size"): lambda sizes=(): _counts(sizes),
+        ("collections", "OrderedDict"): dict,
     }
+    table: dict[GlobalName, Any] = {**made(functions)}
     for module, names in _RECORDS.items():
         for name in names:
             table[module, name] = record(f"{module}.{name}")
     for name, dtype in DTYPES.items():
         table["torch", name] = dtype
-    for module in ("pathlib", "pathlib._local"):
-        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
-            table[module, name] = Made(f"{module}.{name}", _join_path)
     return table
 
 
@@ -200,14 +195,10 @@ def _tensor_entry(
     dtype: Any = state.get("dtype") if isinstance(state, dict) else state[0]
     _require(isinstance(dtype, torch.dtype), f"{key!r} has no dtype")
     shape = _counts(entry.get("size"))
-    _require(
-        math.prod(n + 1 for n in shape) < 2**62,
-        f"{key!r} has the shape {shape}, larger than any storage",
-    )
     # Ranks without elements of a tensor may have stored the same nothing.
     chunks = {}
     for chunk in entry.get("chunks"):
-        region = _region(key, chunk, shape)
+        region = Region(_counts(chunk.get("offsets")), _counts(chunk.get("sizes")))
         if (key, region.offset) not in stored:
             raise ValueError(f"nothing says where {region} of {key!r} lies")
         chunks[region] = stored[key, region.offset]
@@ -216,17 +207,6 @@ def _tensor_entry(
     if original is not None:
         original_shape = _counts(original)
     return TensorEntry(key, dtype, shape, list(chunks.items()), original_shape)
-
-
-def _region(key: str, chunk: Record, shape: tuple[int, ...]) -> Region:
-    """Return the region that a chunk of a tensor holds."""
-    region = Region(_counts(chunk.get("offsets")), _counts(chunk.get("sizes")))
-    if not len(region.offset) == len(region.shape) == len(shape):
-        raise ValueError(f"a chunk of {key!r} has other axes")
-    ends = map(operator.add, region.offset, region.shape)
-    if not all(map(operator.le, ends, shape)):
-        raise ValueError(f"{region} of {key!r} lies outside its global shape {shape}")
-    return region
 
 
 def _paths(planner_data: Any, max_chars: int) -> dict[str, _Path]:

@@ -29,6 +29,7 @@ from distckpt._foreign.torch_dist.unpickle import (
     Record,
     check_size,
     hashable,
+    made,
     read_pickle,
 )
 from distckpt._format.codec.tree import (
@@ -187,10 +188,7 @@ def _never(*args: Any) -> Any:
     raise ValueError("this class is only named, never called, in such files")
 
 
-_TENSOR_TYPES = {
-    ("torch", "Tensor"): Made("torch.Tensor", _never),
-    ("torch.nn.parameter", "Parameter"): Made("torch.nn.parameter.Parameter", _never),
-}
+_TENSOR_TYPES = made({("torch", "Tensor"): _never, ("torch.nn.parameter", "Parameter"): _never})
 
 
 def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
@@ -199,23 +197,19 @@ def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
     `finish` makes the result of the view.
     """
 
-    # After the strides come the requirement of a gradient and the hooks.
-    def make_typed(
-        storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, flags: Any = None
-    ) -> Any:
-        return make_untyped(storage, offset, shape, strides, _, __, storage.dtype, flags)
+    def make_typed(*args: Any) -> Any:
+        return make_untyped(*args[:6], args[0].dtype, *args[6:])
 
-    def make_untyped(
-        storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any,
-        flags: Any = None,
-    ) -> Any:  # fmt: skip
+    def make_untyped(*args: Any) -> Any:
+        # After the strides come the requirement of a gradient and the hooks.
+        storage, offset, shape, strides, _, _, dtype, *flags = args
         are_of_tensor = type(storage) is _Storage and type(dtype) is torch.dtype
-        if not are_of_tensor or len(shape) != len(strides):
+        if not are_of_tensor or len(shape) != len(strides) or len(flags) > 1:
             raise ValueError("not a tensor")
         numbers = (offset, *shape, *strides)
         if len(shape) > MAX_NDIM or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
             raise ValueError("a tensor with an impossible shape or strides")
-        if flags:
+        if any(flags):
             raise ValueError(
                 "a tensor with a pending conjugation or negation: save its "
                 "resolve_conj().resolve_neg()"
@@ -234,10 +228,7 @@ def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
         ("torch._utils", "_rebuild_parameter_with_state"): lambda data, grad, hooks, state: data,
         ("torch._tensor", "_rebuild_from_type_v2"): of_type,
     }
-    return {
-        **_TENSOR_GLOBALS,
-        **{name: Made(".".join(name), function) for name, function in functions.items()},
-    }
+    return {**_TENSOR_GLOBALS, **made(functions)}
 
 
 def _size(values: Any) -> torch.Size:
@@ -246,17 +237,17 @@ def _size(values: Any) -> torch.Size:
     return torch.Size(values)
 
 
+def _ordered_dict(pairs: Iterable[Any] = ()) -> Any:
+    return collections.OrderedDict((hashable(key), value) for key, value in pairs)
+
+
 _TENSOR_GLOBALS: Mapping[GlobalName, Any] = LazyTable(
     lambda: {
         **_TENSOR_TYPES,
         **{("torch", f"{name}Storage"): dtype for name, dtype in STORAGE_DTYPES.items()},
         ("torch.storage", "UntypedStorage"): None,
         **{("torch", name): dtype for name, dtype in DTYPES.items()},
-        ("torch", "Size"): Made("torch.Size", _size),
-        ("collections", "OrderedDict"): Made(
-            "collections.OrderedDict",
-            lambda pairs=(): collections.OrderedDict((hashable(key), v) for key, v in pairs),
-        ),
+        **made({("torch", "Size"): _size, ("collections", "OrderedDict"): _ordered_dict}),
     }
 )
 
@@ -366,7 +357,7 @@ def _make_objects() -> dict[GlobalName, Any]:
     for module in ("pathlib", "pathlib._local"):
         for name in PATHS:
             makers[module, name] = _path(name)
-    return {name: Made(".".join(name), make) for name, make in makers.items()}
+    return made(makers)
 
 
 _OBJECTS = _make_objects()

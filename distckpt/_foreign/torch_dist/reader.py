@@ -1,31 +1,56 @@
-"""Reader of torch.distributed.checkpoint's checkpoints.
+"""Checkpoints of torch.distributed.checkpoint as manifests, and their objects.
 
-PyTorch and Megatron Core (`torch_dist`) write them.
+There are two kinds, both with a `.metadata` file next to their `.distcp` files: from PyTorch, and
+from Megatron Core's `torch_dist` strategy, which also have a marker and in most versions a
+`common.pt`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from distckpt._base.errors import CorruptCheckpointError, UnsupportedObjectError
+from distckpt._base.dtypes import TO_NAME
+from distckpt._base.errors import (
+    CorruptCheckpointError,
+    InvalidShardingError,
+    UnsupportedObjectError,
+)
+from distckpt._base.interrupts import paused_garbage_collection
+from distckpt._base.messages import summarize_keys
+from distckpt._base.threads import run_threads
 from distckpt._base.tree import HOLE
-from distckpt._checkpoint.stored_pieces import Reader
-from distckpt._foreign.torch_dist.objects import read_object
-from distckpt._foreign.torch_dist.source import COMMON_NAME, METADATA_NAME, read_directory
+from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest, look_up_file
+from distckpt._foreign.torch_dist.metadata import StoredItem, TensorEntry, read_metadata
+from distckpt._foreign.torch_dist.objects import locate_tensor, read_object
+from distckpt._foreign.torch_dist.runs import contiguous_runs, unflattened_runs
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
 from distckpt._format.foreign_formats import TORCH_DIST
-from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest
-from distckpt._format.marker import read_file
+from distckpt._format.manifest import MAX_TABLE_BYTES, OBJECT, Manifest
+from distckpt._format.marker import CONFIG_FNAME, read_file, read_marker
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import Region
 from distckpt._io.read import read_chunks
 from distckpt._state.common_state import COMMON_KEY, object_text
 from distckpt._storage import locations
+from distckpt.mapping._wrappers import ShardedObject
 
 logger = logging.getLogger(__name__)
 
 _MAX_LIST = 1 << 20
+
+METADATA_NAME = TORCH_DIST.marker
+COMMON_NAME = "common.pt"
+EXTRA_NAME = "meta.pt"
+"""The file of Lightning's values outside state dicts.
+
+Modules and optimizers have the state dicts.
+"""
+
+_MEGATRON_COMMON_KEY = "common_state"
 
 
 class TorchDistReader(Reader):
@@ -39,7 +64,7 @@ class TorchDistReader(Reader):
         return locations.exists(locations.join(location, METADATA_NAME))
 
     def manifest(self, location: str) -> Manifest:
-        return read_directory(location, self.name)
+        return _read_directory(location)
 
     def load_objects(self, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
         values = []
@@ -72,6 +97,221 @@ class TorchDistReader(Reader):
                     f"{stored.location!r} stores lists with more items than it has values."
                 )
         return tree
+
+
+@paused_garbage_collection()
+def _read_directory(location: str) -> Manifest:
+    """Return the manifest of a checkpoint of torch.distributed.checkpoint.
+
+    Reads `.metadata`, and the few bytes of each stored tensor that say where its elements lie. For
+    a checkpoint of PyTorch, `origin` of the manifest has the path of each object in the state dict.
+    """
+    marker = read_marker(location)
+    metadata = read_metadata(locations.join(location, METADATA_NAME))
+    items = []
+    for entry in metadata.tensors:
+        for _, item in entry.chunks:
+            items.append((entry.key, item))
+    files = _look_up_files(location, [*items, *metadata.objects.items()])
+    pieces = _tensor_pieces(location, metadata.tensors)
+    fields: dict[str, Any] = {}
+    if marker is not None:
+        cells = _megatron_objects(location, metadata.objects)
+        if not any(cell.key == COMMON_KEY for cell in cells):
+            cells += _common_file(location, marker, files)
+    else:
+        _check_is_not_of_megatron(location, metadata.objects)
+        names = sorted(metadata.objects)
+        fields["paths"] = [metadata.paths.get(name, (name,)) for name in names]
+        cells = []
+        for i, name in enumerate(names):
+            cells.append(_cell(COMMON_KEY, (i,), (len(names),), metadata.objects[name]))
+        if locations.exists(locations.join(location, EXTRA_NAME)):
+            fields["extra"] = EXTRA_NAME
+    pieces += cells
+    return build_manifest(TORCH_DIST.name, location, pieces, list(files.values()), fields)
+
+
+# ---- files
+
+
+def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> dict[str, ShardFile]:
+    """Look up the files named in `.metadata`, and check the items' bounds."""
+    files: dict[str, ShardFile] = {}
+    items_by_file: Counter[str] = Counter()
+    for key, item in items:
+        if item.file not in files:
+            files[item.file] = look_up_file(location, item.file, key)
+        if item.first_byte + item.num_bytes > files[item.file].num_bytes:
+            raise CorruptCheckpointError(
+                f"{locations.join(location, item.file)!r} has {files[item.file].num_bytes} bytes, "
+                f"but {METADATA_NAME} says that {key!r} lies in it up to byte "
+                f"{item.first_byte + item.num_bytes}: the file was cut off. Restore it from a copy."
+            )
+        items_by_file[item.file] += item.num_bytes
+        if items_by_file[item.file] > files[item.file].num_bytes:
+            raise CorruptCheckpointError(
+                f"{METADATA_NAME} of {location!r} places {key!r} in {item.file!r} where other "
+                "items lie: it is damaged. Restore it from a copy."
+            )
+    return files
+
+
+# ---- tensors
+
+
+def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[StoredPiece]:
+    _check_dtypes(location, entries)
+    chunks = []
+    for entry in entries:
+        chunks += [(entry, region, item) for region, item in entry.chunks]
+    pieces_by_chunk: dict[int, list[StoredPiece]] = {}
+
+    def read(number: int) -> None:
+        entry, region, item = chunks[number]
+        try:
+            pieces_by_chunk[number] = list(_pieces_of_chunk(location, entry, region, item))
+        except ValueError as error:
+            reason = str(error)
+            if isinstance(error, RefusedGlobalError):
+                reason = f"names {error.name!r:.200}"
+            raise CorruptCheckpointError(
+                f"{locations.join(location, item.file)!r}, bytes {item.first_byte} to "
+                f"{item.first_byte + item.num_bytes}, does not hold {region} of key {entry.key!r} "
+                f"as a tensor: {reason}. Nothing of it was run. Restore the file from a copy."
+            ) from error
+
+    # Each takes two small reads, which take mostly latency on a network file system.
+    run_threads(read, range(len(chunks)))
+    pieces = []
+    for number in range(len(chunks)):
+        pieces += pieces_by_chunk[number]
+    without = {entry.key for entry in entries} - {piece.key for piece in pieces}
+    if without:
+        raise CorruptCheckpointError(
+            f"{METADATA_NAME} of {location!r} does not say where {summarize_keys(without)} lies."
+        )
+    return pieces
+
+
+def _check_dtypes(location: str, entries: Sequence[TensorEntry]) -> None:
+    for entry in entries:
+        if entry.dtype not in TO_NAME:
+            raise UnsupportedObjectError(
+                f"Key {entry.key!r} in {location!r} has dtype {entry.dtype}, which checkpoints of "
+                "distckpt cannot hold: remove or convert it with the program that wrote it."
+            )
+
+
+def _pieces_of_chunk(
+    location: str, entry: TensorEntry, region: Region, item: StoredItem
+) -> Iterator[StoredPiece]:
+    """Yield the pieces of the chunk that an item holds."""
+    path = locations.join(location, *item.file.split("/"))
+
+    def read_range(start: int, stop: int) -> bytes:
+        return locations.read_range(path, item.first_byte + start, item.first_byte + stop)
+
+    stored, first_byte = locate_tensor(read_range, item.num_bytes)
+    if stored.dtype != entry.dtype or stored.shape != region.shape:
+        raise ValueError(
+            f"it is {stored.dtype} {stored.shape}, {METADATA_NAME} says {entry.dtype} "
+            f"{region.shape}"
+        )
+    dtype = TO_NAME[entry.dtype]
+    item_bytes = entry.dtype.itemsize
+    first = item.first_byte + first_byte
+    if entry.original_shape is None:
+        shape = entry.shape
+        runs = contiguous_runs(stored, region)
+    else:
+        shape = entry.original_shape
+        runs = unflattened_runs(stored, region, entry.shape, shape)
+    for run, position in runs:
+        start = first + position * item_bytes
+        num_bytes = run.num_elements * item_bytes
+        yield StoredPiece(entry.key, dtype, run, shape, item.file, start, num_bytes)
+
+
+# ---- objects
+
+
+def _cell(
+    key: str, offset: tuple[int, ...], shape: tuple[int, ...], item: StoredItem
+) -> StoredPiece:
+    """Return the piece of a cell in an object's grid."""
+    return StoredPiece(key, OBJECT, Region(offset, (1,) * len(offset)), shape, *item)
+
+
+def _megatron_objects(location: str, objects: Mapping[str, StoredItem]) -> list[StoredPiece]:
+    """Return the cells of Megatron's objects.
+
+    Their names end in `/shard_<offset>_<shape>`; in later versions common state is one.
+    """
+    shards: list[tuple[ShardedObject, StoredItem]] = []
+    last_sizes: dict[str, int] = {}
+    for name, item in objects.items():
+        shard = _shard_named(name)
+        if shard is None:
+            raise CorruptCheckpointError(
+                f"The {METADATA_NAME} of {location!r} holds an object {name!r}, which is not a "
+                "name that Megatron gives."
+            )
+        shards.append((shard, item))
+        last = max(shard.global_offset[-1:], default=0)
+        last_sizes[shard.key] = max(last_sizes.get(shard.key, 1), last + 1)
+    cells = []
+    for shard, item in shards:
+        shape = list(shard.global_shape)
+        for axis, size in enumerate(shape):
+            # Old names lack the last size.
+            if size < 0:
+                shape[axis] = last_sizes[shard.key]
+        key = COMMON_KEY if shard.key == _MEGATRON_COMMON_KEY else shard.key
+        cells.append(_cell(key, shard.global_offset, tuple(shape), item))
+    return cells
+
+
+def _shard_named(name: str) -> ShardedObject | None:
+    """Return the shard with a name of Megatron's form; None for any other name."""
+    try:
+        return ShardedObject.empty_from_unique_key(name)
+    except InvalidShardingError:
+        return None
+
+
+def _check_is_not_of_megatron(location: str, names: Iterable[str]) -> None:
+    """Refuse a checkpoint of Megatron without the marker that it writes last.
+
+    Its objects show where it comes from.
+    """
+    name = next(filter(_shard_named, names), None)
+    if name is not None:
+        raise CorruptCheckpointError(
+            f"{location!r} holds an object of Megatron ({name!r}), but not the {CONFIG_FNAME} that "
+            "Megatron writes at the end: its save did not finish, or not all files were copied. "
+            "Restore the file from a copy, or load another checkpoint."
+        )
+
+
+def _common_file(
+    location: str, marker: Mapping[str, Any], files: dict[str, ShardFile]
+) -> Iterator[StoredPiece]:
+    """Yield the cell of Megatron's file of common state, where it exists."""
+    path = locations.join(location, COMMON_NAME)
+    if locations.exists(path):
+        files[COMMON_NAME] = look_up_file(location, COMMON_NAME, COMMON_KEY)
+        item = StoredItem(COMMON_NAME, 0, files[COMMON_NAME].num_bytes)
+        yield _cell(COMMON_KEY, (0,), (1,), item)
+    elif "common_backend" in marker:
+        raise CorruptCheckpointError(
+            f"{path!r} is missing, in which Megatron stores the iteration and other common state: "
+            "it was deleted, or not copied. Restore it from a copy. If tensors alone are needed, "
+            f"put an empty one in its place: torch.save({{}}, {path!r})."
+        )
+
+
+# ---- values
 
 
 def _extra_values(stored: StoredCheckpoint) -> dict[Any, Any]:

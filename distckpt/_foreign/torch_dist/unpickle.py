@@ -52,6 +52,11 @@ class Made(NamedTuple):
     make: Callable[..., Any]
 
 
+def made(functions: Mapping[GlobalName, Callable[..., Any]]) -> dict[GlobalName, Made]:
+    """Return the table entries of functions by their names in pickles."""
+    return {name: Made(".".join(name), function) for name, function in functions.items()}
+
+
 class Record:
     """Stands for an object that is not built.
 

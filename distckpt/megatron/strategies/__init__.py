@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from distckpt.megatron._impl.forwarding import import_submodules
+from distckpt.megatron._forwarding import import_submodules
 
 if not TYPE_CHECKING:  # else a type checker believes that the package has every name
     __getattr__ = import_submodules(__name__)

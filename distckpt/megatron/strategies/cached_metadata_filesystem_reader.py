@@ -3,7 +3,7 @@
 It is for programs that read it; distckpt does not use it.
 """
 
-from distckpt.megatron._impl.forwarding import forward
+from distckpt.megatron._forwarding import forward
 
 __getattr__ = forward(
     "strategies.cached_metadata_filesystem_reader", "CachedMetadataFileSystemReader"

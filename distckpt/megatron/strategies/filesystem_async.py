@@ -1,8 +1,8 @@
 """Megatron's writer of its own files, for programs that write them; distckpt does not use it."""
 
 from distckpt._base.public import set_public_home
-from distckpt.megatron._impl.forwarding import forward
-from distckpt.megatron._impl.torch_dist import get_write_results_queue
+from distckpt.megatron._forwarding import forward
+from distckpt.megatron.strategies.torch import get_write_results_queue
 
 __all__ = ["get_write_results_queue"]
 

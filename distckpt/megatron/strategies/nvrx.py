@@ -3,7 +3,7 @@
 distckpt does not need them.
 """
 
-from distckpt.megatron._impl.forwarding import forward
+from distckpt.megatron._forwarding import forward
 
 __getattr__ = forward(
     "strategies.nvrx", "has_nvrx_async_support", "is_nvrx_min_version", "make_nvrx_async_request"

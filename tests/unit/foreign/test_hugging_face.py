@@ -612,7 +612,8 @@ def test_tensors_that_an_index_has_forgotten_are_named(door, tmp_path, caplog):
     door(mtp_folder(tmp_path / "folder"), tmp_path)
     told = " ".join(caplog.messages)
     assert "'mtp.weight', in 'model-mtp-of-00002.safetensors'" in told
-    assert "'extra', in 'model-00002-of-00002.safetensors'" in told
+    # Once, although exports read the headers again before they commit.
+    assert told.count("'extra', in 'model-00002-of-00002.safetensors'") == 1
     assert "of-00003" not in told
 
 

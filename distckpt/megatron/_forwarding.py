@@ -21,7 +21,7 @@ from distckpt.mapping._wrappers import (
     ShardedObject,
     ShardedTensorFactory,
 )
-from distckpt.megatron._impl.dict_utils import dict_list_map_outplace, nested_values
+from distckpt.megatron.dict_utils import dict_list_map_outplace, nested_values
 
 
 def forward(path: str, *names: str) -> Callable[[str], Any]:

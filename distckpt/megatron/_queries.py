@@ -24,6 +24,7 @@ from distckpt._commit import posix
 from distckpt._format.marker import BUILT_IN, CheckpointingConfig
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.load_shards import ReadSettings
+from distckpt._operations.checkpoint import check_keys
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
@@ -123,7 +124,7 @@ def load_plain_tensors(
         CheckpointNotFoundError: no complete checkpoint is there.
         LoadMismatchError: there is no tensor of a key.
     """
-    _check_keys(keys)
+    check_keys(keys)
     location = locations.normalize(checkpoint_dir)
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
@@ -134,16 +135,6 @@ def load_plain_tensors(
                 requests = _select(stored, keys, location)
             tensors = strategy.load(requests, location)
     return tensors
-
-
-def _check_keys(keys: Any) -> None:
-    names = () if keys is None else keys
-    is_list = isinstance(names, Collection) and not isinstance(names, str)
-    if not is_list or not all(isinstance(key, str) for key in names):
-        hint = ""
-        if isinstance(keys, str):
-            hint = f"; for one tensor, keys={[keys]!r}"
-        raise TypeError(f"keys is a list of whole keys, not of patterns, got {keys!r:.200}{hint}.")
 
 
 def _select(

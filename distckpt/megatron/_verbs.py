@@ -5,26 +5,34 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.options import LoadOptions, SaveOptions, with_changes
-from distckpt._operations.background_save import raising_pending_errors
+from distckpt._io import background
+from distckpt._operations import background_save
+from distckpt._operations.background_save import BackgroundSave, raising_pending_errors
 from distckpt._operations.load import run_load
 from distckpt._operations.load_request import LoadRequest
-from distckpt._operations.planned_save import SaveRequest
-from distckpt._operations.save import save_now
+from distckpt._operations.planned_save import PlannedSave, SaveRequest
+from distckpt._operations.save import plan_save, save_now
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._state.strictness import StrictHandling, parse_strict_flag
 from distckpt.mapping._wrappers import CommonStateDict, ShardedStateDict, StateDict
-from distckpt.megatron._impl.async_requests import AsyncRequest
-from distckpt.megatron._impl.async_save import request_of
+from distckpt.megatron.strategies.async_utils import AsyncRequest
 from distckpt.rules._rule import Rule
 from distckpt.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
+
+_OTHER_QUEUE = (
+    "The save to {!r} was not written: its queue calls requests in processes of their own. Import "
+    "AsyncCallsQueue from distckpt.megatron.strategies.async_utils where requests are scheduled, "
+    "too."
+)
 
 
 def take_common_strategy(
@@ -123,7 +131,7 @@ def save(
     )
     with raising_pending_errors(ranks, request):
         if async_sharded_save:
-            return request_of(ranks, sharded_state_dict, request)
+            return _request_of(ranks, sharded_state_dict, request)
         save_now(ranks, sharded_state_dict, request)
     return None
 
@@ -231,3 +239,58 @@ def load(
     if StrictHandling.requires_returning_mismatch_keys(mode):
         return loaded.state_dict, set(loaded.missing), set(loaded.unexpected)
     return loaded.state_dict
+
+
+# ---- background saves as requests, which a queue of asynchronous calls schedules
+
+
+def _request_of(
+    ranks: Ranks,
+    state_dict: ShardedStateDict,
+    request: SaveRequest,
+) -> AsyncRequest:
+    """Plan a save, and return a request that Megatron's queue can schedule.
+
+    Collective operation: all ranks must call it.
+    """
+    own = background_save.in_background(replace(request, verb="async_save"))
+    planned = _without_limit_on_copies(plan_save(ranks, state_dict, own.request))
+    save = background_save.prepare(ranks, own, planned)
+    return AsyncRequest(
+        async_fn=_write_request,
+        async_fn_args=(save, None, os.getpid()),
+        finalize_fns=[functools.partial(_check_written, save)],
+        preload_fn=functools.partial(_stage_request, save, ranks),
+    )
+
+
+def _without_limit_on_copies(planned: PlannedSave) -> PlannedSave:
+    """Let everything be copied while the request is scheduled.
+
+    Programs change tensors after that, since a queue has nothing like `SaveHandle.staged`.
+    """
+    options = replace(planned.request.options, max_inflight_bytes=None)
+    return replace(planned, request=replace(planned.request, options=options))
+
+
+def _stage_request(save: BackgroundSave, ranks: Ranks) -> bool:
+    if save.stage(ranks):
+        return True
+    save.write_now(ranks)
+    return False
+
+
+def _check_written(save: BackgroundSave) -> None:
+    """Raise when another process has called the request.
+
+    Ranks cannot write together there.
+    """
+    if save.planned is not None and save.ranks.size > 1:
+        raise CheckpointingException(_OTHER_QUEUE.format(save.location))
+
+
+def _write_request(save: BackgroundSave, is_staged: bool | None, process: int) -> None:
+    if process != os.getpid() and save.ranks.size > 1:
+        raise CheckpointingException(_OTHER_QUEUE.format(save.location))
+    if is_staged is not False:
+        background.run_in_order(save.write, f"the save to {save.location}", save.location)
