@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +18,13 @@ from distckpt._format import codec
 from distckpt._format.checksum_files import checksums_of_blocks, fetch_checksums
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
-from distckpt._io.read import read_chunks, read_copies
-from distckpt._plan.load import Request, object_chunk, plan_load
+from distckpt._io.read import read_chunks
+from distckpt._plan.load import Request, object_chunk
 from distckpt._state.common_state import COMMON_KEY, object_text
 from distckpt.mapping._wrappers import ShardedObject
+
+COMMON_STATE = ShardedObject(COMMON_KEY, None, (1,), (0,))
+"""Request of the common state."""
 
 
 class StoredTensor(NamedTuple):
@@ -60,50 +63,76 @@ def read_tensors(stored: StoredCheckpoint, keys: Sequence[str]) -> list[torch.Te
 
 
 def _read_regions(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[torch.Tensor]:
+    # Imported when it is needed: a table of contents is read without torch.
+    from distckpt._io.read_values import read_requests
+
     values = []
     for request in requests:
         dtype = FROM_NAME[stored.dtype_name(request.key)]
         values.append(torch.empty(request.region.shape, dtype=dtype, device="cpu"))
-    read_copies(stored, plan_load(stored, requests), values, NUM_THREADS)
+    read_requests(stored, requests, values, NUM_THREADS)
     return values
 
 
-def load_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> list[Any]:
-    """Load cells of objects; common state defaults to an empty dict."""
-    reader = find_reader(stored)
-    if reader is None and COMMON_KEY in stored.manifest.key_index:
-        return _load_cells(None, stored, shards)
-    others = [shard for shard in shards if shard.key != COMMON_KEY]
-    cells = iter(_load_cells(reader, stored, others))
-    values = []
+def chunks_of_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> list[int]:
+    """Return the chunks of cells of objects, none where a reader loads them.
+
+    Common state that is not stored has none.
+    """
+    if find_reader(stored) is not None:
+        return []
+    chunks = []
     for shard in shards:
-        if shard.key == COMMON_KEY:
-            values.append(load_common_state(stored))
+        if shard.key != COMMON_KEY or COMMON_KEY in stored.manifest.key_index:
+            chunks.append(object_chunk(stored, shard))
+    return chunks
+
+
+def load_objects(
+    stored: StoredCheckpoint,
+    shards: Sequence[ShardedObject],
+    contents: Mapping[int, bytes] | None = None,
+) -> list[Any]:
+    """Load cells of objects; common state defaults to an empty dict.
+
+    `contents` are the bytes of `chunks_of_objects`, if they were read already.
+    """
+    reader = find_reader(stored)
+    cells = [shard for shard in shards if shard.key != COMMON_KEY]
+    if reader is not None:
+        chunks = [object_chunk(stored, shard) for shard in cells]
+        values = iter(_values_of_reader(reader, stored, chunks))
+    else:
+        chunks = chunks_of_objects(stored, shards)
+        if contents is None:
+            contents = dict(zip(chunks, read_chunks(stored, chunks), strict=True))
+        values = iter([_decode(stored, chunk, contents[chunk]) for chunk in chunks])
+    is_read = reader is None and COMMON_KEY in stored.manifest.key_index
+    loaded = []
+    for shard in shards:
+        if shard.key != COMMON_KEY or is_read:
+            loaded.append(next(values))
         else:
-            values.append(next(cells))
-    return values
+            loaded.append(_common_of_reader(reader, stored))
+    return loaded
 
 
 def load_common_state(stored: StoredCheckpoint) -> Any:
     """Load the common state, an empty dict if it is not stored."""
-    reader = find_reader(stored)
-    if reader is not None:
-        with naming_reader(reader, stored.location):
-            common = reader.load_common_state(stored)
-        if not isinstance(common, dict):
-            raise CheckpointingException(
-                f"The reader of {reader.name!r} returned a {type(common).__name__} for the common "
-                f"state of {stored.location!r}: it must be a dict."
-            )
-        return common
-    if COMMON_KEY not in stored.manifest.key_index:
+    return load_objects(stored, [COMMON_STATE])[0]
+
+
+def _common_of_reader(reader: Reader | None, stored: StoredCheckpoint) -> Any:
+    if reader is None:
         return {}
-    return load_objects(stored, [ShardedObject(COMMON_KEY, None, (1,), (0,))])[0]
-
-
-def stores_common_state(stored: StoredCheckpoint) -> bool:
-    """Return whether there is common state in distckpt's own encoding."""
-    return COMMON_KEY in stored.manifest.key_index and find_reader(stored) is None
+    with naming_reader(reader, stored.location):
+        common = reader.load_common_state(stored)
+    if not isinstance(common, dict):
+        raise CheckpointingException(
+            f"The reader of {reader.name!r} returned a {type(common).__name__} for the common "
+            f"state of {stored.location!r}: it must be a dict."
+        )
+    return common
 
 
 def holds_objects(stored: StoredCheckpoint) -> bool:
@@ -152,16 +181,6 @@ def read_encoded(stored: StoredCheckpoint, key: str) -> dict[tuple[int, ...], by
     return dict(zip(offsets, map(codec.encode, values), strict=True))
 
 
-def _load_cells(
-    reader: Reader | None, stored: StoredCheckpoint, shards: Sequence[ShardedObject]
-) -> list[Any]:
-    chunks = [object_chunk(stored, shard) for shard in shards]
-    if reader is not None:
-        return _values_of_reader(reader, stored, chunks)
-    blobs = read_chunks(stored, chunks)
-    return [_decode(stored, chunk, blob) for chunk, blob in zip(chunks, blobs, strict=True)]
-
-
 def _values_of_reader(
     reader: Reader,
     stored: StoredCheckpoint,
@@ -176,11 +195,6 @@ def _values_of_reader(
             f"of objects in {stored.location!r}."
         )
     return values
-
-
-def decode_common_state(stored: StoredCheckpoint, blob: bytes) -> Any:
-    """Decode the common state, perhaps from another rank's `read_encoded`."""
-    return _decode(stored, int(stored.chunks_of(COMMON_KEY)[0]), blob)
 
 
 def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:

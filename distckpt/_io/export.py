@@ -16,7 +16,7 @@ from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
 from distckpt._geometry.region import flat_range_regions, whole
 from distckpt._geometry.units import Span, cut_region, units_of
-from distckpt._io.read import read_chunks_into
+from distckpt._io.read import read_parts, whole_chunks
 from distckpt._io.tensor_source import TensorSource, Wanted
 from distckpt._io.write import Fill, NewFile, WriteSettings, write_files
 from distckpt._plan.export import OutputFile, OutputTensor
@@ -158,7 +158,8 @@ def filling(
     def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
         filled = memory_of_thread[: sum(span.num_bytes for span in unit)]
         ranges = _divide(source, tensors, chunks, unit, filled)
-        read_chunks_into(source.stored, ranges.chunks, ranges.places, num_threads=1)
+        whole = whole_chunks(source.stored, ranges.chunks, ranges.places)
+        read_parts(source.stored, whole, num_threads=1)
         _read_ranges(source, ranges.as_read)
         ranges.to_cast.extend(_overflowed(source, ranges.as_read))
         for tensor, num_overflows in _read_and_cast(source, ranges.to_cast):

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from distckpt._base.options import LoadOptions
 from distckpt._base.threads import Pool
 from distckpt._format.checksum import checksum
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -69,21 +70,19 @@ Read: TypeAlias = Callable[[Sequence[Copy], Sequence[torch.Tensor], int], None]
 class Sharing(NamedTuple):
     """The ranks that load together, and their settings for sharing reads.
 
-    `mode` is "on", "off" or "auto"; ranks share within their `group`. `is_local` says that the
-    checkpoint is read through this machine's file system, whose cache ranks share anyway. No rank
-    requests more than `most_bytes`. `max_inflight_bytes` is memory for bytes on their way.
+    Ranks share within their `group`. `is_local` says that the checkpoint is read through this
+    machine's file system, whose cache ranks share anyway. No rank requests more than `most_bytes`.
     """
 
     ranks: Ranks
-    mode: str
+    options: LoadOptions
     group: int
     is_local: bool
     most_bytes: int
-    max_inflight_bytes: int
 
     @property
     def is_auto(self) -> bool:
-        return self.mode == "auto"
+        return self.options.parallel_load == "auto"
 
 
 def read_shared(
@@ -139,7 +138,7 @@ def read_shared(
 
 def _may_pay(sharing: Sharing, targets: Sequence[torch.Tensor]) -> bool:
     """Whether sharing may pay, given the requests of all ranks."""
-    if sharing.ranks.size == 1 or sharing.mode == "off":
+    if sharing.ranks.size == 1 or sharing.options.parallel_load == "off":
         return False
     if not sharing.is_auto:
         return True
@@ -194,7 +193,7 @@ def _plan_together(
     from distckpt._plan.share_out import plan_shares
 
     messages = [payload[1:] for payload in payloads]
-    held_bytes = sharing.max_inflight_bytes // HELD_SHARE
+    held_bytes = sharing.options.max_inflight_bytes // HELD_SHARE
     return list(plan_shares(messages, costs, held_bytes))
 
 
@@ -233,7 +232,7 @@ def _read_sample(
     is_sample = np.cumsum(num_bytes[units]) - num_bytes[units] < SAMPLE_BYTES
     sample_bytes = int(num_bytes[units[is_sample]].sum())
     started = time.perf_counter()
-    read(pieces.join(units[is_sample]), targets, sharing.max_inflight_bytes)
+    read(pieces.join(units[is_sample]), targets, sharing.options.max_inflight_bytes)
     is_fast = sample_bytes >= FAST_BYTES_PER_SECOND * (time.perf_counter() - started)
     return np.sort(units[~is_sample]), is_fast or not sample_bytes
 
@@ -255,7 +254,9 @@ def _read_in_waves(
             with ranks.phase("read for other ranks"):
                 if number == 0:
                     with ranks.part("prepare to share reads"):
-                        memory, buffers, read_bytes = _memory_for(own, sharing.max_inflight_bytes)
+                        memory, buffers, read_bytes = _memory_for(
+                            own, sharing.options.max_inflight_bytes
+                        )
                         upcoming = Wave(own, 0, memory[0])
                     reading = background.submit(read, upcoming, read_bytes)
                 reading.result()

@@ -19,12 +19,12 @@ from distckpt._base.options import LoadOptions
 from distckpt._base.public import SaysOtherNames
 from distckpt._checkpoint.consistent_read import read_attempts, reading_unchanged
 from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.shards import ReadSettings, load_shards
 from distckpt._checkpoint.stored_values import load_common_state
 from distckpt._format.fingerprint import Fingerprint
 from distckpt._format.marker import replaced
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
-from distckpt._io.load_shards import ReadSettings, load_tensors
 from distckpt._plan.codes import AS_STORED
 from distckpt._plan.decoded import decoded
 from distckpt._ranks.collectives import Ranks
@@ -214,8 +214,7 @@ class Checkpoint(SaysOtherNames):
     def _read(self, shards: Sequence[ShardedTensor]) -> list[torch.Tensor]:
         settings = ReadSettings(LoadOptions())
         with reading_unchanged(Ranks.alone(), [self._stored]):
-            loaded = load_tensors(Ranks.alone(), self._stored, shards, settings)
-        return [tensor for tensor in loaded if tensor is not None]
+            return load_shards(Ranks.alone(), self._stored, shards, settings)
 
 
 @operation

@@ -20,6 +20,7 @@ from distckpt._base.options import LoadOptions, LoadReport, publish, with_change
 from distckpt._base.tree import HOLE
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import find_checkpoint
+from distckpt._checkpoint.stored_values import COMMON_STATE
 from distckpt._format.marker import schedulers_of
 from distckpt._models.objects import Kind
 from distckpt._models.restore import Saved, restore_objects
@@ -39,7 +40,7 @@ from distckpt._operations.load_request import (
 from distckpt._operations.shard_source import ShardSource, source_of
 from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks, collective
 from distckpt._state import flatten
-from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
+from distckpt._state.common_state import CONTENT_METADATA
 from distckpt._state.given_values import Changes, changes_of
 from distckpt._state.shards import Shard
 from distckpt._state.strictness import StrictHandling
@@ -61,7 +62,6 @@ _WITH_RULES = {
     "complete": StrictHandling.ASSUME_OK_UNEXPECTED,
     "report": StrictHandling.RAISE_UNEXPECTED,
 }
-_COMMON = ShardedObject(COMMON_KEY, None, (1,), (0,))
 
 
 @collective()
@@ -354,7 +354,7 @@ def _read(
             numbers.append(number)
     requested: list[Shard] = [shards[number] for number in numbers]
     try:
-        *loaded, common = source.read([*requested, _COMMON], targets.rules)
+        *loaded, common = source.read([*requested, COMMON_STATE], targets.rules)
     except LoadMismatchError as error:
         if ranks.size > 1 and not ranks.is_known_to_all(error):
             raise
@@ -369,7 +369,7 @@ def _read(
 
 def _name_plain_tensors(error: LoadMismatchError, source: ShardSource) -> None:
     """Raise a clearer error if common state has the absent tensors."""
-    common = source.read_objects([_COMMON])[0]
+    common = source.read_objects([COMMON_STATE])[0]
     names = {".".join(map(str, path[1:])): str(path[0]) for path in tensor_paths(common)}
     place = next((names[key] for key in sorted(error.unexpected) if key in names), None)
     if place is None:

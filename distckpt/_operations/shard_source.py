@@ -13,12 +13,11 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions
 from distckpt._base.tree import HOLE
 from distckpt._checkpoint.opening import FoundCheckpoint
-from distckpt._checkpoint.shards import describe_quantized, load_shards
+from distckpt._checkpoint.shards import ReadSettings, describe_quantized, load_shards
 from distckpt._checkpoint.stored_values import has_equal_cells, load_objects
 from distckpt._format.manifest import OBJECT
 from distckpt._format.marker import BUILT_IN
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.load_shards import ReadSettings
 from distckpt._models.objects import Description
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY

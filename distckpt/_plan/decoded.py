@@ -152,7 +152,7 @@ class Piece(NamedTuple):
 
 
 def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]:
-    """Divide copies out of quantized tensors into pieces.
+    """Divide the copies out of quantized tensors into pieces.
 
     Each piece has the parts to read.
     """
@@ -160,7 +160,9 @@ def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]
     requests: list[Request] = []
     owners: list[tuple[int, int]] = []
     for copy in copies:
-        quantized = view.quantized[copy.chunk]
+        quantized = view.quantized.get(copy.chunk)
+        if quantized is None:
+            continue
         # Items of a narrow slice hold more codes than the slice.
         source = quantized.to_model(copy.source)
         for region in cut_region(

@@ -19,11 +19,15 @@ from distckpt._base.messages import nearest_names, summarize_keys
 from distckpt._base.options import LoadOptions
 from distckpt._checkpoint.consistent_read import ReadAttempt, read_attempts, reading
 from distckpt._checkpoint.opening import find_checkpoint
-from distckpt._checkpoint.shards import describe_objects, describe_tensors, load_shards
+from distckpt._checkpoint.shards import (
+    ReadSettings,
+    describe_objects,
+    describe_tensors,
+    load_shards,
+)
 from distckpt._commit import posix
 from distckpt._format.marker import BUILT_IN, CheckpointingConfig
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.load_shards import ReadSettings
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
