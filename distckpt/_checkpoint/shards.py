@@ -12,10 +12,10 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.memory import Copier, in_huge_pages, repeats_memory
 from distckpt._base.options import LoadOptions
 from distckpt._base.threads import ProgressCounter, num_requests_within, num_threads_within
-from distckpt._checkpoint.stored_values import chunks_of_objects, load_objects
+from distckpt._checkpoint.stored_values import decode_objects, find_objects
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import aliases
-from distckpt._io.read import read_chunks, whole_chunks
+from distckpt._io.read import read_chunks
 from distckpt._io.read_values import read_apart, read_copies, warn_of_overflows
 from distckpt._io.shared_read import Sharing, read_shared
 from distckpt._plan.decoded import decoded, find, name_in_view
@@ -91,15 +91,17 @@ def load_shards(
         else:
             objects.append(shard)
     is_local = locations.is_local(stored.location)
+    is_shared = ranks.size > 1 and options.parallel_load != "off"
     with ranks.phase("plan the reads") as vote:
         view = decoded(stored)
         planned = _plan_requests(view, tensors, settings)
         separated = aliases.separate(view, planned.requests, planned.copies, planned.targets)
-        check_keys(stored, [shard.key for shard in objects if shard.key != COMMON_KEY])
-        chunks = chunks_of_objects(stored, objects)
-        sent = []
+        found = find_objects(stored, objects)
+        chunks = [] if found.reader is not None else found.stored_chunks
+        own_chunks = chunks
         if ranks.size > 1 and not is_local:
-            sent = [chunk for chunk in chunks if stored.key_of(chunk) == COMMON_KEY]
+            # The coordinator reads common state, once.
+            own_chunks = [chunk for chunk in chunks if stored.key_of(chunk) != COMMON_KEY]
         group = groups.group_number(settings.exchange_group)
         num_bytes = sum(target.nbytes for target in separated.targets)
         vote.number = num_bytes
@@ -122,24 +124,19 @@ def load_shards(
         def read(copies: Sequence[Copy], targets: Sequence[torch.Tensor], max_bytes: int) -> None:
             read_copies(opened, copies, targets, num_threads_for(max_bytes), progress)
 
-        left = read_shared(sharing, view, planned.copies, separated.targets, read)
+        left: Sequence[Copy] = planned.copies
+        if is_shared:
+            left = read_shared(sharing, view, left, separated.targets, read)
         num_threads = num_threads_for(options.max_inflight_bytes)
-        encoded = whole_chunks(opened, [chunk for chunk in chunks if chunk not in sent])
-        read_copies(opened, left, separated.targets, num_threads, progress, encoded)
-        read_apart(opened, planned.requests, planned.targets, num_threads, progress)
-    settings.overwritten.update(aliases.join(planned.requests, separated, stored.location))
-    if options.allow_dtype_cast:
-        warn_of_overflows(
-            (request.key, FROM_NAME[view.dtype_name(request.key)], target)
-            for request, target in zip(planned.requests, planned.targets, strict=True)
-        )
-    _add(planned.additions)
+        blobs = read_copies(opened, left, separated.targets, num_threads, progress, own_chunks)
+        if settings.rules:
+            read_apart(opened, planned.requests, planned.targets, num_threads, progress)
     counter.finish()
-    settings.overwritten.update(aliases.settle(tensors, planned.shards, stored.location))
-    contents = {part.chunk: part.target.tobytes() for part in encoded}
-    if sent:
-        contents[sent[0]] = _read_by_coordinator(ranks, stored, sent[0])
-    loaded_objects = iter(load_objects(stored, objects, contents))
+    _complete(view, planned, separated, tensors, settings)
+    contents = dict(zip(own_chunks, blobs, strict=True))
+    for chunk in set(chunks).difference(own_chunks):
+        contents[chunk] = _read_by_coordinator(ranks, stored, chunk)
+    loaded_objects = iter(decode_objects(stored, found, contents))
     filled = iter(planned.shards)
     values: list[Any] = []
     for shard in shards:
@@ -151,8 +148,33 @@ def load_shards(
     return values
 
 
+def _complete(
+    view: StoredCheckpoint,
+    planned: _Requests,
+    separated: aliases.Separated,
+    given: Sequence[ShardedTensor],
+    settings: ReadSettings,
+) -> None:
+    """Give shared memory its values, add what rules add, and warn of overflows."""
+    lost: set[str] = set()
+    if separated.pairs:
+        lost = aliases.join(planned.requests, separated, view.location)
+    if settings.options.allow_dtype_cast:
+        warn_of_overflows(
+            (request.key, FROM_NAME[view.dtype_name(request.key)], target)
+            for request, target in zip(planned.requests, planned.targets, strict=True)
+        )
+    # Once per memory.
+    places = {(t.data_ptr(), t.shape, t.stride()): (t, value) for t, value in planned.additions}
+    with torch.no_grad():
+        for target, value in places.values():
+            target.add_(value)
+    lost |= aliases.settle(given, planned.shards, view.location)
+    settings.overwritten.update(lost)
+
+
 def _read_by_coordinator(ranks: Ranks, stored: StoredCheckpoint, chunk: int) -> bytes:
-    """Return common state, which the coordinator reads: on an object store, only once."""
+    """Return common state, which the coordinator reads."""
     with ranks.telling("read the common state") as told:
         pass
     with ranks.answering(told, "read the common state"):
@@ -247,14 +269,6 @@ def _plan_copies(
     for request in requests:
         dense.append(request.covered() if request.step else request)
     return requests, [copy for copy in plan_load(stored, dense) if not requests[copy.request].step]
-
-
-def _add(additions: Sequence[tuple[torch.Tensor, float]]) -> None:
-    """Add values to targets, once per memory."""
-    places = {(t.data_ptr(), t.shape, t.stride()): (t, value) for t, value in additions}
-    with torch.no_grad():
-        for target, value in places.values():
-            target.add_(value)
 
 
 # --- Descriptions ------------------------------------------------------------

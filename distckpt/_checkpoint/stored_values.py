@@ -19,7 +19,7 @@ from distckpt._format.checksum_files import checksums_of_blocks, fetch_checksums
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io.read import read_chunks
-from distckpt._plan.load import Request, object_chunk
+from distckpt._plan.load import Request, check_keys, object_chunk
 from distckpt._state.common_state import COMMON_KEY, object_text
 from distckpt.mapping._wrappers import ShardedObject
 
@@ -74,46 +74,66 @@ def _read_regions(stored: StoredCheckpoint, requests: Sequence[Request]) -> list
     return values
 
 
-def chunks_of_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> list[int]:
-    """Return the chunks of cells of objects, none where a reader loads them.
+class FoundObjects(NamedTuple):
+    """Cells of objects in a checkpoint.
 
-    Common state that is not stored has none.
+    Attributes:
+        reader: the reader that loads them; None for distckpt's own encoding.
+        chunks: the chunk of each cell, None for common state that is not in a chunk.
     """
-    if find_reader(stored) is not None:
-        return []
-    chunks = []
-    for shard in shards:
-        if shard.key != COMMON_KEY or COMMON_KEY in stored.manifest.key_index:
-            chunks.append(object_chunk(stored, shard))
-    return chunks
+
+    reader: Reader | None
+    chunks: Sequence[int | None]
+
+    @property
+    def stored_chunks(self) -> list[int]:
+        """Return the chunks of all cells that are in one."""
+        return [chunk for chunk in self.chunks if chunk is not None]
 
 
-def load_objects(
-    stored: StoredCheckpoint,
-    shards: Sequence[ShardedObject],
-    contents: Mapping[int, bytes] | None = None,
-) -> list[Any]:
-    """Load cells of objects; common state defaults to an empty dict.
+def load_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> list[Any]:
+    """Load cells of objects; common state defaults to an empty dict."""
+    found = find_objects(stored, shards)
+    contents: dict[int, bytes] = {}
+    if found.reader is None:
+        chunks = found.stored_chunks
+        contents.update(zip(chunks, read_chunks(stored, chunks), strict=True))
+    return decode_objects(stored, found, contents)
 
-    `contents` are the bytes of `chunks_of_objects`, if they were read already.
+
+def find_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> FoundObjects:
+    """Find cells of objects.
+
+    Raises:
+        LoadMismatchError: a cell is not stored.
     """
+    names = [shard.key for shard in shards if shard.key != COMMON_KEY]
+    if names:
+        check_keys(stored, names)
     reader = find_reader(stored)
-    cells = [shard for shard in shards if shard.key != COMMON_KEY]
+    is_stored = reader is None and COMMON_KEY in stored.manifest.key_index
+    chunks: list[int | None] = []
+    for shard in shards:
+        chunk = None
+        if shard.key != COMMON_KEY or is_stored:
+            chunk = object_chunk(stored, shard)
+        chunks.append(chunk)
+    return FoundObjects(reader, chunks)
+
+
+def decode_objects(
+    stored: StoredCheckpoint, found: FoundObjects, contents: Mapping[int, bytes]
+) -> list[Any]:
+    """Return the values of objects; `contents` are the bytes of chunks without a reader."""
+    reader = found.reader
+    chunks = found.stored_chunks
     if reader is not None:
-        chunks = [object_chunk(stored, shard) for shard in cells]
         values = iter(_values_of_reader(reader, stored, chunks))
     else:
-        chunks = chunks_of_objects(stored, shards)
-        if contents is None:
-            contents = dict(zip(chunks, read_chunks(stored, chunks), strict=True))
         values = iter([_decode(stored, chunk, contents[chunk]) for chunk in chunks])
-    is_read = reader is None and COMMON_KEY in stored.manifest.key_index
     loaded = []
-    for shard in shards:
-        if shard.key != COMMON_KEY or is_read:
-            loaded.append(next(values))
-        else:
-            loaded.append(_common_of_reader(reader, stored))
+    for chunk in found.chunks:
+        loaded.append(_common_of_reader(reader, stored) if chunk is None else next(values))
     return loaded
 
 

@@ -60,23 +60,7 @@ MAX_GAP_BYTES = 256 << 10
 
 def read_chunks(stored: StoredCheckpoint, chunks: Sequence[int]) -> list[bytes]:
     """Return the stored bytes of some chunks, after comparing their checksums."""
-    parts = whole_chunks(stored, chunks)
-    read_parts(stored, parts)
-    return [part.target.tobytes() for part in parts]
-
-
-def whole_chunks(
-    stored: StoredCheckpoint, chunks: Sequence[int], memories: Sequence[Bytes] | None = None
-) -> list[ReadPart]:
-    """Return parts that are whole chunks, in memory of their size; allocate it if there is none."""
-    # Before memory is allocated: sizes may be damaged.
-    check_files(stored, chunks)
-    if memories is None:
-        memories = [np.empty(int(stored.manifest.num_bytes[chunk]), np.uint8) for chunk in chunks]
-    parts = []
-    for chunk, memory in zip(chunks, memories, strict=True):
-        parts.append(ReadPart(chunk, 0, len(memory), memory, lead=0))
-    return parts
+    return read_parts(stored, (), chunks)
 
 
 def read_in_pieces(stored: StoredCheckpoint, chunk: int, piece_bytes: int) -> Iterator[Bytes]:
@@ -99,24 +83,37 @@ def read_in_pieces(stored: StoredCheckpoint, chunk: int, piece_bytes: int) -> It
 def read_parts(
     stored: StoredCheckpoint,
     parts: Sequence[ReadPart],
+    chunks: Sequence[int] = (),
     copier: Copier | None = None,
     num_threads: int = NUM_THREADS,
     progress: Callable[[int], None] | None = None,
-) -> None:
-    """Read parts of chunks whose files were checked, see `check_files`.
+) -> list[bytes]:
+    """Read parts of chunks, and whole chunks, whose bytes are returned.
 
     Each thread has a buffer of about `UNIT_BYTES`, or `REQUEST_BYTES`. `progress` is called with
     numbers of bytes, from several threads. Damage raises CorruptCheckpointError, which names file,
     key, region and bytes.
     """
-    table = _in_file_order(stored, copier or Copier(()), parts)
+    check_files(stored, [*(part.chunk for part in parts), *chunks])
+    whole = []
+    for chunk in chunks:
+        # Its size agrees with that of its file.
+        size = int(stored.manifest.num_bytes[chunk])
+        whole.append(ReadPart(chunk, 0, size, np.empty(size, np.uint8), lead=0))
+    table = _in_file_order(stored, copier or Copier(()), [*parts, *whole])
+    _read_table(table, num_threads, progress)
+    return [part.target.tobytes() for part in whole]
+
+
+def _read_table(table: PartTable, num_threads: int, progress: Callable[[int], None] | None) -> None:
+    stored = table.stored
     # The files of the checkpoint stay open, new ones do not.
     with contextlib.nullcontext(stored.files) if stored.files else OpenFiles() as files:
         reading = _Reading(table, files, progress)
         if not reading.is_local:
             run_threads(reading.fetch, reading.near_units(), num_threads)
             return
-        if sum(part.stop - part.start for part in parts) <= PIECE_BYTES:
+        if sum(part.stop - part.start for part in table.parts) <= PIECE_BYTES:
             # Starting other threads takes longer than this.
             num_threads = 1
         # A disk is fastest where each of a few threads reads on and on.

@@ -217,7 +217,9 @@ class Content(NamedTuple):
 
 def content_for(table: PartTable, unit: list[Span]) -> Content:
     """Choose the memory for a unit: large plain targets, and scratch memory."""
-    scratch = bounce_buffer("read", sum(span.num_bytes for span in unit), table.copier.layer)
+    scratch = bounce_buffer(
+        "read", sum(span.stop - span.start for span in unit), table.copier.layer
+    )
     goals, values = _goals_of(table, unit)
     content = Content([], scratch, [], values)
     end = 0

@@ -14,11 +14,11 @@ from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.memory import Copier
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import NUM_THREADS, run_threads
-from distckpt._format.stored_checkpoint import StoredCheckpoint, check_files
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, covering, whole
 from distckpt._geometry.units import cut_region
 from distckpt._io.read import read_parts
-from distckpt._io.read_parts import ReadPart, parts_of
+from distckpt._io.read_parts import parts_of
 from distckpt._plan.decoded import PIECE_ELEMENTS, Piece, plan_decoding, target_of
 from distckpt._plan.load import Copy, Request, plan_load
 from distckpt._quantization.numbers import scratch
@@ -43,9 +43,9 @@ def read_copies(
     targets: Sequence[torch.Tensor],
     num_threads: int = NUM_THREADS,
     progress: Callable[[int], None] | None = None,
-    objects: Sequence[ReadPart] = (),
-) -> None:
-    """Fill requested regions from chunks, also of quantized tensors, and read objects.
+    chunks: Sequence[int] = (),
+) -> list[bytes]:
+    """Fill requested regions, also of quantized tensors; return the bytes of whole `chunks`.
 
     `targets` has for each request a tensor of its region's shape, of any strides, device and dtype.
     Quantized tensors are decoded in pieces that stay in cache. For `progress` and errors see
@@ -59,13 +59,14 @@ def read_copies(
         pieces = plan_decoding(stored, copies)
     copier = Copier(targets)
     parts = parts_of(stored, plain, targets, copier)
-    check_files(stored, [part.chunk for part in parts])
-    read_parts(stored, [*parts, *objects], copier, num_threads, progress)
-    run_threads(
-        lambda piece: _read_piece(stored, piece, target_of(piece, targets), progress),
-        pieces,
-        num_threads,
-    )
+    contents = read_parts(stored, parts, chunks, copier, num_threads, progress)
+    if pieces:
+        run_threads(
+            lambda piece: _read_piece(stored, piece, target_of(piece, targets), progress),
+            pieces,
+            num_threads,
+        )
+    return contents
 
 
 def read_apart(
@@ -131,7 +132,7 @@ def _read_piece(
 ) -> None:
     quantized = piece.quantized
     parts = {}
-    for role, region in zip(piece.roles, piece.parts, strict=True):
+    for role, region in piece.parts.items():
         parts[role] = scratch(f"part {role}", region.shape, FROM_NAME[quantized.parts[role].dtype])
     read_copies(stored, piece.copies, list(parts.values()), 1, progress)
     if "shape" in parts and tuple(parts["shape"].tolist()) != quantized.shape:

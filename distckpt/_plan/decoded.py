@@ -140,14 +140,13 @@ class Piece(NamedTuple):
     """A region of a quantized tensor to compute, with its parts.
 
     `region` is in the stored layout, and `copy` has the request. `parts` has the stored region of
-    each role, and `copies` their reads, whose requests count from 0.
+    each part by its role, and `copies` their reads, whose requests count from 0.
     """
 
     quantized: QuantizedTensor
     region: Region
     copy: Copy
-    roles: tuple[str, ...]
-    parts: tuple[Region, ...]
+    parts: Mapping[str, Region]
     copies: list[Copy]
 
 
@@ -173,9 +172,7 @@ def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]
                 spec = quantized.parts[role]
                 owners.append((len(pieces), index))
                 requests.append(Request(spec.key, spec.shape, part_region))
-            pieces.append(
-                Piece(quantized, region, copy, tuple(regions), tuple(regions.values()), [])
-            )
+            pieces.append(Piece(quantized, region, copy, regions, []))
     for part in plan_load(view, requests):
         piece, index = owners[part.request]
         pieces[piece].copies.append(part._replace(request=index))

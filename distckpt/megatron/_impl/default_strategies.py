@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from distckpt._checkpoint.opening import find_checkpoint
+from distckpt._checkpoint.opening import find_checkpoint, is_built_in
 from distckpt._format.marker import BUILT_IN
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -48,6 +48,6 @@ def get_default_load_sharded_strategy(
         return TorchDistLoadShardedStrategy()
     location = locations.normalize(checkpoint_dir)
     checkpoint = find_checkpoint(Ranks.alone(), location)
-    if checkpoint.stored is not None:
+    if is_built_in(checkpoint.marker):
         return TorchDistLoadShardedStrategy()
     return registered_strategy(location, checkpoint.marker)
