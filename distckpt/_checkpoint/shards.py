@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
-from distckpt._base.memory import Copier, in_huge_pages, repeats_memory
+from distckpt._base.dtypes import FROM_NAME, flat_bytes
+from distckpt._base.memory import (
+    Copier,
+    address_array,
+    fill,
+    in_huge_pages,
+    overlapping,
+    repeats_memory,
+)
 from distckpt._base.options import LoadOptions
 from distckpt._base.threads import ProgressCounter, num_requests_within, num_threads_within
 from distckpt._checkpoint.stored_values import decode_objects, find_objects
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io import aliases
 from distckpt._io.read import read_chunks
 from distckpt._io.read_values import read_apart, read_copies, warn_of_overflows
 from distckpt._io.shared_read import Sharing, read_shared
-from distckpt._plan.decoded import decoded, find, name_in_view
+from distckpt._plan.decoded import decoded, name_in_view
 from distckpt._plan.load import Copy, Request, check_dtypes, check_keys, plan_load, request_of
 from distckpt._plan.translate import translate
 from distckpt._ranks import groups
@@ -30,6 +38,8 @@ from distckpt._storage.open_files import OpenFiles
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import ShardedObject
 from distckpt.rules._rule import Rule
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,7 @@ def load_shards(
     with ranks.phase("plan the reads") as vote:
         view = decoded(stored)
         planned = _plan_requests(view, tensors, settings)
-        separated = aliases.separate(view, planned.requests, planned.copies, planned.targets)
+        separated = _separate(view, planned)
         found = find_objects(stored, objects)
         chunks = [] if found.reader is not None else found.stored_chunks
         own_chunks = chunks
@@ -110,13 +120,7 @@ def load_shards(
     progress = counter.add if options.progress is not None else None
     # Other threads do some of the following copies, on streams of their own.
     Copier(separated.targets).wait_for_queued()
-    sharing = Sharing(
-        ranks=ranks,
-        options=options,
-        group=group,
-        is_local=is_local,
-        most_bytes=vote.largest,
-    )
+    sharing = Sharing(ranks, options, group, is_local, most_bytes=vote.largest)
     num_threads_for = num_threads_within if is_local else num_requests_within
     with OpenFiles() as files:
         opened = view.with_files(files)
@@ -151,14 +155,14 @@ def load_shards(
 def _complete(
     view: StoredCheckpoint,
     planned: _Requests,
-    separated: aliases.Separated,
+    separated: _Separated,
     given: Sequence[ShardedTensor],
     settings: ReadSettings,
 ) -> None:
     """Give shared memory its values, add what rules add, and warn of overflows."""
     lost: set[str] = set()
     if separated.pairs:
-        lost = aliases.join(planned.requests, separated, view.location)
+        lost = _join(planned, separated, view.location)
     if settings.options.allow_dtype_cast:
         warn_of_overflows(
             (request.key, FROM_NAME[view.dtype_name(request.key)], target)
@@ -169,7 +173,7 @@ def _complete(
     with torch.no_grad():
         for target, value in places.values():
             target.add_(value)
-    lost |= aliases.settle(given, planned.shards, view.location)
+    lost |= _settle(given, planned.shards, view.location)
     settings.overwritten.update(lost)
 
 
@@ -271,7 +275,140 @@ def _plan_copies(
     return requests, [copy for copy in plan_load(stored, dense) if not requests[copy.request].step]
 
 
-# --- Descriptions ------------------------------------------------------------
+# --- Shared memory --------------------------------------------------------------------------------
+# If targets that share memory were read together, one would be overwritten while its checksum is
+# computed.
+
+
+class _Separated(NamedTuple):
+    """Targets to read into, without shared memory.
+
+    `pairs` are the (first, second) targets where `second` has elements of `first`, an earlier one.
+    While it is read, the second of a pair has memory of its own in `targets`.
+    """
+
+    targets: Sequence[torch.Tensor]
+    pairs: list[tuple[int, int]]
+
+
+def _separate(stored: StoredCheckpoint, planned: _Requests) -> _Separated:
+    """Give each target that overlaps an earlier one memory of its own.
+
+    Targets that are stored in the same place keep their memory.
+    """
+    targets = planned.targets
+    shared = sorted((second, first) for first, second in overlapping(targets))
+    if not shared:
+        return _Separated(targets, [])
+    concerned: set[int] = set()
+    for pair in shared:
+        concerned.update(pair)
+    sources = _sources_of(stored, planned.copies, concerned)
+    places = {}
+    for n in concerned:
+        places[n] = (targets[n].dtype, address_array(targets[n]).__array_interface__)
+
+    def is_same(first: int, second: int) -> bool:
+        return (sources[first], places[first]) == (sources[second], places[second])
+
+    pairs = [(first, second) for second, first in shared if not is_same(first, second)]
+    separated = list(targets)
+    for second in {second for _, second in pairs}:
+        target = targets[second]
+        # Values that are not stored stay 0.
+        separated[second] = torch.zeros(target.shape, dtype=target.dtype, device="cpu")
+    return _Separated(separated, pairs)
+
+
+def _sources_of(
+    stored: StoredCheckpoint, copies: Sequence[Copy], requests: set[int]
+) -> dict[int, set[Any]]:
+    """Return the stored places that fill some requests, by request."""
+    sources: dict[int, set[Any]] = defaultdict(set)
+    for copy in copies:
+        if copy.request in requests:
+            place = stored.path_of(copy.chunk), int(stored.manifest.first_bytes[copy.chunk])
+            sources[copy.request].add((*place, copy.source, copy.target))
+    return sources
+
+
+def _join(planned: _Requests, separated: _Separated, location: str) -> set[str]:
+    """Give shared memory the value that was read last.
+
+    Warn if it differs from the value that was read before, and return the keys of lost values.
+    """
+    earlier: dict[int, list[int]] = defaultdict(list)
+    for first, second in separated.pairs:
+        earlier[second].append(first)
+    lost: set[str] = set()
+    for second, firsts in earlier.items():
+        values = separated.targets[second]
+        others = [(planned.requests[n].key, planned.targets[n]) for n in firsts]
+        key = planned.requests[second].key
+        lost |= _put(key, planned.targets[second], values, others, location)
+    return lost
+
+
+def _settle(
+    given: Sequence[ShardedTensor], filled: Sequence[ShardedTensor], location: str
+) -> set[str]:
+    """Fill tensors that share memory from the tensors loaded instead of them.
+
+    Return the keys of other tensors that have lost values by this.
+
+    Raises:
+        LoadMismatchError: elements that are one place have different values.
+    """
+    pairs = zip(given, filled, strict=True)
+    targets: list[Any] = []
+    for one, other in pairs:
+        targets.append(other.data if one.data is None else one.data)
+    apart: dict[int, Any] = {}
+    for number, shard in enumerate(filled):
+        if shard.data is not targets[number]:
+            apart[number] = shard.data
+    if not apart:
+        return set()
+    neighbors: dict[int, list[int]] = defaultdict(list)
+    for first, second in overlapping(targets):
+        neighbors[first].append(second)
+        neighbors[second].append(first)
+    lost: set[str] = set()
+    for number, values in apart.items():
+        others = []
+        for n in neighbors[number]:
+            if n < number or n not in apart:
+                others.append((given[n].key, targets[n]))
+        lost |= _put(given[number].key, targets[number], values, others, location)
+    return lost
+
+
+def _put(
+    key: str,
+    target: torch.Tensor,
+    values: torch.Tensor,
+    others: Sequence[tuple[str, torch.Tensor]],
+    location: str,
+) -> set[str]:
+    """Fill a target, and warn if this changes other tensors. Return the keys of those tensors."""
+    before = [flat_bytes(other.clone()) for _, other in others]
+    fill(key, target, values)
+    lost = set()
+    for (name, other), bits in zip(others, before, strict=True):
+        if not torch.equal(bits, flat_bytes(other)):
+            lost.add(name)
+            logger.warning(
+                "%r and %r of %s have different values, and were to be loaded into one tensor: "
+                "it has that of %r now. Request one of them, or untie the tensors.",
+                name,
+                key,
+                location,
+                key,
+            )
+    return lost
+
+
+# --- Descriptions ---------------------------------------------------------------------------------
 
 
 def describe_tensors(stored: StoredCheckpoint) -> dict[str, ShardedTensor]:
@@ -279,7 +416,11 @@ def describe_tensors(stored: StoredCheckpoint) -> dict[str, ShardedTensor]:
     shards = {}
     for key in stored.manifest.key_index:
         if not stored.is_object(key):
-            shards[key] = _unsharded(key, stored.dtype_name(key), stored.global_shape(key))
+            dtype = FROM_NAME[stored.dtype_name(key)]
+            shape = stored.global_shape(key)
+            offset = (0,) * len(shape)
+            grid = (1,) * len(shape)
+            shards[key] = ShardedTensor(key, None, dtype, shape, shape, offset, grid)
     return shards
 
 
@@ -292,24 +433,3 @@ def describe_objects(stored: StoredCheckpoint) -> dict[str, ShardedObject]:
             shard = ShardedObject(key, None, stored.global_shape(key), offset)
             shards[shard.unique_key] = shard
     return shards
-
-
-def describe_quantized(
-    stored: StoredCheckpoint,
-) -> dict[str, tuple[ShardedTensor, tuple[str, ...]]]:
-    """Describe the tensors stored as codes and scales, by key.
-
-    The description names the codes and scales.
-    """
-    descriptions = {}
-    for key, tensor in find(stored).items():
-        shard = _unsharded(key, tensor.dtype, tensor.model_shape)
-        descriptions[key] = (shard, tensor.keys)
-    return descriptions
-
-
-def _unsharded(key: str, dtype: str, shape: tuple[int, ...]) -> ShardedTensor:
-    num_axes = len(shape)
-    return ShardedTensor(
-        key, None, FROM_NAME[dtype], shape, shape, (0,) * num_axes, (1,) * num_axes
-    )

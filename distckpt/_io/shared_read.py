@@ -34,7 +34,6 @@ from distckpt._plan.share import (
     ReadCosts,
     SharePlan,
     Units,
-    UnitTable,
     describe_units,
     divide,
     unit_bytes_for,
@@ -108,7 +107,9 @@ def read_shared(
         return copies
     with ranks.telling("describe the reads", answer_each=True) as message:
         costs = ReadCosts(stored.manifest, sharing.is_local and not stored.verifies)
-        divided, table = _describe(sharing, costs, copies, targets)
+        divided = divide(costs.manifest, copies, unit_bytes_for(sharing.most_bytes))
+        dtypes = [target.dtype for target in targets]
+        table = describe_units(costs, divided, dtypes, sharing.group, _place_of(sharing))
         pieces = _Pieces(copies, divided)
         left = np.arange(len(divided.units))
         is_fast = False
@@ -138,8 +139,6 @@ def read_shared(
 
 def _may_pay(sharing: Sharing, targets: Sequence[torch.Tensor]) -> bool:
     """Whether sharing may pay, given the requests of all ranks."""
-    if sharing.ranks.size == 1 or sharing.options.parallel_load == "off":
-        return False
     if not sharing.is_auto:
         return True
     if sharing.most_bytes < MIN_REQUESTED_BYTES:
@@ -168,16 +167,6 @@ def host_number() -> int:
     except OSError:
         boot = b""
     return checksum(socket.gethostname().encode() + b"\n" + boot) >> 2
-
-
-def _describe(
-    sharing: Sharing, costs: ReadCosts, copies: Sequence[Copy], targets: Sequence[torch.Tensor]
-) -> tuple[Units, UnitTable]:
-    """Divide this rank's requests into units, and describe them."""
-    divided = divide(costs.manifest, copies, unit_bytes_for(sharing.most_bytes))
-    dtypes = [target.dtype for target in targets]
-    place = _place_of(sharing)
-    return divided, describe_units(costs, divided, dtypes, sharing.group, place)
 
 
 def _plan_together(
@@ -279,16 +268,11 @@ def _memory_for(
     plan = own.plan
     wave_bytes = np.bincount(plan.read_waves, own.held_bytes(), plan.num_waves).astype(np.int64)
     memory = torch.empty((2, int(wave_bytes.max())), dtype=torch.uint8, device="cpu")
-    message_bytes, read_bytes = _budget(max_inflight_bytes, memory.nbytes)
-    return memory, make_buffers(message_bytes), read_bytes
-
-
-def _budget(max_inflight_bytes: int, held_bytes: int) -> tuple[int, int]:
-    """Divide memory between messages and reads, after the held memory."""
-    if not held_bytes:
-        return max_inflight_bytes // 2, max_inflight_bytes
+    if not memory.nbytes:
+        return memory, make_buffers(max_inflight_bytes // 2), max_inflight_bytes
     message_bytes = max_inflight_bytes // HELD_SHARE
-    return message_bytes, max_inflight_bytes - held_bytes - message_bytes
+    read_bytes = max_inflight_bytes - memory.nbytes - message_bytes
+    return memory, make_buffers(message_bytes), read_bytes
 
 
 # --- Wave -----------------------------------------------------------------------------------------
@@ -338,16 +322,15 @@ class OwnUnits(NamedTuple):
         )
         for number, unit, offset, shape in places:
             sample = self.units[unit_in[number]]
-            if unit >= 0:
-                source = self.units[unit].source
-                regions[number] = ReadRegion(sample.chunk, source, self.target(unit), unit)
-                continue
             ndim = len(sample.source.shape)
-            target = self.targets[sample.request]
             region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
-            num_bytes = region.num_elements * target.itemsize
-            memory = held[end : end + num_bytes].view(target.dtype).view(region.shape)
-            end += sizes[number]
+            if unit >= 0:
+                memory = self.target(unit)
+            else:
+                target = self.targets[sample.request]
+                num_bytes = region.num_elements * target.itemsize
+                memory = held[end : end + num_bytes].view(target.dtype).view(region.shape)
+                end += sizes[number]
             regions[number] = ReadRegion(sample.chunk, region, memory, unit)
         return regions
 

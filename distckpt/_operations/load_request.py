@@ -269,6 +269,8 @@ def _rules(
     source: ShardSource,
 ) -> Sequence[Rule]:
     """Return the rules from the request's names to the source's names."""
+    if request.family is None and not request.rules:
+        return ()
     shapes = _shapes_of(shards)
     family_rules: Sequence[Rule] = ()
     if request.family is not None:

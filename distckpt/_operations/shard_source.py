@@ -13,11 +13,12 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions
 from distckpt._base.tree import HOLE
 from distckpt._checkpoint.opening import is_built_in
-from distckpt._checkpoint.shards import ReadSettings, describe_quantized, load_shards
+from distckpt._checkpoint.shards import ReadSettings, load_shards
 from distckpt._checkpoint.stored_values import has_equal_cells, load_objects
 from distckpt._format.manifest import OBJECT
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._models.objects import Description
+from distckpt._plan.decoded import find
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard
@@ -214,8 +215,8 @@ def entries_of(stored: StoredCheckpoint) -> dict[str, StoredEntry]:
             tensor_dtype = FROM_NAME[dtype]
         entries[key] = StoredEntry(tensor_dtype, manifest.global_shapes[number])
     entries.pop(COMMON_KEY, None)
-    for key, (shard, parts) in describe_quantized(stored).items():
-        entries[key] = StoredEntry(shard.dtype, tuple(shard.global_shape), parts)
+    for key, tensor in find(stored).items():
+        entries[key] = StoredEntry(FROM_NAME[tensor.dtype], tensor.model_shape, tensor.keys)
     return entries
 
 
@@ -236,12 +237,12 @@ class _UserStrategy(ShardSource):
         return entries
 
     def _listed_entries(self) -> list[tuple[str, str | None, tuple[int, ...]]]:
-        shards = self.strategy.load_sharded_metadata(self.location).values()
-        by_key = {}
-        for shard in shards:
-            if shard.key != COMMON_KEY:
-                by_key[shard.key] = shard
-        return [(key, _dtype_name(shard), shard.global_shape) for key, shard in by_key.items()]
+        listed = {}
+        for shard in self.strategy.load_sharded_metadata(self.location).values():
+            dtype = TO_NAME[shard.dtype] if isinstance(shard, ShardedTensor) else None
+            listed[shard.key] = (shard.key, dtype, shard.global_shape)
+        listed.pop(COMMON_KEY, None)
+        return list(listed.values())
 
     def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
         if rules:
@@ -255,9 +256,3 @@ class _UserStrategy(ShardSource):
 
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
         return self.read(shards, ())
-
-
-def _dtype_name(shard: Shard) -> str | None:
-    if isinstance(shard, ShardedTensor):
-        return TO_NAME[shard.dtype]
-    return None
