@@ -136,19 +136,19 @@ def load_shards(
         if settings.rules:
             read_apart(opened, planned.requests, planned.targets, num_threads, progress)
     counter.finish()
-    _complete(view, planned, separated, tensors, settings)
+    filled = []
+    for shard, memory in zip(tensors, planned.shards, strict=True):
+        filled.append(memory.data if shard.data is None else shard.data)
+    _complete(view, planned, separated, filled, settings)
     contents = dict(zip(own_chunks, blobs, strict=True))
     for chunk in set(chunks).difference(own_chunks):
         contents[chunk] = _read_by_coordinator(ranks, stored, chunk)
     loaded_objects = iter(decode_objects(stored, found, contents))
-    filled = iter(planned.shards)
+    loaded_tensors = iter(filled)
     values: list[Any] = []
     for shard in shards:
-        if isinstance(shard, ShardedTensor):
-            memory = next(filled).data
-            values.append(memory if shard.data is None else shard.data)
-        else:
-            values.append(next(loaded_objects))
+        loaded = loaded_tensors if isinstance(shard, ShardedTensor) else loaded_objects
+        values.append(next(loaded))
     return values
 
 
@@ -156,7 +156,7 @@ def _complete(
     view: StoredCheckpoint,
     planned: _Requests,
     separated: _Separated,
-    given: Sequence[ShardedTensor],
+    filled: Sequence[Any],
     settings: ReadSettings,
 ) -> None:
     """Give shared memory its values, add what rules add, and warn of overflows."""
@@ -173,7 +173,7 @@ def _complete(
     with torch.no_grad():
         for target, value in places.values():
             target.add_(value)
-    lost |= _settle(given, planned.shards, view.location)
+    lost |= _settle(planned.shards, filled, view.location)
     settings.overwritten.update(lost)
 
 
@@ -193,19 +193,17 @@ def _plan_requests(
     """Plan the requests and the tensors that they fill. `stored` is a view, see `decoded`."""
     numbers = []
     regions = []
+    dtypes = []
     requests = []
     for number, shard in enumerate(shards):
         for region in shard_regions(shard):
             numbers.append(number)
             regions.append(region)
+            dtypes.append(shard.dtype if shard.data is None else shard.data.dtype)
             requests.append(request_of(shard, region))
     copies: list[Copy] = []
     if not settings.rules:
         # Before memory is allocated: a tensor that is not stored may be of any size.
-        dtypes = []
-        for number in numbers:
-            shard = shards[number]
-            dtypes.append(shard.dtype if shard.data is None else shard.data.dtype)
         requests, copies = _plan_copies(stored, requests, dtypes, settings)
     filled = [_with_memory(shard) for shard in shards]
     views = []
@@ -349,9 +347,7 @@ def _join(planned: _Requests, separated: _Separated, location: str) -> set[str]:
     return lost
 
 
-def _settle(
-    given: Sequence[ShardedTensor], filled: Sequence[ShardedTensor], location: str
-) -> set[str]:
+def _settle(shards: Sequence[ShardedTensor], targets: Sequence[Any], location: str) -> set[str]:
     """Fill tensors that share memory from the tensors loaded instead of them.
 
     Return the keys of other tensors that have lost values by this.
@@ -359,12 +355,8 @@ def _settle(
     Raises:
         LoadMismatchError: elements that are one place have different values.
     """
-    pairs = zip(given, filled, strict=True)
-    targets: list[Any] = []
-    for one, other in pairs:
-        targets.append(other.data if one.data is None else one.data)
     apart: dict[int, Any] = {}
-    for number, shard in enumerate(filled):
+    for number, shard in enumerate(shards):
         if shard.data is not targets[number]:
             apart[number] = shard.data
     if not apart:
@@ -378,8 +370,8 @@ def _settle(
         others = []
         for n in neighbors[number]:
             if n < number or n not in apart:
-                others.append((given[n].key, targets[n]))
-        lost |= _put(given[number].key, targets[number], values, others, location)
+                others.append((shards[n].key, targets[n]))
+        lost |= _put(shards[number].key, targets[number], values, others, location)
     return lost
 
 
