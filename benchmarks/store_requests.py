@@ -28,7 +28,7 @@ from distckpt._format.manifest import Manifest
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray, Region
-from distckpt._io.read import REQUEST_BYTES, _in_file_order, _Reading
+from distckpt._io.read import _in_file_order, _Reading
 from distckpt._io.read_parts import parts_of
 from distckpt._plan.layout import PlannedChunk, lay_out_tensor_file
 from distckpt._plan.load import Copy, Request, plan_load
@@ -332,12 +332,12 @@ def counted(
     # Nobody writes into this memory, so it takes none.
     targets = [torch.empty(r.region.shape, dtype=d) for r, d in zip(requests, dtypes, strict=True)]
     copier = Copier(targets)
-    parts = parts_of(stored, copies, targets, copier, exact=False, reach_bytes=REQUEST_BYTES)
+    parts = parts_of(stored, copies, targets, copier)
     plain = stored_without_checksums(stored)
     reading = _Reading(_in_file_order(plain, copier, parts), OpenFiles())
     gets = read = 0
     files = set()
-    for units in reading._near_units():
+    for units in reading.near_units():
         start = reading._position(units[0])
         ends = [reading._position(u) + sum(s.num_bytes for s in u) for u in units]
         gets, read = gets + 1, read + max(ends) - start

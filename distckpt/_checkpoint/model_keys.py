@@ -178,39 +178,25 @@ def left_out(stored: StoredCheckpoint, keys: str | Sequence[str] | None) -> set[
     return optimizer_keys(stored)
 
 
-def _beside_model(
-    stored: StoredCheckpoint, keys: str | Sequence[str] | None, selected: Collection[str]
-) -> list[str]:
-    """Return selected tensors outside of `model` that no pattern asks for."""
-    names = set(names_of_module(stored.marker))
-    if not names or divided(keys or ())[0]:
-        return []
-    return [key for key in selected if first_name(key) not in names]
-
-
-def _cut_off(
-    stored: StoredCheckpoint, keys: str | Sequence[str] | None, selected: Collection[str]
-) -> list[str]:
-    """Return the tensors of `model` that a prefix cuts off.
+def warn_of_cut_off(
+    stored: StoredCheckpoint, options: ExportOptions, selected: Collection[str]
+) -> None:
+    """Warn of tensors of the model that a prefix leaves out.
 
     The prefix is the first name of other tensors of that module: `model.` leaves out
     `lm_head.weight`.
     """
     names = names_of_module(stored.marker)
-    wanted, unwanted = divided(keys or ())
+    wanted, unwanted = divided(options.keys or ())
     firsts = {pattern.rstrip("*").rstrip(".") for pattern in wanted}
     if not firsts.intersection(names):
-        return []
-    absent = set(names).difference(map(first_name, selected))
-    others = stored.manifest.key_index.keys() - optimizer_keys(stored)
-    return [key for key in others if first_name(key) in absent and not matches(key, unwanted)]
-
-
-def warn_of_cut_off(
-    stored: StoredCheckpoint, options: ExportOptions, selected: Collection[str]
-) -> None:
-    """Warn of tensors of the model that a prefix leaves out."""
-    if absent := _cut_off(stored, options.keys, selected):
+        return
+    outside = set(names).difference(map(first_name, selected))
+    absent = []
+    for key in stored.manifest.key_index.keys() - optimizer_keys(stored):
+        if first_name(key) in outside and not matches(key, unwanted):
+            absent.append(key)
+    if absent:
         logger.warning(
             "keys=%r leaves out a part of the model that was saved: %s. Without `keys`, the whole "
             "model is exported.",
@@ -222,8 +208,13 @@ def warn_of_cut_off(
 def warn_of_others(
     stored: StoredCheckpoint, options: ExportOptions, selected: Collection[str]
 ) -> None:
-    """Warn of tensors that were saved with the model, such as averages."""
-    if others := _beside_model(stored, options.keys, selected):
+    """Warn of tensors that were saved with the model, such as averages, if no pattern selects."""
+    names = set(names_of_module(stored.marker))
+    wanted, _ = divided(options.keys or ())
+    if not names or wanted:
+        return
+    others = [key for key in selected if first_name(key) not in names]
+    if others:
         entry = others[0].partition(".")[0]
         logger.warning(
             "tensors that were saved beside the model are exported with it: %s. keys='!%s.*' "

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -22,6 +21,7 @@ from distckpt._checkpoint.file_states import describe
 from distckpt._checkpoint.stored_pieces import Reader
 from distckpt._commit.presence import check_marker
 from distckpt._format.checksum import checksum
+from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.foreign_formats import FORMATS, is_export
 from distckpt._format.manifest import MANIFEST_NAME, MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.manifest_reading import joined, manifest_from_bytes
@@ -34,6 +34,8 @@ from distckpt._storage.file_state import FileState
 
 BACKEND = "safetensors"
 VERSION = 1
+
+NO_CONTENT = Manifest([], [], [], ChunkTable.empty(), {})
 
 REGISTERED: dict[str, Reader] = {}
 """Readers of users by name, the latest registration last."""
@@ -105,7 +107,7 @@ def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, A
     if marker is None:
         marker = read_marker(location)
     if marker is not None:
-        check_marker(marker, location)
+        marker = check_marker(marker, location)
         is_foreign = marker["sharded_backend"] != BACKEND
     else:
         # A reader is only asked about existing files.
@@ -117,7 +119,9 @@ def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, A
             if is_readable:
                 config = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION}
                 return {**config, "manifest": None, "reader": reader.name}
-    return check_marker(marker, location)
+    if marker is None:
+        return check_marker(None, location)
+    return marker
 
 
 def holds_checkpoint(location: str) -> bool:
@@ -242,19 +246,6 @@ def _difference(location: str, manifest_checksum: str | None) -> str | None:
     return "is another checkpoint than the one that rank 0 has opened"
 
 
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A checkpoint at a location.
-
-    Attributes:
-        marker: its marker; for another format, the fields that its marker would need.
-        stored: the opened checkpoint; None for a format that a strategy of the user reads.
-    """
-
-    marker: Mapping[str, Any]
-    stored: StoredCheckpoint | None
-
-
 def find_checkpoint(
     ranks: Ranks,
     location: str,
@@ -262,10 +253,10 @@ def find_checkpoint(
     verify: bool = True,
     marker: dict[str, Any] | None = None,
     attempt: ReadAttempt | None = None,
-) -> FoundCheckpoint:
+) -> StoredCheckpoint:
     """Find the checkpoint at a location, and open it if possible.
 
-    It can be opened if its format is distckpt's or has a reader.
+    Of a format that a strategy of the user reads, it has the marker only, see `is_built_in`.
 
     Collective operation: all ranks must call it, in one of `read_attempts`. Rank 0 reads marker and
     manifest and sends them to the other ranks, which check on local paths that they see the same
@@ -293,27 +284,29 @@ def find_checkpoint(
         data = b""
         if fields.get("manifest", {}) is None:
             data = _describe(location, fields, states).to_bytes()
-        elif _is_built_in(fields):
+        elif is_built_in(fields):
             data = manifest_bytes(location, fields)
         return json.dumps(fields).encode() + b"\n" + data
 
     text, _, data = ranks.decide("find the checkpoint", read).partition(b"\n")
     with ranks.phase("open the checkpoint"):
         fields = json.loads(text)
-        manifest_checksum = _manifest_checksum(fields)
+        manifest = fields.get("manifest", {})
+        manifest_checksum = manifest.get("checksum") if isinstance(manifest, dict) else None
         # A strategy of the user may place its files anywhere.
-        if ranks.size > 1 and (manifest_checksum is not None or _is_built_in(fields)):
+        if ranks.size > 1 and (manifest_checksum is not None or is_built_in(fields)):
             check_is_same(ranks.rank, location, manifest_checksum)
-        if not _is_built_in(fields):
-            return FoundCheckpoint(fields, None)
-        stored = replace(
-            decode_manifest(location, data, verify),
+        if not is_built_in(fields):
+            return StoredCheckpoint(location, NO_CONTENT, marker=fields)
+        return StoredCheckpoint(
+            location,
+            manifest_from_bytes(data, location),
+            verify,
             marker=fields,
             states=states,
             # Copies of the same tensors, in files of the same size, may have them at other places.
-            compares_headers=not ranks.is_coordinator and fields.get("manifest", {}) is None,
+            compares_headers=not ranks.is_coordinator and manifest is None,
         )
-        return FoundCheckpoint(fields, stored)
 
 
 def open_checkpoint(
@@ -330,13 +323,13 @@ def open_checkpoint(
         CheckpointNotFoundError: there is no checkpoint.
         CheckpointingException: it has a format that only a strategy of the user reads.
     """
-    checkpoint = find_checkpoint(ranks, location, verify=verify, marker=marker, attempt=attempt)
-    if checkpoint.stored is None:
+    stored = find_checkpoint(ranks, location, verify=verify, marker=marker, attempt=attempt)
+    if not is_built_in(stored.marker):
         raise CheckpointingException(
-            f"{location!r} was written by the strategy {checkpoint.marker['sharded_backend']!r}: "
+            f"{location!r} was written by the strategy {stored.marker['sharded_backend']!r}: "
             "only distckpt.load reads it, with the strategy of that name."
         )
-    return checkpoint.stored
+    return stored
 
 
 def open_undisturbed(ranks: Ranks, location: str, *, verify: bool = True) -> StoredCheckpoint:
@@ -365,19 +358,10 @@ def opened(ranks: Ranks, location: str, *, verify: bool = True) -> Iterator[Stor
         yield stored
 
 
-def _is_built_in(marker: Mapping[str, Any]) -> bool:
+def is_built_in(marker: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint is read without a strategy of the user."""
     version = marker.get("sharded_backend_version", 1)
     return (marker["sharded_backend"], version) == (BACKEND, VERSION)
-
-
-def _manifest_checksum(marker: Mapping[str, Any]) -> str | None:
-    manifest = marker.get("manifest")
-    return manifest.get("checksum") if isinstance(manifest, dict) else None
-
-
-def decode_manifest(location: str, data: bytes, verify: bool = True) -> StoredCheckpoint:
-    """Open a checkpoint whose manifest was read already."""
-    return StoredCheckpoint(location, manifest_from_bytes(data, location), verify)
 
 
 def open_export(location: str) -> StoredCheckpoint:

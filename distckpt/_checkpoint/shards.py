@@ -1,33 +1,88 @@
-"""Shards of an opened checkpoint: descriptions of stored ones, and loads."""
+"""Shards of an opened checkpoint: loads in place of the requested regions, and descriptions."""
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from distckpt._base.dtypes import FROM_NAME
-from distckpt._checkpoint.stored_values import (
-    decode_common_state,
-    load_objects,
-    read_encoded,
-    stores_common_state,
+import torch
+
+from distckpt._base.dtypes import FROM_NAME, flat_bytes
+from distckpt._base.memory import (
+    Copier,
+    address_array,
+    fill,
+    in_huge_pages,
+    overlapping,
+    repeats_memory,
 )
+from distckpt._base.options import LoadOptions
+from distckpt._base.threads import ProgressCounter, num_requests_within, num_threads_within
+from distckpt._checkpoint.stored_values import decode_objects, find_objects
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.load_shards import ReadSettings, load_tensors
-from distckpt._plan.decoded import find
-from distckpt._plan.load import check_keys
+from distckpt._io.read import read_chunks
+from distckpt._io.read_values import read_apart, read_copies, warn_of_overflows
+from distckpt._io.shared_read import Sharing, read_shared
+from distckpt._plan.decoded import decoded, name_in_view
+from distckpt._plan.load import Copy, Request, check_dtypes, check_keys, plan_load, request_of
+from distckpt._plan.translate import translate
+from distckpt._ranks import groups
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
-from distckpt._state.shards import Shard
+from distckpt._state.shards import Shard, region_view, shard_regions
 from distckpt._storage import locations
+from distckpt._storage.open_files import OpenFiles
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import ShardedObject
+from distckpt.rules._rule import Rule
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReadSettings:
+    """Settings for reading tensors.
+
+    Attributes:
+        options: options of the caller.
+        rules: rules that make the requested tensors from the stored ones.
+        exchange_group: process group whose ranks may share reads; None for all ranks.
+        overwritten: filled with the keys of lost tensors, whose memory holds the values of other
+            tensors.
+    """
+
+    options: LoadOptions
+    rules: Sequence[Rule] = ()
+    exchange_group: Any = None
+    overwritten: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """The requests of a load, and the tensors that they fill.
+
+    Attributes:
+        shards: shards with their tensors, which are allocated if the caller gave none.
+        requests: regions of the checkpoint, one for each target.
+        targets: views of the tensors of the shards.
+        copies: regions to read, by chunk; none for requests whose elements lie apart.
+        additions: values to add to targets after reading.
+    """
+
+    shards: list[ShardedTensor]
+    requests: list[Request]
+    targets: Sequence[torch.Tensor]
+    copies: list[Copy]
+    additions: list[tuple[torch.Tensor, float]]
 
 
 def load_shards(
     ranks: Ranks, stored: StoredCheckpoint, shards: Sequence[Shard], settings: ReadSettings
 ) -> list[Any]:
-    """Read tensors in place and decode objects.
+    """Fill the tensors of shards, allocate missing ones, and decode objects.
 
     Both are returned in the order of the shards.
 
@@ -37,6 +92,7 @@ def load_shards(
         LoadMismatchError: a key, shape, dtype or object grid is not stored as requested.
         CorruptCheckpointError: files contradict the manifest or their checksums.
     """
+    options = settings.options
     tensors: list[ShardedTensor] = []
     objects: list[ShardedObject] = []
     for shard in shards:
@@ -44,39 +100,307 @@ def load_shards(
             tensors.append(shard)
         else:
             objects.append(shard)
-    loaded_tensors = iter(load_tensors(ranks, stored, tensors, settings))
-    check_keys(stored, [shard.key for shard in objects if shard.key != COMMON_KEY])
-    loaded_objects = iter(_load_objects(ranks, stored, objects))
-    values = []
+    is_local = locations.is_local(stored.location)
+    is_shared = ranks.size > 1 and options.parallel_load != "off"
+    with ranks.phase("plan the reads") as vote:
+        view = decoded(stored)
+        planned = _plan_requests(view, tensors, settings)
+        separated = _separate(view, planned)
+        found = find_objects(stored, objects)
+        chunks = [] if found.reader is not None else found.stored_chunks
+        own_chunks = chunks
+        if ranks.size > 1 and not is_local:
+            # The coordinator reads common state, once.
+            own_chunks = [chunk for chunk in chunks if stored.key_of(chunk) != COMMON_KEY]
+        group = groups.group_number(settings.exchange_group)
+        num_bytes = sum(target.nbytes for target in separated.targets)
+        vote.number = num_bytes
+    counter = ProgressCounter(options.progress, num_bytes)
+    # Counting the useful bytes of each piece takes time.
+    progress = counter.add if options.progress is not None else None
+    # Other threads do some of the following copies, on streams of their own.
+    Copier(separated.targets).wait_for_queued()
+    sharing = Sharing(ranks, options, group, is_local, most_bytes=vote.largest)
+    num_threads_for = num_threads_within if is_local else num_requests_within
+    with OpenFiles() as files:
+        opened = view.with_files(files)
+
+        def read(copies: Sequence[Copy], targets: Sequence[torch.Tensor], max_bytes: int) -> None:
+            read_copies(opened, copies, targets, num_threads_for(max_bytes), progress)
+
+        left: Sequence[Copy] = planned.copies
+        if is_shared:
+            left = read_shared(sharing, view, left, separated.targets, read)
+        num_threads = num_threads_for(options.max_inflight_bytes)
+        blobs = read_copies(opened, left, separated.targets, num_threads, progress, own_chunks)
+        if settings.rules:
+            read_apart(opened, planned.requests, planned.targets, num_threads, progress)
+    counter.finish()
+    filled = []
+    for shard, memory in zip(tensors, planned.shards, strict=True):
+        filled.append(memory.data if shard.data is None else shard.data)
+    _complete(view, planned, separated, filled, settings)
+    contents = dict(zip(own_chunks, blobs, strict=True))
+    for chunk in set(chunks).difference(own_chunks):
+        contents[chunk] = _read_by_coordinator(ranks, stored, chunk)
+    loaded_objects = iter(decode_objects(stored, found, contents))
+    loaded_tensors = iter(filled)
+    values: list[Any] = []
     for shard in shards:
         loaded = loaded_tensors if isinstance(shard, ShardedTensor) else loaded_objects
         values.append(next(loaded))
     return values
 
 
-def _load_objects(
-    ranks: Ranks, stored: StoredCheckpoint, objects: Sequence[ShardedObject]
-) -> list[Any]:
-    """Decode objects.
+def _complete(
+    view: StoredCheckpoint,
+    planned: _Requests,
+    separated: _Separated,
+    filled: Sequence[Any],
+    settings: ReadSettings,
+) -> None:
+    """Give shared memory its values, add what rules add, and warn of overflows."""
+    lost: set[str] = set()
+    if separated.pairs:
+        lost = _join(planned, separated, view.location)
+    if settings.options.allow_dtype_cast:
+        warn_of_overflows(
+            (request.key, FROM_NAME[view.dtype_name(request.key)], target)
+            for request, target in zip(planned.requests, planned.targets, strict=True)
+        )
+    # Once per memory.
+    places = {(t.data_ptr(), t.shape, t.stride()): (t, value) for t, value in planned.additions}
+    with torch.no_grad():
+        for target, value in places.values():
+            target.add_(value)
+    lost |= _settle(planned.shards, filled, view.location)
+    settings.overwritten.update(lost)
 
-    On an object store, common state is read once, by the coordinator.
-    """
-    is_far = ranks.size > 1 and not locations.is_local(stored.location)
-    is_requested = any(shard.key == COMMON_KEY for shard in objects)
-    if not (is_far and is_requested and stores_common_state(stored)):
-        return load_objects(stored, objects)
+
+def _read_by_coordinator(ranks: Ranks, stored: StoredCheckpoint, chunk: int) -> bytes:
+    """Return common state, which the coordinator reads."""
     with ranks.telling("read the common state") as told:
         pass
     with ranks.answering(told, "read the common state"):
         if ranks.is_coordinator:
-            (told.answer,) = read_encoded(stored, COMMON_KEY).values()
-    rest = [shard for shard in objects if shard.key != COMMON_KEY]
-    others = iter(load_objects(stored, rest))
-    common = decode_common_state(stored, told.answer)
-    values = []
-    for shard in objects:
-        values.append(common if shard.key == COMMON_KEY else next(others))
-    return values
+            (told.answer,) = read_chunks(stored, [chunk])
+    return told.answer
+
+
+def _plan_requests(
+    stored: StoredCheckpoint, shards: Sequence[ShardedTensor], settings: ReadSettings
+) -> _Requests:
+    """Plan the requests and the tensors that they fill. `stored` is a view, see `decoded`."""
+    numbers = []
+    regions = []
+    dtypes = []
+    requests = []
+    for number, shard in enumerate(shards):
+        for region in shard_regions(shard):
+            numbers.append(number)
+            regions.append(region)
+            dtypes.append(shard.dtype if shard.data is None else shard.data.dtype)
+            requests.append(request_of(shard, region))
+    copies: list[Copy] = []
+    if not settings.rules:
+        # Before memory is allocated: a tensor that is not stored may be of any size.
+        requests, copies = _plan_copies(stored, requests, dtypes, settings)
+    filled = [_with_memory(shard) for shard in shards]
+    views = []
+    for number, region in zip(numbers, regions, strict=True):
+        views.append(region_view(filled[number], region))
+    planned = _Requests(filled, requests, views, copies, [])
+    if settings.rules:
+        planned = _translated(stored, planned, settings)
+    for request, target in zip(planned.requests, planned.targets, strict=True):
+        if request.allow_shape_mismatch:
+            target.zero_()
+    return planned
+
+
+def _translated(
+    stored: StoredCheckpoint,
+    planned: _Requests,
+    settings: ReadSettings,
+) -> _Requests:
+    """Request the tensors that the rules read."""
+    translated = translate(settings.rules, planned.requests, planned.targets)
+    for padding in translated.padding:
+        padding.zero_()
+    dtypes = [view.dtype for view in translated.views]
+    requests, copies = _plan_copies(stored, translated.requests, dtypes, settings)
+    additions = []
+    for pair in zip(translated.views, translated.adds, strict=True):
+        if pair[1]:
+            additions.append(pair)
+    return _Requests(planned.shards, requests, translated.views, copies, additions)
+
+
+def _with_memory(shard: ShardedTensor) -> ShardedTensor:
+    """Return a shard whose tensor can be filled in place."""
+    if shard.data is not None and not repeats_memory(shard.data):
+        return shard
+    filled = shard.without_data()
+    device = "cpu" if shard.data is None else shard.data.device
+    filled.init_data(device, lambda *a, **k: in_huge_pages(torch.empty(*a, **k)))
+    return filled
+
+
+def _plan_copies(
+    stored: StoredCheckpoint,
+    requests: list[Request],
+    dtypes: Sequence[torch.dtype],
+    settings: ReadSettings,
+) -> tuple[list[Request], list[Copy]]:
+    """Find the copies that fill the requests, given the targets' dtypes.
+
+    Requests get the names that the view has.
+    """
+    if stored.quantized:
+        named = []
+        for request, dtype in zip(requests, dtypes, strict=True):
+            key = name_in_view(stored, request.key, dtype)
+            named.append(request._replace(key=key))
+        requests = named
+    keys = [request.key for request in requests]
+    check_keys(stored, keys, has_rules=bool(settings.rules))
+    check_dtypes(stored, keys, dtypes, settings.options.allow_dtype_cast)
+    if not any(request.step for request in requests):
+        return requests, plan_load(stored, requests)
+    dense = []
+    for request in requests:
+        dense.append(request.covered() if request.step else request)
+    return requests, [copy for copy in plan_load(stored, dense) if not requests[copy.request].step]
+
+
+# --- Shared memory --------------------------------------------------------------------------------
+# If targets that share memory were read together, one would be overwritten while its checksum is
+# computed.
+
+
+class _Separated(NamedTuple):
+    """Targets to read into, without shared memory.
+
+    `pairs` are the (first, second) targets where `second` has elements of `first`, an earlier one.
+    While it is read, the second of a pair has memory of its own in `targets`.
+    """
+
+    targets: Sequence[torch.Tensor]
+    pairs: list[tuple[int, int]]
+
+
+def _separate(stored: StoredCheckpoint, planned: _Requests) -> _Separated:
+    """Give each target that overlaps an earlier one memory of its own.
+
+    Targets that are stored in the same place keep their memory.
+    """
+    targets = planned.targets
+    shared = sorted((second, first) for first, second in overlapping(targets))
+    if not shared:
+        return _Separated(targets, [])
+    concerned: set[int] = set()
+    for pair in shared:
+        concerned.update(pair)
+    sources = _sources_of(stored, planned.copies, concerned)
+    places = {}
+    for n in concerned:
+        places[n] = (targets[n].dtype, address_array(targets[n]).__array_interface__)
+
+    def is_same(first: int, second: int) -> bool:
+        return (sources[first], places[first]) == (sources[second], places[second])
+
+    pairs = [(first, second) for second, first in shared if not is_same(first, second)]
+    separated = list(targets)
+    for second in {second for _, second in pairs}:
+        target = targets[second]
+        # Values that are not stored stay 0.
+        separated[second] = torch.zeros(target.shape, dtype=target.dtype, device="cpu")
+    return _Separated(separated, pairs)
+
+
+def _sources_of(
+    stored: StoredCheckpoint, copies: Sequence[Copy], requests: set[int]
+) -> dict[int, set[Any]]:
+    """Return the stored places that fill some requests, by request."""
+    sources: dict[int, set[Any]] = defaultdict(set)
+    for copy in copies:
+        if copy.request in requests:
+            place = stored.path_of(copy.chunk), int(stored.manifest.first_bytes[copy.chunk])
+            sources[copy.request].add((*place, copy.source, copy.target))
+    return sources
+
+
+def _join(planned: _Requests, separated: _Separated, location: str) -> set[str]:
+    """Give shared memory the value that was read last.
+
+    Warn if it differs from the value that was read before, and return the keys of lost values.
+    """
+    earlier: dict[int, list[int]] = defaultdict(list)
+    for first, second in separated.pairs:
+        earlier[second].append(first)
+    lost: set[str] = set()
+    for second, firsts in earlier.items():
+        values = separated.targets[second]
+        others = [(planned.requests[n].key, planned.targets[n]) for n in firsts]
+        key = planned.requests[second].key
+        lost |= _put(key, planned.targets[second], values, others, location)
+    return lost
+
+
+def _settle(shards: Sequence[ShardedTensor], targets: Sequence[Any], location: str) -> set[str]:
+    """Fill tensors that share memory from the tensors loaded instead of them.
+
+    Return the keys of other tensors that have lost values by this.
+
+    Raises:
+        LoadMismatchError: elements that are one place have different values.
+    """
+    apart: dict[int, Any] = {}
+    for number, shard in enumerate(shards):
+        if shard.data is not targets[number]:
+            apart[number] = shard.data
+    if not apart:
+        return set()
+    neighbors: dict[int, list[int]] = defaultdict(list)
+    for first, second in overlapping(targets):
+        neighbors[first].append(second)
+        neighbors[second].append(first)
+    lost: set[str] = set()
+    for number, values in apart.items():
+        others = []
+        for n in neighbors[number]:
+            if n < number or n not in apart:
+                others.append((shards[n].key, targets[n]))
+        lost |= _put(shards[number].key, targets[number], values, others, location)
+    return lost
+
+
+def _put(
+    key: str,
+    target: torch.Tensor,
+    values: torch.Tensor,
+    others: Sequence[tuple[str, torch.Tensor]],
+    location: str,
+) -> set[str]:
+    """Fill a target, and warn if this changes other tensors. Return the keys of those tensors."""
+    before = [flat_bytes(other.clone()) for _, other in others]
+    fill(key, target, values)
+    lost = set()
+    for (name, other), bits in zip(others, before, strict=True):
+        if not torch.equal(bits, flat_bytes(other)):
+            lost.add(name)
+            logger.warning(
+                "%r and %r of %s have different values, and were to be loaded into one tensor: "
+                "it has that of %r now. Request one of them, or untie the tensors.",
+                name,
+                key,
+                location,
+                key,
+            )
+    return lost
+
+
+# --- Descriptions ---------------------------------------------------------------------------------
 
 
 def describe_tensors(stored: StoredCheckpoint) -> dict[str, ShardedTensor]:
@@ -84,7 +408,11 @@ def describe_tensors(stored: StoredCheckpoint) -> dict[str, ShardedTensor]:
     shards = {}
     for key in stored.manifest.key_index:
         if not stored.is_object(key):
-            shards[key] = _unsharded(key, stored.dtype_name(key), stored.global_shape(key))
+            dtype = FROM_NAME[stored.dtype_name(key)]
+            shape = stored.global_shape(key)
+            offset = (0,) * len(shape)
+            grid = (1,) * len(shape)
+            shards[key] = ShardedTensor(key, None, dtype, shape, shape, offset, grid)
     return shards
 
 
@@ -97,24 +425,3 @@ def describe_objects(stored: StoredCheckpoint) -> dict[str, ShardedObject]:
             shard = ShardedObject(key, None, stored.global_shape(key), offset)
             shards[shard.unique_key] = shard
     return shards
-
-
-def describe_quantized(
-    stored: StoredCheckpoint,
-) -> dict[str, tuple[ShardedTensor, tuple[str, ...]]]:
-    """Describe the tensors stored as codes and scales, by key.
-
-    The description names the codes and scales.
-    """
-    descriptions = {}
-    for key, tensor in find(stored).items():
-        shard = _unsharded(key, tensor.dtype, tensor.model_shape)
-        descriptions[key] = (shard, tensor.keys)
-    return descriptions
-
-
-def _unsharded(key: str, dtype: str, shape: tuple[int, ...]) -> ShardedTensor:
-    num_axes = len(shape)
-    return ShardedTensor(
-        key, None, FROM_NAME[dtype], shape, shape, (0,) * num_axes, (1,) * num_axes
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +18,13 @@ from distckpt._format import codec
 from distckpt._format.checksum_files import checksums_of_blocks, fetch_checksums
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
-from distckpt._io.read import read_chunks, read_copies
-from distckpt._plan.load import Request, object_chunk, plan_load
+from distckpt._io.read import read_chunks
+from distckpt._plan.load import Request, check_keys, object_chunk
 from distckpt._state.common_state import COMMON_KEY, object_text
 from distckpt.mapping._wrappers import ShardedObject
+
+COMMON_STATE = ShardedObject(COMMON_KEY, None, (1,), (0,))
+"""Request of the common state."""
 
 
 class StoredTensor(NamedTuple):
@@ -60,50 +63,96 @@ def read_tensors(stored: StoredCheckpoint, keys: Sequence[str]) -> list[torch.Te
 
 
 def _read_regions(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[torch.Tensor]:
+    # Imported when it is needed: a table of contents is read without torch.
+    from distckpt._io.read_values import read_requests
+
     values = []
     for request in requests:
         dtype = FROM_NAME[stored.dtype_name(request.key)]
         values.append(torch.empty(request.region.shape, dtype=dtype, device="cpu"))
-    read_copies(stored, plan_load(stored, requests), values, NUM_THREADS)
+    read_requests(stored, requests, values, NUM_THREADS)
     return values
+
+
+class FoundObjects(NamedTuple):
+    """Cells of objects in a checkpoint.
+
+    Attributes:
+        reader: the reader that loads them; None for distckpt's own encoding.
+        chunks: the chunk of each cell, None for common state that is not in a chunk.
+    """
+
+    reader: Reader | None
+    chunks: Sequence[int | None]
+
+    @property
+    def stored_chunks(self) -> list[int]:
+        """Return the chunks of all cells that are in one."""
+        return [chunk for chunk in self.chunks if chunk is not None]
 
 
 def load_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> list[Any]:
     """Load cells of objects; common state defaults to an empty dict."""
+    found = find_objects(stored, shards)
+    contents: dict[int, bytes] = {}
+    if found.reader is None:
+        chunks = found.stored_chunks
+        contents.update(zip(chunks, read_chunks(stored, chunks), strict=True))
+    return decode_objects(stored, found, contents)
+
+
+def find_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> FoundObjects:
+    """Find cells of objects.
+
+    Raises:
+        LoadMismatchError: a cell is not stored.
+    """
+    names = [shard.key for shard in shards if shard.key != COMMON_KEY]
+    if names:
+        check_keys(stored, names)
     reader = find_reader(stored)
-    if reader is None and COMMON_KEY in stored.manifest.key_index:
-        return _load_cells(None, stored, shards)
-    others = [shard for shard in shards if shard.key != COMMON_KEY]
-    cells = iter(_load_cells(reader, stored, others))
-    values = []
+    is_stored = reader is None and COMMON_KEY in stored.manifest.key_index
+    chunks: list[int | None] = []
     for shard in shards:
-        if shard.key == COMMON_KEY:
-            values.append(load_common_state(stored))
-        else:
-            values.append(next(cells))
-    return values
+        chunk = None
+        if shard.key != COMMON_KEY or is_stored:
+            chunk = object_chunk(stored, shard)
+        chunks.append(chunk)
+    return FoundObjects(reader, chunks)
+
+
+def decode_objects(
+    stored: StoredCheckpoint, found: FoundObjects, contents: Mapping[int, bytes]
+) -> list[Any]:
+    """Return the values of objects; `contents` are the bytes of chunks without a reader."""
+    reader = found.reader
+    chunks = found.stored_chunks
+    if reader is not None:
+        values = iter(_values_of_reader(reader, stored, chunks))
+    else:
+        values = iter([_decode(stored, chunk, contents[chunk]) for chunk in chunks])
+    loaded = []
+    for chunk in found.chunks:
+        loaded.append(_common_of_reader(reader, stored) if chunk is None else next(values))
+    return loaded
 
 
 def load_common_state(stored: StoredCheckpoint) -> Any:
     """Load the common state, an empty dict if it is not stored."""
-    reader = find_reader(stored)
-    if reader is not None:
-        with naming_reader(reader, stored.location):
-            common = reader.load_common_state(stored)
-        if not isinstance(common, dict):
-            raise CheckpointingException(
-                f"The reader of {reader.name!r} returned a {type(common).__name__} for the common "
-                f"state of {stored.location!r}: it must be a dict."
-            )
-        return common
-    if COMMON_KEY not in stored.manifest.key_index:
+    return load_objects(stored, [COMMON_STATE])[0]
+
+
+def _common_of_reader(reader: Reader | None, stored: StoredCheckpoint) -> Any:
+    if reader is None:
         return {}
-    return load_objects(stored, [ShardedObject(COMMON_KEY, None, (1,), (0,))])[0]
-
-
-def stores_common_state(stored: StoredCheckpoint) -> bool:
-    """Return whether there is common state in distckpt's own encoding."""
-    return COMMON_KEY in stored.manifest.key_index and find_reader(stored) is None
+    with naming_reader(reader, stored.location):
+        common = reader.load_common_state(stored)
+    if not isinstance(common, dict):
+        raise CheckpointingException(
+            f"The reader of {reader.name!r} returned a {type(common).__name__} for the common "
+            f"state of {stored.location!r}: it must be a dict."
+        )
+    return common
 
 
 def holds_objects(stored: StoredCheckpoint) -> bool:
@@ -152,16 +201,6 @@ def read_encoded(stored: StoredCheckpoint, key: str) -> dict[tuple[int, ...], by
     return dict(zip(offsets, map(codec.encode, values), strict=True))
 
 
-def _load_cells(
-    reader: Reader | None, stored: StoredCheckpoint, shards: Sequence[ShardedObject]
-) -> list[Any]:
-    chunks = [object_chunk(stored, shard) for shard in shards]
-    if reader is not None:
-        return _values_of_reader(reader, stored, chunks)
-    blobs = read_chunks(stored, chunks)
-    return [_decode(stored, chunk, blob) for chunk, blob in zip(chunks, blobs, strict=True)]
-
-
 def _values_of_reader(
     reader: Reader,
     stored: StoredCheckpoint,
@@ -176,11 +215,6 @@ def _values_of_reader(
             f"of objects in {stored.location!r}."
         )
     return values
-
-
-def decode_common_state(stored: StoredCheckpoint, blob: bytes) -> Any:
-    """Decode the common state, perhaps from another rank's `read_encoded`."""
-    return _decode(stored, int(stored.chunks_of(COMMON_KEY)[0]), blob)
 
 
 def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:

@@ -10,10 +10,10 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._compute.adapter import Change
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
-from distckpt._io.read_values import read_values
+from distckpt._io.read_values import read_requests
 from distckpt._io.tensor_source import TensorSource, Wanted
 from distckpt._plan.export import OutputTensor
-from distckpt._plan.load import Request, plan_load
+from distckpt._plan.load import Request
 from distckpt._storage.open_files import OpenFiles
 
 
@@ -94,5 +94,5 @@ class AdaptedSource(TensorSource):
         adapter = self._adapter
         values = torch.empty(region.shape, dtype=FROM_NAME[adapter.dtype_name(key)], device="cpu")
         request = Request(key, adapter.global_shape(key), region)
-        read_values(adapter, plan_load(adapter, [request]), [values], num_threads=1)
+        read_requests(adapter, [request], [values])
         return values.to(dtype)

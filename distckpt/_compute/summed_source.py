@@ -15,10 +15,10 @@ from distckpt._base.threads import UNIT_BYTES
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.units import cut_region
 from distckpt._io.export import round_once
-from distckpt._io.read_values import read_values
+from distckpt._io.read_values import read_requests
 from distckpt._io.tensor_source import TensorSource
 from distckpt._plan.export import OutputTensor
-from distckpt._plan.load import Request, plan_load
+from distckpt._plan.load import Request
 from distckpt._quantization.numbers import scratch
 from distckpt._storage.open_files import OpenFiles
 
@@ -158,9 +158,7 @@ def _read_terms(
     terms: list[torch.Tensor] = []
     for source, dtype, start in zip(stored, dtypes, starts, strict=False):
         terms.append(memory[start : start + count * dtype.itemsize].view(dtype))
-        read_values(
-            source, plan_load(source, requests), _divided(terms[-1], requests), num_threads=1
-        )
+        read_requests(source, requests, _divided(terms[-1], requests))
     return terms
 
 

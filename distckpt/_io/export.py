@@ -16,7 +16,8 @@ from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
 from distckpt._geometry.region import flat_range_regions, whole
 from distckpt._geometry.units import Span, cut_region, units_of
-from distckpt._io.read import read_chunks_into
+from distckpt._io.read import read_parts
+from distckpt._io.read_parts import ReadPart
 from distckpt._io.tensor_source import TensorSource, Wanted
 from distckpt._io.write import Fill, NewFile, WriteSettings, write_files
 from distckpt._plan.export import OutputFile, OutputTensor
@@ -133,14 +134,12 @@ class _Ranges(NamedTuple):
     """The memory of one unit of a file, by kind of work.
 
     Attributes:
-        chunks: whole chunks of the checkpoint, whose bytes are read,
-        places: and where to.
+        whole: whole chunks of the checkpoint, whose bytes are read.
         as_read: ranges that are read in the dtype of the export.
         to_cast: ranges that are read in another one and converted.
     """
 
-    chunks: list[int]
-    places: list[Bytes]
+    whole: list[ReadPart]
     as_read: list[_Range]
     to_cast: list[_Range]
 
@@ -158,7 +157,7 @@ def filling(
     def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
         filled = memory_of_thread[: sum(span.num_bytes for span in unit)]
         ranges = _divide(source, tensors, chunks, unit, filled)
-        read_chunks_into(source.stored, ranges.chunks, ranges.places, num_threads=1)
+        read_parts(source.stored, ranges.whole, num_threads=1)
         _read_ranges(source, ranges.as_read)
         ranges.to_cast.extend(_overflowed(source, ranges.as_read))
         for tensor, num_overflows in _read_and_cast(source, ranges.to_cast):
@@ -177,7 +176,7 @@ def _divide(
     filled: Bytes,
 ) -> _Ranges:
     """Divide the memory for a unit by kind of work."""
-    ranges = _Ranges([], [], [], [])
+    ranges = _Ranges([], [], [])
     begin = 0
     for span in unit:
         memory = filled[begin : begin + span.num_bytes]
@@ -185,8 +184,7 @@ def _divide(
         tensor = tensors[span.chunk]
         chunk = chunks[span.chunk]
         if chunk is not None and len(memory) == tensor.num_bytes:
-            ranges.chunks.append(chunk)
-            ranges.places.append(memory)
+            ranges.whole.append(ReadPart(chunk, 0, len(memory), memory, lead=0))
             continue
         values = torch.from_numpy(memory).view(FROM_NAME[tensor.dtype])
         alike = ranges.as_read if source.converts(tensor) else ranges.to_cast

@@ -167,11 +167,12 @@ def ready_to_plan(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
     """Encode objects; look for a cached plan, or describe the shards."""
     options = settings.options
     comparison = _comparison_of(ranks, options)
-    ready = _all_ready(shards, comparison, options.unsupported == "warn")
-    group = groups.group_number(settings.exchange_group)
-    structure = structure_of(ready, ranks, options.validate_access_integrity, group)
     # Comparing the whole content of replicas takes an exchange each time.
     is_compared_whole = comparison is _Comparison.ALL
+    leaves_out = options.unsupported == "warn"
+    ready = [ready_to_save(shard, is_compared_whole, leaves_out) for shard in shards]
+    group = groups.group_number(settings.exchange_group)
+    structure = structure_of(ready, ranks, options.validate_access_integrity, group)
     is_known = False
     plan = None
     if not is_compared_whole:
@@ -181,18 +182,12 @@ def ready_to_plan(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
         if not is_known:
             table = _describe(ready, settings, comparison)
         return ReadyShards(ready, settings, structure, table)
-    digest = _digest_of(plan, ready, comparison)
-    return ReadyShards(ready, settings, structure, None, plan, digest, _num_bytes_of(plan, ready))
-
-
-def _digest_of(plan: SavePlan, shards: Sequence[Shard], comparison: _Comparison) -> int:
-    if comparison is not _Comparison.SAMPLES or plan.replicas is None:
-        return 0
-    return weighted_digest(plan, shards)
-
-
-def _num_bytes_of(plan: SavePlan, shards: Sequence[Shard]) -> int:
-    return plan.tensor_bytes + sum(map(len, encoded_objects(plan.objects, shards).values()))
+    digest = 0
+    if comparison is _Comparison.SAMPLES and plan.replicas is not None:
+        digest = weighted_digest(plan, ready)
+    object_bytes = sum(map(len, encoded_objects(plan.objects, ready).values()))
+    num_bytes = plan.tensor_bytes + object_bytes
+    return ReadyShards(ready, settings, structure, None, plan, digest, num_bytes)
 
 
 def plan_of(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> SavePlan:
@@ -216,11 +211,6 @@ def plan_of(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> SavePlan:
         # Replicas that have drifted apart may have nothing in common at the next save.
         settings.plans.keep(ready.structure, plan)
     return plan
-
-
-def _all_ready(shards: Sequence[Shard], comparison: _Comparison, leaves_out: bool) -> list[Shard]:
-    encode_copies = comparison is _Comparison.ALL
-    return [ready_to_save(shard, encode_copies, leaves_out) for shard in shards]
 
 
 class _Comparison(enum.Enum):

@@ -2,14 +2,14 @@
 
 The steps of a read:
 
-1. Parts: `parts_of` divides the copies of a plan into ranges of bytes of a chunk, each with its
-   target.
+1. Parts: ranges of bytes of a chunk, each with its target. `parts_of` makes them of the copies of a
+   plan, `whole_chunks` of objects.
 2. Units: `_in_file_order` sorts the parts by file and position, and `units` joins neighbors. A
    thread reads one unit at a time.
 3. Contents: `content_for` chooses the memory of a unit: large plain targets directly, and scratch
    memory for all other bytes.
-4. Finish: `_finish` compares a unit with its checksums while it is in cache, then copies, converts
-   or scatters the bytes in scratch memory to their targets.
+4. Finish: `_verify` compares a unit with its checksums while it is in cache, and `deliver` copies,
+   converts or scatters the bytes in scratch memory to their targets.
 
 Parts and contents are in `read_parts.py`, units and their verification here.
 """
@@ -35,17 +35,15 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint, check_files, mi
 from distckpt._geometry.region import num_outer_axes, run_starts
 from distckpt._geometry.units import Span, units_of
 from distckpt._io.read_parts import (
-    REACH_BYTES,
+    REQUEST_BYTES,
     Content,
     PartTable,
     ReadPart,
     content_for,
     copy_from_scratch,
     deliver,
-    parts_of,
     useful_bytes,
 )
-from distckpt._plan.load import Copy
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations, object_store
 from distckpt._storage.open_files import OpenFiles
@@ -54,69 +52,15 @@ PIECE_BYTES = 512 << 10
 """Bytes that one call reads from a local file: few enough to be in cache still when their checksums
 are computed. A unit has several pieces, since the overhead of a unit would slow them down.
 """
-REQUEST_BYTES = 16 << 20
-"""Size of a request to an object store: enough that its answer takes longer than the way there."""
 FETCH_PITCH_BYTES = 64 << 10
 """Read runs closer than this with the gaps: one by one is slower."""
 MAX_GAP_BYTES = 256 << 10
 """Merge reads whose gap is smaller: fetching the gap is cheaper than another request."""
 
 
-def read_copies(
-    stored: StoredCheckpoint,
-    copies: Sequence[Copy],
-    targets: Sequence[torch.Tensor],
-    num_threads: int = NUM_THREADS,
-    progress: Callable[[int], None] | None = None,
-    *,
-    with_check: bool = True,
-) -> None:
-    """Fill requested regions from chunks.
-
-    `targets` has for each request a tensor of its region's shape, of any strides, device and dtype.
-    Each thread has a buffer of about `UNIT_BYTES`, or `REQUEST_BYTES`. `progress` is called
-    with numbers of bytes, from several threads. `with_check=False` leaves `check_files` to the
-    caller. Damage raises CorruptCheckpointError, which names file, key, region and bytes.
-    """
-    # Checksums are of blocks: to verify them, the bytes between the runs are needed as well.
-    is_local = locations.is_local(stored.location)
-    exact = is_local and not stored.verifies
-    reach_bytes = REACH_BYTES if is_local else REQUEST_BYTES
-    copier = Copier(targets)
-    parts = parts_of(stored, copies, targets, copier, exact=exact, reach_bytes=reach_bytes)
-    if with_check:
-        check_files(stored, [part.chunk for part in parts])
-    with _open_files(stored) as files:
-        reading = _Reading(_in_file_order(stored, copier, parts), files, progress)
-        reading.run(num_threads)
-
-
 def read_chunks(stored: StoredCheckpoint, chunks: Sequence[int]) -> list[bytes]:
     """Return the stored bytes of some chunks, after comparing their checksums."""
-    # Before memory is allocated: sizes may be damaged.
-    check_files(stored, chunks)
-    contents = [np.empty(int(stored.manifest.num_bytes[chunk]), np.uint8) for chunk in chunks]
-    read_chunks_into(stored, chunks, contents, with_check=False)
-    return [content.tobytes() for content in contents]
-
-
-def read_chunks_into(
-    stored: StoredCheckpoint,
-    chunks: Sequence[int],
-    memories: Sequence[Bytes],
-    num_threads: int = NUM_THREADS,
-    *,
-    with_check: bool = True,
-) -> None:
-    """Read complete chunks into memory of their size."""
-    if with_check:
-        check_files(stored, chunks)
-    parts = []
-    for chunk, memory in zip(chunks, memories, strict=True):
-        parts.append(ReadPart(chunk, 0, len(memory), memory, lead=0))
-    with _open_files(stored) as files:
-        reading = _Reading(_in_file_order(stored, Copier(()), parts), files)
-        reading.run(num_threads)
+    return read_parts(stored, (), chunks)
 
 
 def read_in_pieces(stored: StoredCheckpoint, chunk: int, piece_bytes: int) -> Iterator[Bytes]:
@@ -129,20 +73,51 @@ def read_in_pieces(stored: StoredCheckpoint, chunk: int, piece_bytes: int) -> It
     block_bytes = stored.manifest.block_bytes
     step = max(1, piece_bytes // block_bytes) * block_bytes
     memory = np.empty(min(step, size), np.uint8)
-    with _open_files(stored) as files:
-        for start in range(0, size, step):
-            stop = min(start + step, size)
-            part = ReadPart(chunk, start, stop, memory[: stop - start], lead=0)
-            reading = _Reading(_in_file_order(stored, Copier(()), [part]), files)
-            reading.run(NUM_THREADS)
-            yield part.target
+    for start in range(0, size, step):
+        stop = min(start + step, size)
+        part = ReadPart(chunk, start, stop, memory[: stop - start], lead=0)
+        read_parts(stored, [part])
+        yield part.target
 
 
-def _open_files(stored: StoredCheckpoint) -> AbstractContextManager[OpenFiles]:
-    """Return the checkpoint's open files, or new ones for the context."""
-    if stored.files:
-        return contextlib.nullcontext(stored.files)
-    return OpenFiles()
+def read_parts(
+    stored: StoredCheckpoint,
+    parts: Sequence[ReadPart],
+    chunks: Sequence[int] = (),
+    copier: Copier | None = None,
+    num_threads: int = NUM_THREADS,
+    progress: Callable[[int], None] | None = None,
+) -> list[bytes]:
+    """Read parts of chunks, and whole chunks, whose bytes are returned.
+
+    Each thread has a buffer of about `UNIT_BYTES`, or `REQUEST_BYTES`. `progress` is called with
+    numbers of bytes, from several threads. Damage raises CorruptCheckpointError, which names file,
+    key, region and bytes.
+    """
+    check_files(stored, [*(part.chunk for part in parts), *chunks])
+    whole = []
+    for chunk in chunks:
+        # Its size agrees with that of its file.
+        size = int(stored.manifest.num_bytes[chunk])
+        whole.append(ReadPart(chunk, 0, size, np.empty(size, np.uint8), lead=0))
+    table = _in_file_order(stored, copier or Copier(()), [*parts, *whole])
+    _read_table(table, num_threads, progress)
+    return [part.target.tobytes() for part in whole]
+
+
+def _read_table(table: PartTable, num_threads: int, progress: Callable[[int], None] | None) -> None:
+    stored = table.stored
+    # The files of the checkpoint stay open, new ones do not.
+    with contextlib.nullcontext(stored.files) if stored.files else OpenFiles() as files:
+        reading = _Reading(table, files, progress)
+        if not reading.is_local:
+            run_threads(reading.fetch, reading.near_units(), num_threads)
+            return
+        if sum(part.stop - part.start for part in table.parts) <= PIECE_BYTES:
+            # Starting other threads takes longer than this.
+            num_threads = 1
+        # A disk is fastest where each of a few threads reads on and on.
+        run_threads(reading.read, reading.units(), num_threads, in_stretches=True)
 
 
 def unit_bytes_at(location: str) -> int:
@@ -183,20 +158,15 @@ class _Reading:
     ) -> None:
         stored = table.stored
         self.stored = stored
+        self.is_local = locations.is_local(stored.location)
+        self.verifies = stored.verifies
         self.files = files
         self.table = table
         self._progress = progress
         self._paths = {file: stored.path_of_file(file) for file in {*table.files.tolist()}}
-        if stored.verifies:
+        if self.verifies:
             ranges = [(part.chunk, part.start, part.stop) for part in table.parts]
             self._expected, self._first_expected = checksums_of_ranges(stored, table.files, ranges)
-
-    def run(self, num_threads: int) -> None:
-        """Read everything. A disk is fastest where each of a few threads reads on and on."""
-        if locations.is_local(self.stored.location):
-            run_threads(self.read, self.units(), num_threads, in_stretches=True)
-        else:
-            run_threads(self.fetch, self._near_units(), num_threads)
 
     def units(self) -> Iterator[list[Span]]:
         """Divide neighboring parts of a file into units for threads.
@@ -215,7 +185,7 @@ class _Reading:
             | is_sparse[1:]
             | is_sparse[:-1]
         )
-        unit_bytes = unit_bytes_at(self.stored.location)
+        unit_bytes = UNIT_BYTES if self.is_local else REQUEST_BYTES
         block_bytes = self.stored.manifest.block_bytes
         for first, end in itertools.pairwise([*np.flatnonzero(begins_run).tolist(), len(parts)]):
             if parts[first].is_sparse:
@@ -223,7 +193,7 @@ class _Reading:
                 continue
             yield from units_of(sizes[first:end], unit_bytes, block_bytes, first)
 
-    def _near_units(self) -> list[list[list[Span]]]:
+    def near_units(self) -> list[list[list[Span]]]:
         """Group units that one request to an object store reads.
 
         Each request includes the gaps between its units.
@@ -253,7 +223,8 @@ class _Reading:
             return
         content = content_for(self.table, unit)
         with self.open(self._paths[self.file_of(unit)]) as fd:
-            self._finish(unit, content, self._read_pieces(unit, content.buffers, fd))
+            self._verify(unit, self._read_pieces(unit, content.buffers, fd))
+        self._finish(unit, content)
 
     def open(self, path: str) -> AbstractContextManager[int]:
         """Open a local file, which must be unchanged since it was described."""
@@ -270,12 +241,13 @@ class _Reading:
             num_read = _fill(content.buffers, data[self._position(unit) - position :])
             if num_read < sum(map(len, content.buffers)):
                 raise _cut_off(self, unit, self._position(unit), num_read)
-            self._finish(unit, content, content.buffers)
+            self._verify(unit, content.buffers)
+            self._finish(unit, content)
 
     def _read_pieces(self, unit: list[Span], buffers: Sequence[Bytes], fd: int) -> Iterator[Bytes]:
         """Fill the buffers of a unit in order, and yield them."""
         position = begin = self._position(unit)
-        piece_bytes = PIECE_BYTES if self.stored.verifies else UNIT_BYTES
+        piece_bytes = PIECE_BYTES if self.verifies else UNIT_BYTES
         for piece, num_bytes in pieces_of(buffers, piece_bytes):
             num_read = read_into(fd, piece, position)
             position += num_read
@@ -283,12 +255,21 @@ class _Reading:
                 raise _cut_off(self, unit, begin, position - begin)
             yield from piece
 
-    def _finish(self, unit: list[Span], content: Content, filled: Iterable[Bytes]) -> None:
-        """Verify a unit while it is filled; copy it to its targets."""
-        if self.stored.verifies:
-            _verify(self, unit, filled)
-        else:
+    def _verify(self, unit: list[Span], filled: Iterable[Bytes]) -> None:
+        """Compare the blocks of a unit with their checksums; the bytes come piece by piece."""
+        if not self.verifies:
             collections.deque(filled, maxlen=0)
+            return
+        block = self.stored.manifest.block_bytes
+        actual = block_checksums([span.stop - span.start for span in unit], filled, block)
+        first = int(self._first_expected[unit[0].chunk]) + unit[0].start // block
+        expected: list[int] = self._expected[first : first + len(actual)].tolist()
+        if actual != expected:
+            pairs = zip(actual, expected, strict=True)
+            raise _mismatch(self, unit, next(i for i, (a, b) in enumerate(pairs) if a != b))
+
+    def _finish(self, unit: list[Span], content: Content) -> None:
+        """Copy a unit to its targets, and count it."""
         if content.small or content.values:
             deliver(self.table, content)
         self._count(unit)
@@ -296,13 +277,6 @@ class _Reading:
     def _count(self, unit: list[Span]) -> None:
         if self._progress is not None:
             self._progress(sum(useful_bytes(self.table, span) for span in unit))
-
-    def expected(self, unit: list[Span], num_blocks: int) -> list[int]:
-        """Return the stored checksums of a unit's `num_blocks` blocks."""
-        block_bytes = self.stored.manifest.block_bytes
-        first = int(self._first_expected[unit[0].chunk]) + unit[0].start // block_bytes
-        checksums: list[int] = self._expected[first : first + num_blocks].tolist()
-        return checksums
 
     def _position(self, unit: list[Span]) -> int:
         """Return the position of a unit in its file."""
@@ -381,16 +355,6 @@ def _fill(buffers: Sequence[Bytes], data: Bytes) -> int:
 
 
 # --- Damage ---------------------------------------------------------------------------------------
-
-
-def _verify(reading: _Reading, unit: list[Span], filled: Iterable[Bytes]) -> None:
-    """Compare the blocks of a unit with their checksums; the bytes come piece by piece."""
-    block = reading.stored.manifest.block_bytes
-    actual = block_checksums([span.stop - span.start for span in unit], filled, block)
-    expected = reading.expected(unit, len(actual))
-    if actual != expected:
-        pairs = zip(actual, expected, strict=True)
-        raise _mismatch(reading, unit, next(i for i, (a, b) in enumerate(pairs) if a != b))
 
 
 def _mismatch(reading: _Reading, unit: list[Span], number: int) -> CorruptCheckpointError:

@@ -30,7 +30,10 @@ from distckpt._geometry.region import (
 )
 from distckpt._geometry.units import Span, cut_region
 from distckpt._plan.load import Copy
+from distckpt._storage import locations
 
+REQUEST_BYTES = 16 << 20
+"""Size of a request to an object store: enough that its answer takes longer than the way there."""
 REACH_BYTES = 2 << 20
 """Twice the distance from which on local rows are read separately."""
 LONG_RUN_BYTES = 128 << 10
@@ -76,15 +79,10 @@ def parts_of(
     copies: Sequence[Copy],
     targets: Sequence[torch.Tensor],
     copier: Copier,
-    *,
-    exact: bool,
-    reach_bytes: int,
 ) -> list[ReadPart]:
     """Divide copies into parts.
 
-    `targets` has the tensor of each request. With `exact`, gaps between the runs of a region are
-    not read if the runs are long or far apart. Otherwise rows are only separate if no `reach_bytes`
-    hold two of them.
+    `targets` has the tensor of each request.
     """
     manifest = stored.manifest
     chunks = np.array([copy.chunk for copy in copies], np.int64)
@@ -99,50 +97,46 @@ def parts_of(
             goal = target[copy.target.slices()]
         if goal.nbytes == size and goal.dtype == dtype and copier.is_plain(goal):
             parts.append(ReadPart(copy.chunk, 0, size, goal, 0))
-            continue
-        shape = manifest.chunk_region(copy.chunk).shape
-        if exact and _is_sparse(shape, copy.source, dtype.itemsize):
-            parts.extend(_sparse_parts(stored, copy, goal))
         else:
-            parts.extend(_dense_parts(stored, copy, goal, copier, reach_bytes))
+            parts.extend(_parts_of_region(stored, copy, goal, copier))
     return parts
 
 
-def _sparse_parts(
-    stored: StoredCheckpoint,
-    copy: Copy,
-    goal: torch.Tensor,
+def _parts_of_region(
+    stored: StoredCheckpoint, copy: Copy, goal: torch.Tensor, copier: Copier
 ) -> Iterator[ReadPart]:
-    shape = stored.manifest.chunk_region(copy.chunk).shape
-    item = stored.dtype_of(copy.chunk).itemsize
-    for piece in cut_region(copy.source, REACH_BYTES // item):
-        place = goal[piece.relative_to(copy.source.offset).slices()]
-        span = _byte_range(shape, piece, item)
-        yield ReadPart(copy.chunk, *span, place, region=piece, is_sparse=True)
+    """Yield the parts of a region that is less than its chunk, or is converted.
 
-
-def _dense_parts(
-    stored: StoredCheckpoint, copy: Copy, goal: torch.Tensor, copier: Copier, reach_bytes: int
-) -> Iterator[ReadPart]:
-    """Yield parts that include the gaps between a region's runs."""
+    The gaps between its runs are left out if the runs are short and far apart. Otherwise rows are
+    only separate if no read would hold two of them.
+    """
     shape = stored.manifest.chunk_region(copy.chunk).shape
     dtype = stored.dtype_of(copy.chunk)
-    size = int(stored.manifest.num_bytes[copy.chunk])
-    # Blocks are read whole, even if only a part of them is requested.
-    margin = stored.manifest.block_bytes if stored.verifies else 1
-    num_axes = _num_separate_axes(shape, copy.source, dtype.itemsize, reach_bytes, margin)
-    for piece in step_over(copy.source, num_axes):
+    item = dtype.itemsize
+    is_local = locations.is_local(stored.location)
+    verifies = stored.verifies
+    # Blocks are read whole, even if only a part of them is requested: to verify them, the bytes
+    # between the runs are needed as well.
+    margin = stored.manifest.block_bytes if verifies else 1
+    is_sparse = is_local and not verifies and _is_sparse(shape, copy.source, item)
+    if is_sparse:
+        pieces = cut_region(copy.source, REACH_BYTES // item)
+    else:
+        reach_bytes = REACH_BYTES if is_local else REQUEST_BYTES
+        num_axes = _num_separate_axes(shape, copy.source, item, reach_bytes, margin)
+        pieces = step_over(copy.source, num_axes)
+    for piece in pieces:
         place = goal
         if shape:
             place = goal[piece.relative_to(copy.source.offset).slices()]
-        first, last = _byte_range(shape, piece, dtype.itemsize)
+        first, last = _byte_range(shape, piece, item)
         start = first // margin * margin
-        stop = min(-(-last // margin) * margin, size)
-        is_run = num_outer_axes(shape, piece) == 0 and place.dtype == dtype
+        stop = min(-(-last // margin) * margin, int(stored.manifest.num_bytes[copy.chunk]))
+        is_run = not is_sparse and num_outer_axes(shape, piece) == 0
         lead = NOT_PLAIN
-        if is_run and copier.is_plain(place):
+        if is_run and place.dtype == dtype and copier.is_plain(place):
             lead = first - start
-        yield ReadPart(copy.chunk, start, stop, place, lead, piece)
+        yield ReadPart(copy.chunk, start, stop, place, lead, piece, is_sparse)
 
 
 def _is_sparse(shape: tuple[int, ...], region: Region, item: int) -> bool:
@@ -223,7 +217,9 @@ class Content(NamedTuple):
 
 def content_for(table: PartTable, unit: list[Span]) -> Content:
     """Choose the memory for a unit: large plain targets, and scratch memory."""
-    scratch = bounce_buffer("read", sum(span.num_bytes for span in unit), table.copier.layer)
+    scratch = bounce_buffer(
+        "read", sum(span.stop - span.start for span in unit), table.copier.layer
+    )
     goals, values = _goals_of(table, unit)
     content = Content([], scratch, [], values)
     end = 0
@@ -372,7 +368,8 @@ def useful_bytes(table: PartTable, span: Span) -> int:
     part = table.parts[span.chunk]
     if part.lead != NOT_PLAIN:
         low, high = _bytes_of_target(part, span)
-        return high - low
+        # Progress counts tensors.
+        return 0 if isinstance(part.target, np.ndarray) else high - low
     item = table.stored.dtype_of(part.chunk).itemsize
     if part.is_sparse:
         return part.region.num_elements * item

@@ -11,12 +11,14 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME, has_smaller_range
 from distckpt._base.errors import CorruptCheckpointError
+from distckpt._base.memory import Copier
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import NUM_THREADS, run_threads
-from distckpt._format.stored_checkpoint import StoredCheckpoint, check_files
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, covering, whole
 from distckpt._geometry.units import cut_region
-from distckpt._io.read import read_copies
+from distckpt._io.read import read_parts
+from distckpt._io.read_parts import parts_of
 from distckpt._plan.decoded import PIECE_ELEMENTS, Piece, plan_decoding, target_of
 from distckpt._plan.load import Copy, Request, plan_load
 from distckpt._quantization.numbers import scratch
@@ -25,52 +27,63 @@ from distckpt._quantization.quantized import decode
 logger = logging.getLogger(__name__)
 
 
-def read_values(
+def read_requests(
+    stored: StoredCheckpoint,
+    requests: Sequence[Request],
+    targets: Sequence[torch.Tensor],
+    num_threads: int = 1,
+) -> None:
+    """Fill requested regions in this thread, or in several, see `read_copies`."""
+    read_copies(stored, plan_load(stored, requests), targets, num_threads)
+
+
+def read_copies(
     stored: StoredCheckpoint,
     copies: Sequence[Copy],
     targets: Sequence[torch.Tensor],
     num_threads: int = NUM_THREADS,
     progress: Callable[[int], None] | None = None,
-) -> None:
-    """Fill requested regions, also of quantized tensors.
+    chunks: Sequence[int] = (),
+) -> list[bytes]:
+    """Fill requested regions, also of quantized tensors; return the bytes of whole `chunks`.
 
-    Quantized tensors are decoded in pieces that stay in cache; see `read_copies`.
+    `targets` has for each request a tensor of its region's shape, of any strides, device and dtype.
+    Quantized tensors are decoded in pieces that stay in cache. For `progress` and errors see
+    `read_parts`.
     """
-    if not stored.quantized:
-        read_copies(stored, copies, targets, num_threads, progress)
-        return
-    plain = []
-    encoded = []
-    for copy in copies:
-        if copy.chunk in stored.quantized:
-            encoded.append(copy)
-        else:
-            plain.append(copy)
-    read_copies(stored, plain, targets, num_threads, progress)
-    pieces = plan_decoding(stored, encoded)
-    chunks: list[int] = []
-    for piece in pieces:
-        chunks.extend(part.chunk for part in piece.copies)
-    check_files(stored, chunks)
-    run_threads(
-        lambda piece: _read_piece(stored, piece, target_of(piece, targets), progress),
-        pieces,
-        num_threads,
-    )
+    plain = copies
+    pieces: list[Piece] = []
+    if stored.quantized:
+        plain = [copy for copy in copies if copy.chunk not in stored.quantized]
+    if len(plain) < len(copies):
+        pieces = plan_decoding(stored, copies)
+    copier = Copier(targets)
+    parts = parts_of(stored, plain, targets, copier)
+    contents = read_parts(stored, parts, chunks, copier, num_threads, progress)
+    if pieces:
+        run_threads(
+            lambda piece: _read_piece(stored, piece, target_of(piece, targets), progress),
+            pieces,
+            num_threads,
+        )
+    return contents
 
 
 def read_apart(
     stored: StoredCheckpoint,
-    targets: Sequence[tuple[Request, torch.Tensor]],
+    requests: Sequence[Request],
+    targets: Sequence[torch.Tensor],
     num_threads: int,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill the targets of requests whose elements lie apart.
+    """Fill the targets of those requests whose elements lie apart.
 
     They are read in pieces, together with the gaps between their elements.
     """
     pieces = []
-    for request, target in targets:
+    for request, target in zip(requests, targets, strict=True):
+        if not request.step:
+            continue
         region = whole(request.region.shape)
         for piece in cut_region(region, PIECE_ELEMENTS // math.prod(request.step)):
             pieces.append((request, target, piece))
@@ -82,7 +95,7 @@ def read_apart(
         cover = covering(Region(offset, piece.shape), request.step)
         values = scratch("covering", cover.shape, FROM_NAME[stored.dtype_name(request.key)])
         copies = plan_load(stored, [request._replace(region=cover, step=())])
-        read_values(stored, copies, [values], 1, progress)
+        read_copies(stored, copies, [values], 1, progress)
         target[piece.slices()].copy_(
             values[tuple(slice(None, None, step) for step in request.step)]
         )
@@ -119,9 +132,9 @@ def _read_piece(
 ) -> None:
     quantized = piece.quantized
     parts = {}
-    for role, region in zip(piece.roles, piece.parts, strict=True):
+    for role, region in piece.parts.items():
         parts[role] = scratch(f"part {role}", region.shape, FROM_NAME[quantized.parts[role].dtype])
-    read_copies(stored, piece.copies, list(parts.values()), 1, progress, with_check=False)
+    read_copies(stored, piece.copies, list(parts.values()), 1, progress)
     if "shape" in parts and tuple(parts["shape"].tolist()) != quantized.shape:
         raise CorruptCheckpointError(
             f"Key {quantized.parts['codes'].key!r} in {stored.location!r} holds codes for the "

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from distckpt._base.options import LoadOptions
 from distckpt._base.threads import Pool
 from distckpt._format.checksum import checksum
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -33,7 +34,6 @@ from distckpt._plan.share import (
     ReadCosts,
     SharePlan,
     Units,
-    UnitTable,
     describe_units,
     divide,
     unit_bytes_for,
@@ -69,21 +69,19 @@ Read: TypeAlias = Callable[[Sequence[Copy], Sequence[torch.Tensor], int], None]
 class Sharing(NamedTuple):
     """The ranks that load together, and their settings for sharing reads.
 
-    `mode` is "on", "off" or "auto"; ranks share within their `group`. `is_local` says that the
-    checkpoint is read through this machine's file system, whose cache ranks share anyway. No rank
-    requests more than `most_bytes`. `max_inflight_bytes` is memory for bytes on their way.
+    Ranks share within their `group`. `is_local` says that the checkpoint is read through this
+    machine's file system, whose cache ranks share anyway. No rank requests more than `most_bytes`.
     """
 
     ranks: Ranks
-    mode: str
+    options: LoadOptions
     group: int
     is_local: bool
     most_bytes: int
-    max_inflight_bytes: int
 
     @property
     def is_auto(self) -> bool:
-        return self.mode == "auto"
+        return self.options.parallel_load == "auto"
 
 
 def read_shared(
@@ -109,7 +107,9 @@ def read_shared(
         return copies
     with ranks.telling("describe the reads", answer_each=True) as message:
         costs = ReadCosts(stored.manifest, sharing.is_local and not stored.verifies)
-        divided, table = _describe(sharing, costs, copies, targets)
+        divided = divide(costs.manifest, copies, unit_bytes_for(sharing.most_bytes))
+        dtypes = [target.dtype for target in targets]
+        table = describe_units(costs, divided, dtypes, sharing.group, _place_of(sharing))
         pieces = _Pieces(copies, divided)
         left = np.arange(len(divided.units))
         is_fast = False
@@ -139,8 +139,6 @@ def read_shared(
 
 def _may_pay(sharing: Sharing, targets: Sequence[torch.Tensor]) -> bool:
     """Whether sharing may pay, given the requests of all ranks."""
-    if sharing.ranks.size == 1 or sharing.mode == "off":
-        return False
     if not sharing.is_auto:
         return True
     if sharing.most_bytes < MIN_REQUESTED_BYTES:
@@ -171,16 +169,6 @@ def host_number() -> int:
     return checksum(socket.gethostname().encode() + b"\n" + boot) >> 2
 
 
-def _describe(
-    sharing: Sharing, costs: ReadCosts, copies: Sequence[Copy], targets: Sequence[torch.Tensor]
-) -> tuple[Units, UnitTable]:
-    """Divide this rank's requests into units, and describe them."""
-    divided = divide(costs.manifest, copies, unit_bytes_for(sharing.most_bytes))
-    dtypes = [target.dtype for target in targets]
-    place = _place_of(sharing)
-    return divided, describe_units(costs, divided, dtypes, sharing.group, place)
-
-
 def _plan_together(
     sharing: Sharing, payloads: Sequence[bytes], costs: ReadCosts
 ) -> Sequence[bytes]:
@@ -194,7 +182,7 @@ def _plan_together(
     from distckpt._plan.share_out import plan_shares
 
     messages = [payload[1:] for payload in payloads]
-    held_bytes = sharing.max_inflight_bytes // HELD_SHARE
+    held_bytes = sharing.options.max_inflight_bytes // HELD_SHARE
     return list(plan_shares(messages, costs, held_bytes))
 
 
@@ -233,7 +221,7 @@ def _read_sample(
     is_sample = np.cumsum(num_bytes[units]) - num_bytes[units] < SAMPLE_BYTES
     sample_bytes = int(num_bytes[units[is_sample]].sum())
     started = time.perf_counter()
-    read(pieces.join(units[is_sample]), targets, sharing.max_inflight_bytes)
+    read(pieces.join(units[is_sample]), targets, sharing.options.max_inflight_bytes)
     is_fast = sample_bytes >= FAST_BYTES_PER_SECOND * (time.perf_counter() - started)
     return np.sort(units[~is_sample]), is_fast or not sample_bytes
 
@@ -255,7 +243,9 @@ def _read_in_waves(
             with ranks.phase("read for other ranks"):
                 if number == 0:
                     with ranks.part("prepare to share reads"):
-                        memory, buffers, read_bytes = _memory_for(own, sharing.max_inflight_bytes)
+                        memory, buffers, read_bytes = _memory_for(
+                            own, sharing.options.max_inflight_bytes
+                        )
                         upcoming = Wave(own, 0, memory[0])
                     reading = background.submit(read, upcoming, read_bytes)
                 reading.result()
@@ -278,16 +268,11 @@ def _memory_for(
     plan = own.plan
     wave_bytes = np.bincount(plan.read_waves, own.held_bytes(), plan.num_waves).astype(np.int64)
     memory = torch.empty((2, int(wave_bytes.max())), dtype=torch.uint8, device="cpu")
-    message_bytes, read_bytes = _budget(max_inflight_bytes, memory.nbytes)
-    return memory, make_buffers(message_bytes), read_bytes
-
-
-def _budget(max_inflight_bytes: int, held_bytes: int) -> tuple[int, int]:
-    """Divide memory between messages and reads, after the held memory."""
-    if not held_bytes:
-        return max_inflight_bytes // 2, max_inflight_bytes
+    if not memory.nbytes:
+        return memory, make_buffers(max_inflight_bytes // 2), max_inflight_bytes
     message_bytes = max_inflight_bytes // HELD_SHARE
-    return message_bytes, max_inflight_bytes - held_bytes - message_bytes
+    read_bytes = max_inflight_bytes - memory.nbytes - message_bytes
+    return memory, make_buffers(message_bytes), read_bytes
 
 
 # --- Wave -----------------------------------------------------------------------------------------
@@ -337,16 +322,15 @@ class OwnUnits(NamedTuple):
         )
         for number, unit, offset, shape in places:
             sample = self.units[unit_in[number]]
-            if unit >= 0:
-                source = self.units[unit].source
-                regions[number] = ReadRegion(sample.chunk, source, self.target(unit), unit)
-                continue
             ndim = len(sample.source.shape)
-            target = self.targets[sample.request]
             region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
-            num_bytes = region.num_elements * target.itemsize
-            memory = held[end : end + num_bytes].view(target.dtype).view(region.shape)
-            end += sizes[number]
+            if unit >= 0:
+                memory = self.target(unit)
+            else:
+                target = self.targets[sample.request]
+                num_bytes = region.num_elements * target.itemsize
+                memory = held[end : end + num_bytes].view(target.dtype).view(region.shape)
+                end += sizes[number]
             regions[number] = ReadRegion(sample.chunk, region, memory, unit)
         return regions
 

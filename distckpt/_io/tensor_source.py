@@ -14,9 +14,9 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
-from distckpt._io.read_values import read_values
+from distckpt._io.read_values import read_requests
 from distckpt._plan.export import OutputTensor
-from distckpt._plan.load import Request, plan_load
+from distckpt._plan.load import Request
 from distckpt._storage.open_files import OpenFiles
 from distckpt.rules._mapped import resolve, target_view
 
@@ -89,7 +89,7 @@ class TensorSource:
         self, requests: Sequence[Request], views: Sequence[torch.Tensor], factor: float
     ) -> None:
         """Fill views with regions of stored tensors, times a factor."""
-        read_values(self.stored, plan_load(self.stored, requests), views, num_threads=1)
+        read_requests(self.stored, requests, views)
         if factor != 1.0:
             for view in views:
                 view.mul_(factor)

@@ -125,13 +125,15 @@ def run_move(
             ranks, given, fallback, request.options, agreements, memory, request.compares
         )
         targets_state = with_shards(new_state, ranks.rank)
-        _, targets = describe_targets(ranks, targets_state, load, directory, lambda: source)
-        differences = check_targets(ranks, load, request.place, source, targets)
+        targets = describe_targets(
+            ranks, targets_state, load, request.place, lambda: source, directory
+        )
+        differences = check_targets(ranks, targets)
     with timer.phase("move"):
-        read = read_targets(ranks, load, request.place, source, targets, differences)
+        read = read_targets(ranks, targets, differences)
     assert source.plan is not None
     moved = replace(read, num_bytes=source.plan.num_bytes)
-    figures = restore(ranks, new_state, load, moved, timer, "move").figures
+    figures = restore(ranks, new_state, moved, timer, "move").figures
     report = MoveReport(
         request.place, *figures, sent_bytes=source.plan.sent_bytes, version=request.version
     )
@@ -151,4 +153,4 @@ def _fallback(ranks: Ranks, request: LoadRequest, location: str) -> ShardSource 
         return None
     checkpoint = find_checkpoint(ranks, location)
     with ranks.phase("open the fallback"):
-        return source_of(ranks, location, checkpoint, request.options, request.process_group)
+        return source_of(ranks, checkpoint, request.options, request.process_group)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+import json
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,41 +22,58 @@ from distckpt._base.tree import (
     leaves,
     on_the_way,
 )
-from distckpt.mapping._wrappers import StateDict
+from distckpt._models.objects import Kind
+from distckpt._operations.load_request import Differences, Targets
+from distckpt._ranks.collectives import Ranks
+from distckpt._state.strictness import StrictHandling
+from distckpt.mapping._wrappers import ShardedObject, StateDict
+
+logger = logging.getLogger(__name__)
 
 
-def refuse_absent_tensors(values: Any, loaded: StateDict, location: str) -> None:
-    """Refuse plain tensors in a request for which nothing was loaded.
+def absent_keys(targets: Targets, differences: Differences) -> Mapping[str, Any]:
+    """Return the values for shards that are not read, by key."""
+    absent: dict[str, Any] = dict.fromkeys(differences.unexpected, HOLE)
+    if targets.request.family is None:
+        return absent
+    # Objects of Transformer Engine, which no Hugging Face directory holds; modules accept None for
+    # them.
+    for shard in targets.split.shards:
+        if isinstance(shard, ShardedObject) and shard.key.endswith("_extra_state"):
+            absent.setdefault(shard.key, None)
+    return absent
 
-    Args:
-        values: the request without its shards.
-        loaded: the loaded values.
-        location: location of the checkpoint.
+
+def refuse_absent(targets: Targets, loaded: StateDict) -> None:
+    """Refuse plain tensors and values in a request for which nothing was loaded.
+
+    Values that are None may be absent, as may objects, which check for themselves whether they were
+    loaded completely.
 
     Raises:
-        LoadMismatchError: a tensor is missing.
+        LoadMismatchError: a tensor or value is missing.
     """
+    request = targets.request
+    if not request.asks_for_all:
+        return
+    values = targets.split.common
     lost = _absent(tensor_paths(values), loaded)
     if lost:
         raise LoadMismatchError(
             f"The tensors {summarize_keys(lost)} of the state dict are not sharded, and the "
-            f"common state of the checkpoint {location!r} has none there: nothing can be loaded "
-            f"for them. Give load the module itself, {{'model': model}}, or its "
+            f"common state of the checkpoint {targets.location!r} has none there: nothing can be "
+            "loaded for them. Give load the module itself, {'model': model}, or its "
             "sharded_state_dict(model), in the place of model.state_dict().",
             unexpected=lost,
         )
-
-
-def refuse_absent_values(
-    values: Any, objects: Collection[Position], loaded: StateDict, holder: str
-) -> None:
-    """Refuse plain values in a request for which nothing was loaded.
-
-    See `refuse_absent_tensors`. Values that are None may be absent, as may paths to `objects`,
-    which check for themselves whether they were loaded completely.
-    """
+    if request.warns_of_values:
+        return
+    objects = {place.path for place in targets.described.places}
     absent = _absent(_value_paths(values, objects), loaded)
     if absent:
+        holder = f"The checkpoint {targets.location!r}"
+        if targets.source.is_live:
+            holder = "What is given"
         raise LoadMismatchError(
             f"{holder} holds no value for {summarize_keys(absent)}, which the "
             "state dict asks for: leave that out of the state dict, and set it yourself "
@@ -63,17 +82,34 @@ def refuse_absent_values(
         )
 
 
-def absent_values(
-    values: Any,
-    objects: Collection[Position],
-    loaded: StateDict,
-) -> frozenset[str]:
-    """Name plain tensors, values and objects for which nothing was loaded.
+def report_absent_values(ranks: Ranks, targets: Targets, loaded: StateDict) -> frozenset[str]:
+    """Warn about plain tensors, values and objects for which nothing was loaded.
 
-    Shards are not named.
+    Return their names on all ranks. Collective operation: all ranks must call it.
     """
-    paths = [*tensor_paths(values), *_value_paths(values, objects)]
-    return frozenset(_absent(paths, loaded))
+    request = targets.request
+    if request.mode is not StrictHandling.LOG_ALL and not request.warns_of_values:
+        return frozenset()
+    objects = set()
+    for place in targets.described.places:
+        if request.asks_for_all or place.kind is not Kind.STATEFUL:
+            objects.add(place.path)
+    values = targets.split.common
+    paths = itertools.chain(tensor_paths(values), _value_paths(values, objects))
+    absent = united(ranks, _absent(paths, loaded))
+    if absent and ranks.is_coordinator:
+        logger.warning(
+            "the checkpoint %r holds nothing for %s, which the state dict asks for: not loaded",
+            request.path,
+            summarize_keys(sorted(absent)),
+        )
+    return absent
+
+
+def united(ranks: Ranks, names: Iterable[str]) -> frozenset[str]:
+    """Return the names of all ranks. Collective operation: all ranks must call it."""
+    sent = ranks.all_gather(json.dumps(sorted(names)).encode())
+    return frozenset[str]().union(*map(json.loads, sent))
 
 
 def _absent(paths: Iterable[Position], loaded: StateDict) -> list[str]:

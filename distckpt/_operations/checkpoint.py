@@ -17,14 +17,14 @@ from distckpt._base.interrupts import operation
 from distckpt._base.messages import nearest_names, summarize_keys
 from distckpt._base.options import LoadOptions
 from distckpt._base.public import SaysOtherNames
-from distckpt._checkpoint.consistent_read import read_attempts, reading_unchanged
-from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.consistent_read import reading_unchanged
+from distckpt._checkpoint.opening import open_undisturbed
+from distckpt._checkpoint.shards import ReadSettings, load_shards
 from distckpt._checkpoint.stored_values import load_common_state
 from distckpt._format.fingerprint import Fingerprint
 from distckpt._format.marker import replaced
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
-from distckpt._io.load_shards import ReadSettings, load_tensors
 from distckpt._plan.codes import AS_STORED
 from distckpt._plan.decoded import decoded
 from distckpt._ranks.collectives import Ranks
@@ -214,8 +214,7 @@ class Checkpoint(SaysOtherNames):
     def _read(self, shards: Sequence[ShardedTensor]) -> list[torch.Tensor]:
         settings = ReadSettings(LoadOptions())
         with reading_unchanged(Ranks.alone(), [self._stored]):
-            loaded = load_tensors(Ranks.alone(), self._stored, shards, settings)
-        return [tensor for tensor in loaded if tensor is not None]
+            return load_shards(Ranks.alone(), self._stored, shards, settings)
 
 
 @operation
@@ -244,11 +243,8 @@ def open(path: str | os.PathLike[str], *, as_stored: bool = False) -> Checkpoint
         CorruptCheckpointError: the manifest is missing or damaged.
     """
     location = locations.normalize(path)
-    for attempt in read_attempts(Ranks.alone(), location):
-        with attempt:
-            stored = open_checkpoint(Ranks.alone(), location, attempt=attempt)
-            checkpoint = Checkpoint(stored if as_stored else decoded(stored), as_stored)
-    return checkpoint
+    stored = open_undisturbed(Ranks.alone(), location)
+    return Checkpoint(stored if as_stored else decoded(stored), as_stored)
 
 
 def _open_again(location: str, as_stored: bool, marker: Mapping[str, Any] | None) -> Checkpoint:
@@ -287,7 +283,9 @@ def _region_of(
     slices: tuple[slice, ...] | None,
 ) -> Region:
     """Convert slices to a region of a tensor."""
-    own_slices = _checked_slices(slices)
+    own_slices = () if slices is None else slices
+    if not isinstance(own_slices, tuple) or not all(isinstance(s, slice) for s in own_slices):
+        raise TypeError(f"region is a tuple of slices, got {slices!r:.200}.")
     shape = tensor.shape
     if len(own_slices) > len(shape) or not all(map(_is_within, own_slices, shape)):
         raise LoadMismatchError(
@@ -300,14 +298,6 @@ def _region_of(
     for size, axis_slice in zip(shape, [*own_slices, *rest], strict=True):
         ranges.append(range(size)[axis_slice])
     return Region(tuple(indices.start for indices in ranges), tuple(map(len, ranges)))
-
-
-def _checked_slices(region: object) -> tuple[slice, ...]:
-    if region is None:
-        return ()
-    if isinstance(region, tuple) and all(isinstance(item, slice) for item in region):
-        return region
-    raise TypeError(f"region is a tuple of slices, got {region!r:.200}.")
 
 
 def _is_within(piece: slice, size: int) -> bool:

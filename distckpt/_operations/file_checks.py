@@ -276,22 +276,15 @@ def _check_unit(
         # Problems of the file are reported already.
         return bad, num_read
     except OSError as error:
-        if len(unit) > 1:
-            return _check_one_by_one(stored, blocks, unit)
-        return [BadBlock(unit[0], f"a chunk cannot be read: {error.strerror or error}")], 0
-    return bad, num_read
-
-
-def _check_one_by_one(
-    stored: StoredCheckpoint, blocks: Blocks, unit: range
-) -> tuple[list[BadBlock], int]:
-    """Find the blocks that cannot be read."""
-    bad: list[BadBlock] = []
-    num_read = 0
-    for number in unit:
-        bad_blocks, num_of_block = _check_unit(stored, blocks, range(number, number + 1))
-        bad += bad_blocks
-        num_read += num_of_block
+        if len(unit) == 1:
+            return [BadBlock(unit[0], f"a chunk cannot be read: {error.strerror or error}")], 0
+        # One by one, to find the blocks that cannot be read.
+        bad = []
+        num_read = 0
+        for number in unit:
+            bad_blocks, num_of_block = _check_unit(stored, blocks, range(number, number + 1))
+            bad += bad_blocks
+            num_read += num_of_block
     return bad, num_read
 
 

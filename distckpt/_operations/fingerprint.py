@@ -148,22 +148,20 @@ def saved_fingerprints(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[st
         CheckpointingException: some have none.
     """
     manifest = stored.manifest
-    numbers = {key: saved_number(manifest, key) for key in keys}
     lacking = []
-    for key, number in numbers.items():
+    fingerprints = {}
+    for key in keys:
+        number = saved_number(manifest, key)
         if number is None:
             lacking.append(key)
+        else:
+            dtype = stored.dtype_name(key)
+            fingerprints[key] = Fingerprint(dtype, stored.global_shape(key), number)
     if lacking:
         raise CheckpointingException(
             f"{stored.location!r} has no stored fingerprints of {summarize_keys(lacking)}: save "
             "with fingerprint=True, or compute them from what is stored, without stored=True."
         )
-    fingerprints = {}
-    for key, number in numbers.items():
-        if number is not None:
-            fingerprints[key] = Fingerprint(
-                stored.dtype_name(key), stored.global_shape(key), number
-            )
     return fingerprints
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -20,14 +20,15 @@ from distckpt._base.options import LoadOptions, LoadReport, publish, with_change
 from distckpt._base.tree import HOLE
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import find_checkpoint
+from distckpt._checkpoint.stored_values import COMMON_STATE
 from distckpt._format.marker import schedulers_of
-from distckpt._models.objects import Kind
 from distckpt._models.restore import Saved, restore_objects
 from distckpt._operations.absent_values import (
-    absent_values,
-    refuse_absent_tensors,
-    refuse_absent_values,
+    absent_keys,
+    refuse_absent,
+    report_absent_values,
     tensor_paths,
+    united,
 )
 from distckpt._operations.load_request import (
     Differences,
@@ -39,12 +40,12 @@ from distckpt._operations.load_request import (
 from distckpt._operations.shard_source import ShardSource, source_of
 from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks, collective
 from distckpt._state import flatten
-from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
+from distckpt._state.common_state import CONTENT_METADATA
 from distckpt._state.given_values import Changes, changes_of
 from distckpt._state.shards import Shard
 from distckpt._state.strictness import StrictHandling
 from distckpt._storage import locations
-from distckpt.mapping._wrappers import ShardedObject, ShardedStateDict, StateDict
+from distckpt.mapping._wrappers import ShardedStateDict, StateDict
 from distckpt.rules._rule import Rule
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,6 @@ _WITH_RULES = {
     "complete": StrictHandling.ASSUME_OK_UNEXPECTED,
     "report": StrictHandling.RAISE_UNEXPECTED,
 }
-_COMMON = ShardedObject(COMMON_KEY, None, (1,), (0,))
 
 
 @collective()
@@ -193,31 +193,29 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
     with ranks.phase("check the arguments", same=request.of_all_ranks()):
         request.check()
         location = locations.normalize(request.path)
+    options = request.options
     timer = PhaseTimer("load", ranks.rank, location)
     for attempt in read_attempts(ranks, location):
         with attempt, _putting_back(request):
             with timer.phase("plan"):
-                checkpoint = find_checkpoint(
-                    ranks, location, verify=request.options.verify, attempt=attempt
-                )
-                choose_source = partial(
-                    source_of, ranks, location, checkpoint, request.options, request.process_group
-                )
-                source, targets = describe_targets(
-                    ranks, state_dict, request, location, choose_source
-                )
-                differences = check_targets(ranks, request, location, source, targets)
+                found = find_checkpoint(ranks, location, verify=options.verify, attempt=attempt)
+                choose_source = partial(source_of, ranks, found, options, request.process_group)
+                targets = describe_targets(ranks, state_dict, request, location, choose_source)
+                differences = check_targets(ranks, targets)
             with timer.phase("read") as details:
-                read = read_targets(ranks, request, location, source, targets, differences)
+                read = read_targets(ranks, targets, differences)
                 details["bytes"] = read.num_bytes
-    restored = restore(ranks, state_dict, request, read, timer)
+    restored = restore(ranks, state_dict, read, timer)
     report = LoadReport(
         location,
         *restored.figures,
         missing=differences.missing | differences.left_out | read.lost,
         unexpected=differences.unexpected_of_all | restored.absent_of_all,
     )
-    _publish(ranks, request, report)
+    if ranks.is_coordinator:
+        logger.info("%s", report)
+    if options.on_report is not None:
+        publish(report, options.on_report)
     return Loaded(restored.state_dict, differences.missing, differences.unexpected, report)
 
 
@@ -243,43 +241,49 @@ class _Read:
     """The values that were read for the targets of a load.
 
     Attributes:
-        location: location of the checkpoint.
-        source: source of the values.
         targets: targets with their tensors filled.
         loaded: the state dict, with values instead of objects.
         num_bytes: size of the tensors.
         lost: keys whose values were overwritten on any rank.
     """
 
-    location: str
-    source: ShardSource
     targets: Targets
     loaded: StateDict
     num_bytes: int
     lost: frozenset[str]
 
 
-def read_targets(
-    ranks: Ranks,
-    request: LoadRequest,
-    location: str,
-    source: ShardSource,
-    targets: Targets,
-    differences: Differences,
-) -> _Read:
+def read_targets(ranks: Ranks, targets: Targets, differences: Differences) -> _Read:
     """Fill the tensors of a load's targets; objects and values are still as they were.
 
     Collective operation: all ranks must call it.
     """
+    source = targets.source
+    split = targets.split
     with ranks.phase("load") as vote:
-        absent = _absent_keys(request, targets, differences)
-        values, common = _read(ranks, source, targets, absent)
-        num_bytes = _num_bytes(values)
-        loaded = flatten.put_together(targets.split.skeleton, values, common)
-        _refuse_absent(request, targets, loaded, source, location)
+        absent = absent_keys(targets, differences)
+        numbers = []
+        for number, shard in enumerate(split.shards):
+            if shard.key not in absent and number not in targets.ties:
+                numbers.append(number)
+        requested: list[Shard] = [split.shards[number] for number in numbers]
+        try:
+            *read, common = source.read([*requested, COMMON_STATE], targets.rules)
+        except LoadMismatchError as error:
+            if ranks.size == 1 or ranks.is_known_to_all(error):
+                _name_plain_tensors(error, source)
+            raise
+        num_bytes = sum(value.nbytes for value in read if isinstance(value, torch.Tensor))
+        by_number = dict(zip(numbers, read, strict=True))
+        values = []
+        for number, shard in enumerate(split.shards):
+            number = targets.ties.get(number, number)
+            values.append(by_number.get(number, absent.get(shard.key, HOLE)))
+        loaded = flatten.put_together(split.skeleton, values, common)
+        refuse_absent(targets, loaded)
         vote.number = len(source.overwritten)
-    lost = _overwritten_of_all(ranks, request, source, location) if vote.largest else frozenset()
-    return _Read(location, source, targets, loaded, num_bytes, lost)
+    lost = _overwritten_of_all(ranks, targets) if vote.largest else frozenset()
+    return _Read(targets, loaded, num_bytes, lost)
 
 
 class Restored(NamedTuple):
@@ -297,7 +301,6 @@ class Restored(NamedTuple):
 def restore(
     ranks: Ranks,
     state_dict: ShardedStateDict,
-    request: LoadRequest,
     read: _Read,
     timer: PhaseTimer,
     moving: str = "read",
@@ -307,11 +310,12 @@ def restore(
     `moving` is the phase in which the bytes came. Collective operation: all ranks must call it.
     """
     targets = read.targets
+    request = targets.request
+    source = targets.source
     loaded = read.loaded
-    absent_of_all = _report_absent_values(ranks, request, targets, loaded)
+    absent_of_all = report_absent_values(ranks, targets, loaded)
     with ranks.telling("restore the objects of the state dict") as message:
-        schedulers = schedulers_of(read.source.marker)
-        saved = Saved(read.location, schedulers, read.source.shared_value)
+        saved = Saved(targets.location, schedulers_of(source.marker), source.shared_value)
         values = targets.split.common if request.fills_values else {}
         changes = changes_of(state_dict, values, loaded)
         restored = restore_objects(targets.resolved, loaded, saved, request.asks_for_all)
@@ -323,53 +327,13 @@ def restore(
     # none.
     changes.apply()
     if ranks.is_coordinator:
-        _warn_of_unchanged(changes, read.location)
+        _warn_of_unchanged(changes, targets.location)
     return Restored(restored, absent_of_all, tuple(json.loads(message.answer)))
-
-
-def _absent_keys(
-    request: LoadRequest, targets: Targets, differences: Differences
-) -> Mapping[str, Any]:
-    """Return the values for shards that are not read, by key."""
-    absent: dict[str, Any] = dict.fromkeys(differences.unexpected, HOLE)
-    if request.family is None:
-        return absent
-    # Objects of Transformer Engine, which no Hugging Face directory holds; modules accept None for
-    # them.
-    for shard in targets.split.shards:
-        if isinstance(shard, ShardedObject) and shard.key.endswith("_extra_state"):
-            absent.setdefault(shard.key, None)
-    return absent
-
-
-def _read(
-    ranks: Ranks, source: ShardSource, targets: Targets, absent: Mapping[str, Any]
-) -> tuple[list[Any], Any]:
-    """Return the values of all shards, and the common state."""
-    shards = targets.split.shards
-    ties = targets.ties
-    numbers = []
-    for number, shard in enumerate(shards):
-        if shard.key not in absent and number not in ties:
-            numbers.append(number)
-    requested: list[Shard] = [shards[number] for number in numbers]
-    try:
-        *loaded, common = source.read([*requested, _COMMON], targets.rules)
-    except LoadMismatchError as error:
-        if ranks.size > 1 and not ranks.is_known_to_all(error):
-            raise
-        _name_plain_tensors(error, source)
-        raise
-    by_number = dict(zip(numbers, loaded, strict=True))
-    values = []
-    for number, shard in enumerate(shards):
-        values.append(by_number.get(ties.get(number, number), absent.get(shard.key, HOLE)))
-    return values, common
 
 
 def _name_plain_tensors(error: LoadMismatchError, source: ShardSource) -> None:
     """Raise a clearer error if common state has the absent tensors."""
-    common = source.read_objects([_COMMON])[0]
+    common = source.read_objects([COMMON_STATE])[0]
     names = {".".join(map(str, path[1:])): str(path[0]) for path in tensor_paths(common)}
     place = next((names[key] for key in sorted(error.unexpected) if key in names), None)
     if place is None:
@@ -390,61 +354,18 @@ def _name_plain_tensors(error: LoadMismatchError, source: ShardSource) -> None:
     ) from error
 
 
-def _num_bytes(values: Sequence[Any]) -> int:
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
-
-
-def _refuse_absent(
-    request: LoadRequest,
-    targets: Targets,
-    loaded: StateDict,
-    source: ShardSource,
-    location: str,
-) -> None:
-    if request.asks_for_all:
-        refuse_absent_tensors(targets.split.common, loaded, location)
-    if request.asks_for_all and not request.warns_of_values:
-        object_paths = {place.path for place in targets.described.places}
-        holder = "What is given" if source.is_live else f"The checkpoint {location!r}"
-        refuse_absent_values(targets.split.common, object_paths, loaded, holder)
-
-
-def _report_absent_values(
-    ranks: Ranks, request: LoadRequest, targets: Targets, loaded: StateDict
-) -> frozenset[str]:
-    """Warn about values for which nothing was loaded; return their names."""
-    if request.mode is not StrictHandling.LOG_ALL and not request.warns_of_values:
-        return frozenset()
-    object_paths = {place.path for place in targets.described.places}
-    if not request.asks_for_all:
-        object_paths -= {p.path for p in targets.described.places if p.kind is Kind.STATEFUL}
-    absent = absent_values(targets.split.common, object_paths, loaded)
-    sent = ranks.all_gather(json.dumps(sorted(absent)).encode())
-    absent_of_all = frozenset[str]().union(*map(json.loads, sent))
-    if absent_of_all and ranks.is_coordinator:
-        logger.warning(
-            "the checkpoint %r holds nothing for %s, which the state dict asks for: not loaded",
-            request.path,
-            summarize_keys(sorted(absent_of_all)),
-        )
-    return absent_of_all
-
-
-def _overwritten_of_all(
-    ranks: Ranks, request: LoadRequest, source: ShardSource, location: str
-) -> frozenset[str]:
+def _overwritten_of_all(ranks: Ranks, targets: Targets) -> frozenset[str]:
     """Name tensors that were overwritten on any rank.
 
     They are tied now, and were not tied when they were saved. LoadMismatchError where all of the
     checkpoint is to be loaded.
     """
-    sent = ranks.all_gather(json.dumps(sorted(source.overwritten)).encode())
-    lost = frozenset[str]().union(*map(json.loads, sent))
-    if request.mode is StrictHandling.RAISE_ALL:
+    lost = united(ranks, targets.source.overwritten)
+    if targets.request.mode is StrictHandling.RAISE_ALL:
         raise LoadMismatchError(
-            f"The checkpoint {location!r} holds {summarize_keys(lost)} with other values than the "
-            "tensors of the state dict that they are tied to: what was saved was not tied. Untie "
-            "them, or pass strict='complete' (StrictHandling.ASSUME_OK_UNEXPECTED in "
+            f"The checkpoint {targets.location!r} holds {summarize_keys(lost)} with other values "
+            "than the tensors of the state dict that they are tied to: what was saved was not "
+            "tied. Untie them, or pass strict='complete' (StrictHandling.ASSUME_OK_UNEXPECTED in "
             "distckpt.megatron) to have the values of the others.",
             missing=lost,
         )
@@ -468,10 +389,3 @@ def _warn_of_unchanged(changes: Changes, location: str) -> None:
             summarize_keys(changes.not_filled),
             location,
         )
-
-
-def _publish(ranks: Ranks, request: LoadRequest, report: LoadReport) -> None:
-    if ranks.is_coordinator:
-        logger.info("%s", report)
-    if request.options.on_report is not None:
-        publish(report, request.options.on_report)

@@ -70,6 +70,11 @@ class LoadRequest:
         """Whether no requested key may be left out."""
         return self.mode in _MODES_OF_ALL
 
+    @property
+    def compares_keys(self) -> bool:
+        """Whether the keys of the checkpoint are compared with the keys that ranks request."""
+        return self.mode is not StrictHandling.ASSUME_OK_UNEXPECTED
+
     def check(self) -> None:
         """Check the options.
 
@@ -108,6 +113,9 @@ class Targets:
     """The targets that this rank fills from a checkpoint.
 
     Attributes:
+        request: the request of the caller.
+        location: location of the checkpoint.
+        source: source of the values.
         described: the state dict with its objects described.
         resolved: the same, with the entries that the checkpoint has for them.
         split: the flattened state dict.
@@ -118,6 +126,9 @@ class Targets:
         rules: rules from the keys of the request to the keys of the checkpoint.
     """
 
+    request: LoadRequest
+    location: str
+    source: ShardSource
     described: objects.Description
     resolved: objects.Description
     split: flatten.SplitState
@@ -165,10 +176,12 @@ def describe_targets(
     request: LoadRequest,
     location: str,
     choose_source: Callable[[], ShardSource],
-) -> tuple[ShardSource, Targets]:
+    directory: str | None = None,
+) -> Targets:
     """Describe the targets of a load, and choose their source.
 
-    Collective operation: all ranks must call it.
+    `directory` has the configuration of the model, if that is not at the location. Collective
+    operation: all ranks must call it.
     """
     with ranks.phase("flatten the state dict") as vote:
         source = choose_source()
@@ -182,10 +195,17 @@ def describe_targets(
         split = flatten.split(described.state_dict)
         _check_modules_are_different(described, split)
         ties = find_ties(split.shards)
-        rules = _rules(request, location, split.shards, ties, source)
+        at = location if directory is None else directory
+        rules = _rules(request, at, split.shards, ties, source)
         are_complex = may_be_complex(split.shards)
-        depends = are_complex or (not rules and _are_of_other_keys(ties, split))
-        vote.number = _how_much_is_needed(described, request.mode, depends)
+        # 0 where the keys of the checkpoint need not be known, 2 where the stored settings of
+        # optimizers are needed as well.
+        vote.number = (
+            needs_stored(described)
+            or request.compares_keys
+            or are_complex
+            or (not rules and bool(_other_keys(split.shards, ties)))
+        )
     source, entries, settings = _look_up(ranks, source, described, request, vote.largest)
     with ranks.phase("describe the targets"):
         resolved = resolve(ranks.rank, described, entries, settings, source.shared_value)
@@ -199,7 +219,19 @@ def describe_targets(
         table = None
         if not source.is_live:
             table = shard_table(split.shards, ties)
-    return source, Targets(described, resolved, split, entries, stored, absent, table, rules)
+    return Targets(
+        request=request,
+        location=location,
+        source=source,
+        described=described,
+        resolved=resolved,
+        split=split,
+        entries=entries,
+        stored=stored,
+        ties=absent,
+        table=table,
+        rules=rules,
+    )
 
 
 def _check_modules_are_different(described: objects.Description, split: flatten.SplitState) -> None:
@@ -237,6 +269,8 @@ def _rules(
     source: ShardSource,
 ) -> Sequence[Rule]:
     """Return the rules from the request's names to the source's names."""
+    if request.family is None and not request.rules:
+        return ()
     shapes = _shapes_of(shards)
     family_rules: Sequence[Rule] = ()
     if request.family is not None:
@@ -246,23 +280,17 @@ def _rules(
         stored = source.shapes()
     if stored is None:
         return (*request.rules, *family_rules)
-    pairs = ((shards[tie].key, shards[first].key) for tie, first in ties.items())
-    shared = {}
-    for key, to in pairs:
-        if key != to:
-            shared[key] = to
+    shared = _other_keys(shards, ties)
     return decide_ties(request.rules, family_rules, shapes, shared, stored)
 
 
-def _how_much_is_needed(described: objects.Description, mode: StrictHandling, depends: bool) -> int:
-    """Return 2, 1 or 0: which stored data this rank needs.
-
-    With 0 the keys of the checkpoint need not be known; with 2 stored settings are needed as well.
-    `depends` says whether the shards depend on the keys.
-    """
-    object_needs = needs_stored(described)
-    compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
-    return object_needs or compares or depends
+def _other_keys(shards: Sequence[Shard], ties: Mapping[int, int]) -> dict[str, str]:
+    """Return the keys of tied shards -> other keys with the same memory."""
+    others = {}
+    for tie, first in ties.items():
+        if shards[tie].key != shards[first].key:
+            others[shards[tie].key] = shards[first].key
+    return others
 
 
 def _look_up(
@@ -274,34 +302,19 @@ def _look_up(
 ) -> tuple[ShardSource, Mapping[str, StoredEntry], StateDict]:
     """Return the source for the objects, its entries, and their stored settings.
 
-    `needed` is the largest `_how_much_is_needed` of all ranks.
+    `needed` is the largest number of `describe_targets` on all ranks.
     """
     if not needed:
         return source, {}, {}
     if request.family is None and not request.rules:
         source = source.for_objects(described, needed > 1)
     entries = source.entries()
-    settings = {}
-    if needed > 1:
-        settings = _stored_settings(ranks, source, described, entries)
-    return source, entries, settings
-
-
-def _are_of_other_keys(ties: Mapping[int, int], split: flatten.SplitState) -> bool:
-    shards = split.shards
-    return any(shards[tie].key != shards[first].key for tie, first in ties.items())
-
-
-def _stored_settings(
-    ranks: Ranks,
-    source: ShardSource,
-    described: objects.Description,
-    entries: Mapping[str, StoredEntry],
-) -> StateDict:
+    if needed == 1:
+        return source, entries, {}
     with ranks.phase("read the settings of optimizers"):
         cells = settings_of(described, entries)
         values = source.read_objects(list(cells.values()))
-    return dict(zip(cells, values, strict=True))
+    return source, entries, dict(zip(cells, values, strict=True))
 
 
 def _without_skipped(
@@ -321,9 +334,7 @@ def _without_skipped(
     return {key: entry for key, entry in entries.items() if key not in skipped}
 
 
-def check_targets(
-    ranks: Ranks, request: LoadRequest, location: str, source: ShardSource, targets: Targets
-) -> Differences:
+def check_targets(ranks: Ranks, targets: Targets) -> Differences:
     """Refuse contradicting requests and parts of objects; compare keys.
 
     Collective operation: all ranks must call it.
@@ -332,40 +343,33 @@ def check_targets(
         InvalidShardingError: the requests of the ranks contradict each other.
         LoadMismatchError: keys differ, and the mode of the request raises.
     """
+    request = targets.request
+    source = targets.source
     validates = request.options.validate_access_integrity
-    table = None
-    if validates is not False:
-        table = targets.table
-    messages = _messages_of_all(ranks, table)
+    table = targets.table if validates is not False else None
+    messages: Sequence[list[bytes]] = ()
+    if table is not None and ranks.size > 1:
+        messages = ranks.gather_once(table.to_messages())
     requested = targets.requested
     with ranks.phase("check the requested shards", decision=True) as vote:
         if table is not None and ranks.is_coordinator:
             _validate(table, messages, whole=bool(validates))
-        is_lenient = request.mode is StrictHandling.ASSUME_OK_UNEXPECTED
-        compared = targets.stored if is_lenient else ()
         flags = b""
         if request.rules:
             flags = match_flags(request.rules, targets.shapes)
-        coverage = _coverage(targets, requested, compared, source)
+        coverage = _coverage(targets, requested)
         vote.number = len(coverage.of_modules | coverage.of_optimizers | coverage.unclaimed)
     # The members of a move may have rules of their own.
     if request.rules and not source.is_live:
         warn_of_unmatched(request.rules, ranks.gather(flags))
     differences = Differences()
-    compares = StrictHandling.requires_explicit_ckpt_mismatch_check(request.mode)
-    if compares and not targets.rules:
-        differences = _compare_keys(ranks, request, requested, targets, location)
+    if request.compares_keys and not targets.rules:
+        differences = _compare_keys(ranks, targets, requested)
     if vote.largest:
-        left_out = refuse_left_out(ranks, coverage, targets.entries, location, source.is_live)
+        entries = targets.entries
+        left_out = refuse_left_out(ranks, coverage, entries, targets.location, source.is_live)
         return replace(differences, left_out=left_out)
     return differences
-
-
-def _messages_of_all(ranks: Ranks, table: ShardTable | None) -> Sequence[list[bytes]]:
-    """Gather the ranks' tables on the coordinator; nothing with one rank."""
-    if table is None or ranks.size == 1:
-        return ()
-    return ranks.gather_once(table.to_messages())
 
 
 def _validate(table: ShardTable, messages: Sequence[list[bytes]], *, whole: bool) -> None:
@@ -390,17 +394,14 @@ def _validate(table: ShardTable, messages: Sequence[list[bytes]], *, whole: bool
         ) from None
 
 
-def _coverage(
-    targets: Targets,
-    requested: Collection[str],
-    compared: Collection[str],
-    source: ShardSource,
-) -> Coverage:
+def _coverage(targets: Targets, requested: Collection[str]) -> Coverage:
     """Find the parts of a checkpoint that objects leave out.
 
     Through rules, an object should surely have the tensors that a configuration names.
     """
     rules = targets.rules
+    source = targets.source
+    compared = () if targets.request.compares_keys else targets.stored
     find = partial(
         coverage_of,
         targets.resolved,
@@ -447,14 +448,10 @@ def absent_ties(
     return absent
 
 
-def _compare_keys(
-    ranks: Ranks,
-    request: LoadRequest,
-    requested: set[str],
-    targets: Targets,
-    location: str,
-) -> Differences:
+def _compare_keys(ranks: Ranks, targets: Targets, requested: set[str]) -> Differences:
     """Find keys that differ, and handle them as the mode says."""
+    request = targets.request
+    location = targets.location
     mode = request.mode
     stored = frozenset(targets.stored)
     own_garbage: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,14 +12,13 @@ from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions
 from distckpt._base.tree import HOLE
-from distckpt._checkpoint.opening import FoundCheckpoint
-from distckpt._checkpoint.shards import describe_quantized, load_shards
+from distckpt._checkpoint.opening import is_built_in
+from distckpt._checkpoint.shards import ReadSettings, load_shards
 from distckpt._checkpoint.stored_values import has_equal_cells, load_objects
 from distckpt._format.manifest import OBJECT
-from distckpt._format.marker import BUILT_IN
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.load_shards import ReadSettings
 from distckpt._models.objects import Description
+from distckpt._plan.decoded import find
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard
@@ -103,49 +102,35 @@ class ShardSource(ABC):
 
 
 def source_of(
-    ranks: Ranks,
-    location: str,
-    found: FoundCheckpoint,
-    options: LoadOptions,
-    process_group: Any,
+    ranks: Ranks, stored: StoredCheckpoint, options: LoadOptions, process_group: Any
 ) -> ShardSource:
-    """Return the source of a load for the checkpoint at a location.
+    """Return the source of a load for a checkpoint that was found.
 
     Raises:
         CheckpointingException: `options.strategy` gives no strategy, or none that reads this
             checkpoint is registered.
     """
-    strategy, exchange_group = _choose(location, options.strategy, found)
-    if strategy is not None:
-        configured = strategy.configure(options, process_group)
-        return _UserStrategy(ranks, configured, location, found.marker)
-    if found.stored is None:
-        raise CheckpointingException(
-            f"{location!r} was written by the strategy {found.marker['sharded_backend']!r}, which "
-            "the built-in one does not read: pass that strategy."
-        )
-    return _OpenCheckpoint(ranks, found.stored, options, exchange_group)
-
-
-def _choose(
-    location: str, choice: Any, found: FoundCheckpoint
-) -> tuple[LoadShardedStrategy | None, Any]:
-    """Return the strategy of the user, None for the built-in one, and the group of ranks within
-    which replicas share work.
-    """
+    marker = stored.marker
+    location = stored.location
+    choice = options.strategy
+    if choice is None and is_built_in(marker):
+        return _OpenCheckpoint(ranks, stored, options, None, marker)
     if choice is None:
-        backend = found.marker["sharded_backend"]
-        version = found.marker.get("sharded_backend_version", 1)
-        if found.stored is not None and (backend, version) == (BUILT_IN, 1):
-            return None, None
-        choice = (backend, version)
+        choice = (marker["sharded_backend"], marker.get("sharded_backend_version", 1))
     from distckpt.strategies.base import choose_load_strategy
 
     try:
         strategy, engine = choose_load_strategy(choice)
     except CheckpointingException as error:
         raise CheckpointingException(f"Cannot read {location!r}: {error}") from error
-    return strategy, engine.exchange_group
+    if strategy is not None:
+        return _UserStrategy(ranks, strategy.configure(options, process_group), location, marker)
+    if not is_built_in(marker):
+        raise CheckpointingException(
+            f"{location!r} was written by the strategy {marker['sharded_backend']!r}, which the "
+            "built-in one does not read: pass that strategy."
+        )
+    return _OpenCheckpoint(ranks, stored, options, engine.exchange_group, marker)
 
 
 @dataclass(frozen=True)
@@ -162,13 +147,10 @@ class _OpenCheckpoint(ShardSource):
     stored: StoredCheckpoint
     options: LoadOptions
     exchange_group: Any
+    marker: Mapping[str, Any]
     overwritten: set[str] = field(default_factory=set)
     settings: Mapping[str, Any] = field(default_factory=dict)
     hidden: Collection[str] = ()
-
-    @property
-    def marker(self) -> Mapping[str, Any]:  # type: ignore[override]
-        return self.stored.marker
 
     def entries(self) -> dict[str, StoredEntry]:
         with self.ranks.phase("read the keys of the checkpoint"):
@@ -205,16 +187,12 @@ class _OpenCheckpoint(ShardSource):
         asked = [shard for shard in shards if shard.key not in self.settings]
         return self._with_settings(shards, load_objects(self.stored, asked))
 
-    def _with_settings(self, shards: Sequence[Shard], read: Iterable[Any]) -> list[Any]:
-        """Return the values of all shards, given the values read now."""
-        values = iter(read)
-        all_values = []
-        for shard in shards:
+    def _with_settings(self, shards: Sequence[Shard], values: list[Any]) -> list[Any]:
+        """Add the values of settings to the values that were read."""
+        for number, shard in enumerate(shards):
             if shard.key in self.settings:
-                all_values.append(self.settings[shard.key])
-            else:
-                all_values.append(next(values))
-        return all_values
+                values.insert(number, self.settings[shard.key])
+        return values
 
     def shared_value(self, key: str) -> Any:
         if not has_equal_cells(self.stored, key):
@@ -237,8 +215,8 @@ def entries_of(stored: StoredCheckpoint) -> dict[str, StoredEntry]:
             tensor_dtype = FROM_NAME[dtype]
         entries[key] = StoredEntry(tensor_dtype, manifest.global_shapes[number])
     entries.pop(COMMON_KEY, None)
-    for key, (shard, parts) in describe_quantized(stored).items():
-        entries[key] = StoredEntry(shard.dtype, tuple(shard.global_shape), parts)
+    for key, tensor in find(stored).items():
+        entries[key] = StoredEntry(FROM_NAME[tensor.dtype], tensor.model_shape, tensor.keys)
     return entries
 
 
@@ -259,12 +237,12 @@ class _UserStrategy(ShardSource):
         return entries
 
     def _listed_entries(self) -> list[tuple[str, str | None, tuple[int, ...]]]:
-        shards = self.strategy.load_sharded_metadata(self.location).values()
-        by_key = {}
-        for shard in shards:
-            if shard.key != COMMON_KEY:
-                by_key[shard.key] = shard
-        return [(key, _dtype_name(shard), shard.global_shape) for key, shard in by_key.items()]
+        listed = {}
+        for shard in self.strategy.load_sharded_metadata(self.location).values():
+            dtype = TO_NAME[shard.dtype] if isinstance(shard, ShardedTensor) else None
+            listed[shard.key] = (shard.key, dtype, shard.global_shape)
+        listed.pop(COMMON_KEY, None)
+        return list(listed.values())
 
     def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
         if rules:
@@ -278,9 +256,3 @@ class _UserStrategy(ShardSource):
 
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
         return self.read(shards, ())
-
-
-def _dtype_name(shard: Shard) -> str | None:
-    if isinstance(shard, ShardedTensor):
-        return TO_NAME[shard.dtype]
-    return None

@@ -14,8 +14,9 @@ from distckpt._base.threads import ProgressCounter, run_threads
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._geometry.region import Region, whole
 from distckpt._geometry.units import cut_region
-from distckpt._io.read import num_threads_at, read_copies
-from distckpt._plan.load import Request, plan_load
+from distckpt._io.read import num_threads_at
+from distckpt._io.read_values import read_requests
+from distckpt._plan.load import Request
 from distckpt._quantization.numbers import scratch
 
 WINDOW_ELEMENTS = 1 << 22
@@ -135,5 +136,5 @@ def _read(
     for piece, size, dtype, window in zip(pieces, sizes, dtypes, batch, strict=True):
         values.append(piece[:size].view(dtype).view(window.region.shape))
     stored = tensors[0].stored
-    read_copies(stored, plan_load(stored, requests), values, num_threads=1)
+    read_requests(stored, requests, values)
     return values

@@ -140,19 +140,18 @@ class Piece(NamedTuple):
     """A region of a quantized tensor to compute, with its parts.
 
     `region` is in the stored layout, and `copy` has the request. `parts` has the stored region of
-    each role, and `copies` their reads, whose requests count from 0.
+    each part by its role, and `copies` their reads, whose requests count from 0.
     """
 
     quantized: QuantizedTensor
     region: Region
     copy: Copy
-    roles: tuple[str, ...]
-    parts: tuple[Region, ...]
+    parts: Mapping[str, Region]
     copies: list[Copy]
 
 
 def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]:
-    """Divide copies out of quantized tensors into pieces.
+    """Divide the copies out of quantized tensors into pieces.
 
     Each piece has the parts to read.
     """
@@ -160,7 +159,9 @@ def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]
     requests: list[Request] = []
     owners: list[tuple[int, int]] = []
     for copy in copies:
-        quantized = view.quantized[copy.chunk]
+        quantized = view.quantized.get(copy.chunk)
+        if quantized is None:
+            continue
         # Items of a narrow slice hold more codes than the slice.
         source = quantized.to_model(copy.source)
         for region in cut_region(
@@ -171,9 +172,7 @@ def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]
                 spec = quantized.parts[role]
                 owners.append((len(pieces), index))
                 requests.append(Request(spec.key, spec.shape, part_region))
-            pieces.append(
-                Piece(quantized, region, copy, tuple(regions), tuple(regions.values()), [])
-            )
+            pieces.append(Piece(quantized, region, copy, regions, []))
     for part in plan_load(view, requests):
         piece, index = owners[part.request]
         pieces[piece].copies.append(part._replace(request=index))

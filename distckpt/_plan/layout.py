@@ -194,12 +194,7 @@ def open_object_file(rank: int, objects: Sequence[PlannedChunk]) -> PlannedFile:
 
     It has no header, and its chunks no sizes.
     """
-    return PlannedFile(object_file_of_rank(rank), b"", list(objects))
-
-
-def object_file_of_rank(rank: int) -> str:
-    """Name the file of a rank's objects."""
-    return "objects/" + object_file_name(rank)
+    return PlannedFile(f"objects/{object_file_name(rank)}", b"", list(objects))
 
 
 def checksum_file_name(rank: int) -> str:
@@ -219,7 +214,7 @@ def lay_out_object_file(
     entries = [Entry(key, "U8", (size,), size) for key, size in sizes.items()]
     header, _ = build_header(entries, _OWN_METADATA)
     # Cells of one object have different names, so all fit into one file.
-    return PlannedFile(object_file_of_rank(rank), header, chunks)
+    return open_object_file(rank, chunks)._replace(header=header)
 
 
 _OWN_METADATA = {"distckpt_format": str(FORMAT_VERSION)}

@@ -235,24 +235,21 @@ def translate(
     infos = {r.key: TensorSpec(r.global_shape, TO_NAME[t.dtype]) for r, t in pairs}
     stored = _apply_some(rules, infos)
     mapped = invert(stored, infos | _tensors_of_other_ranks(stored, infos))
-    translated_requests = Translated([], [], [], [], [])
+    rows: list[tuple[int, Request, torch.Tensor, float]] = []
+    padding = []
     for number, (request, tensor) in enumerate(zip(requests, tensors, strict=True)):
-        if request.key not in mapped and drops:
-            continue
         if request.key not in mapped:
-            translated_requests.numbers.append(number)
-            translated_requests.requests.append(request)
-            translated_requests.views.append(tensor)
-            translated_requests.adds.append(0.0)
+            if not drops:
+                rows.append((number, request, tensor, 0.0))
             continue
-        for padding in resolve_padding(mapped[request.key], request.region):
-            translated_requests.padding.append(tensor[padding.slices()])
+        for gap in resolve_padding(mapped[request.key], request.region):
+            padding.append(tensor[gap.slices()])
         for place, part in resolve(mapped[request.key], request.region):
             shape = stored[part.key].shape
             may_differ = request.allow_shape_mismatch
             translated = Request(part.key, shape, part.source, may_differ, part.source_step)
-            translated_requests.numbers.append(number)
-            translated_requests.requests.append(translated)
-            translated_requests.views.append(target_view(tensor, place, part))
-            translated_requests.adds.append(part.add)
-    return translated_requests
+            rows.append((number, translated, target_view(tensor, place, part), part.add))
+    if not rows:
+        return Translated([], [], [], [], padding)
+    numbers, stored_requests, views, adds = map(list, zip(*rows, strict=True))
+    return Translated(numbers, stored_requests, views, adds, padding)

@@ -23,7 +23,8 @@ from distckpt._format.marker import names_of_module
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, intersect, whole
 from distckpt._geometry.units import cut_region
-from distckpt._io.read import num_threads_at, read_copies
+from distckpt._io.read import num_threads_at
+from distckpt._io.read_values import read_requests
 from distckpt._models.whole import coverage_of, left_out_of_all
 from distckpt._operations.file_checks import Problem
 from distckpt._operations.load_request import absent_ties
@@ -32,7 +33,7 @@ from distckpt._operations.save import DescribedShards, describe_shards
 from distckpt._operations.shard_source import entries_of
 from distckpt._operations.verify import VerifyReport
 from distckpt._operations.windows import WINDOW_ELEMENTS
-from distckpt._plan.load import Request, plan_load
+from distckpt._plan.load import Request
 from distckpt._quantization.numbers import scratch
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._state.shards import find_ties, region_view, shard_regions
@@ -323,7 +324,7 @@ def _fault_of_window(stored: StoredCheckpoint, window: _Window) -> str | None:
     content = scratch("stored window", window.region.shape, dtype)
     request = Request(window.key, stored.global_shape(window.key), window.region)
     try:
-        read_copies(stored, plan_load(stored, [request]), [content], num_threads=1)
+        read_requests(stored, [request], [content])
     except CorruptCheckpointError as error:
         return str(error)
     return _difference(content, window.values, window.region.offset)

@@ -18,12 +18,12 @@ from distckpt._base.options import LoadOptions
 from distckpt._base.tree import HOLE, Position
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import open_checkpoint
-from distckpt._checkpoint.shards import describe_quantized, load_shards
+from distckpt._checkpoint.shards import ReadSettings, load_shards
 from distckpt._checkpoint.stored_values import load_common_state
 from distckpt._format.codec import refuse_unknown
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.load_shards import ReadSettings
 from distckpt._models.dtensor import local_part
+from distckpt._plan.decoded import find
 from distckpt._plan.load import forgotten
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._state import flatten
@@ -134,7 +134,7 @@ class _Content:
 
     @staticmethod
     def of(stored: StoredCheckpoint) -> _Content:
-        keys = {*stored.manifest.key_index, *describe_quantized(stored)} - {COMMON_KEY}
+        keys = {*stored.manifest.key_index, *find(stored)} - {COMMON_KEY}
         return _Content(stored.location, keys, load_common_state(stored))
 
     @cached_property

@@ -24,9 +24,9 @@ from distckpt._base.messages import summarize_keys
 from distckpt._base.options import ExportOptions, check_switch, with_changes
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.file_states import describe
-from distckpt._checkpoint.opening import decode_manifest
 from distckpt._foreign.hugging_face import read_directory
 from distckpt._format.foreign_formats import HUGGING_FACE
+from distckpt._format.manifest_reading import manifest_from_bytes
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.tensor_source import TensorSource
 from distckpt._operations.consolidate import consolidate
@@ -286,7 +286,7 @@ def _open_shards(ranks: Ranks, location: str) -> StoredCheckpoint:
             read = partial(_describe_shards, location, attempt.states)
             data = ranks.decide("open the checkpoint", read)
     with ranks.phase("open the checkpoint"):
-        stored = decode_manifest(location, data)
+        stored = StoredCheckpoint(location, manifest_from_bytes(data, location))
         is_copy = not ranks.is_coordinator
         return replace(stored, states=attempt.states, compares_headers=is_copy)
 

@@ -18,12 +18,16 @@ from distckpt._base.interrupts import operation
 from distckpt._base.messages import nearest_names, summarize_keys
 from distckpt._base.options import LoadOptions
 from distckpt._checkpoint.consistent_read import ReadAttempt, read_attempts, reading
-from distckpt._checkpoint.opening import find_checkpoint
-from distckpt._checkpoint.shards import describe_objects, describe_tensors, load_shards
+from distckpt._checkpoint.opening import find_checkpoint, is_built_in
+from distckpt._checkpoint.shards import (
+    ReadSettings,
+    describe_objects,
+    describe_tensors,
+    load_shards,
+)
 from distckpt._commit import posix
 from distckpt._format.marker import BUILT_IN, CheckpointingConfig
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.load_shards import ReadSettings
 from distckpt._operations.checkpoint import check_keys
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
@@ -187,15 +191,15 @@ def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: s
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
             checkpoint = find_checkpoint(Ranks.alone(), location, attempt=attempt)
-    if checkpoint.stored is None:
+    if not is_built_in(checkpoint.marker):
         registered = registered_strategy(location, checkpoint.marker)
         registered.remove_sharded_tensors(location, key_prefix)
         return
-    if not checkpoint.stored.manifest.has_checksums:
+    if not checkpoint.manifest.has_checksums:
         raise CheckpointingException(f"{location!r} was not written by distckpt: convert it first.")
     config = CheckpointingConfig(BUILT_IN, 1)
-    with reading(Ranks.alone(), [checkpoint.stored]):
-        stored = replace(checkpoint.stored, location=posix.resolve(location))
+    with reading(Ranks.alone(), [checkpoint]):
+        stored = replace(checkpoint, location=posix.resolve(location))
         removed = remove_tensors(stored, key_prefix, config)
     if not removed:
         logger.warning(
@@ -232,8 +236,8 @@ def _strategy_that_reads(
         strategy, _ = choose_load_strategy(own_strategy)
         if strategy is not None:
             return strategy
-    if checkpoint.stored is not None:
-        return _OpenStrategy(checkpoint.stored)
+    if is_built_in(checkpoint.marker):
+        return _OpenStrategy(checkpoint)
     return registered_strategy(location, checkpoint.marker)
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 
 from distckpt._base.public import set_public_home
-from distckpt._checkpoint.opening import find_checkpoint
+from distckpt._checkpoint.opening import find_checkpoint, is_built_in
 from distckpt._format.marker import BUILT_IN
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -86,6 +86,6 @@ def get_default_load_sharded_strategy(
         return TorchDistLoadShardedStrategy()
     location = locations.normalize(checkpoint_dir)
     checkpoint = find_checkpoint(Ranks.alone(), location)
-    if checkpoint.stored is not None:
+    if is_built_in(checkpoint.marker):
         return TorchDistLoadShardedStrategy()
     return registered_strategy(location, checkpoint.marker)

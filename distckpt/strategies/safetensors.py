@@ -18,10 +18,14 @@ from distckpt._base.options import LoadOptions, SaveOptions
 from distckpt._base.public import set_public_home
 from distckpt._checkpoint.consistent_read import reading_unchanged
 from distckpt._checkpoint.opening import open_undisturbed
-from distckpt._checkpoint.shards import describe_objects, describe_tensors, load_shards
+from distckpt._checkpoint.shards import (
+    ReadSettings,
+    describe_objects,
+    describe_tensors,
+    load_shards,
+)
 from distckpt._format.marker import BUILT_IN
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.load_shards import ReadSettings
 from distckpt._io.planned_shards import ShardSettings
 from distckpt._io.save_shards import ShardSave, prepare_shards
 from distckpt._plan.layout import PlanCache

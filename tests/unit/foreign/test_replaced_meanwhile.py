@@ -91,7 +91,7 @@ def once_in_between(change, folder):
 @pytest.fixture(autouse=True)
 def one_after_the_other(monkeypatch):
     """Let one thread read, so that a part is read after the change."""
-    monkeypatch.setattr("distckpt._io.load_shards.num_threads_within", lambda *_: 1)
+    monkeypatch.setattr("distckpt._checkpoint.shards.num_threads_within", lambda *_: 1)
 
 
 @pytest.mark.parametrize("change", CHANGES)
