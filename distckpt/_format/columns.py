@@ -23,8 +23,6 @@ _JSON = "json"
 DELTAS = ".deltas"
 COUNTS = ".counts"
 _WORD_BYTES = 8
-_MAX_RATIO = 1040
-"""Maximum number of bytes that zlib makes of one."""
 
 
 def pack(fields: Any, columns: Mapping[str, Column]) -> bytes:
@@ -47,21 +45,15 @@ def compress(data: bytes) -> bytes:
 def decompress(data: bytes) -> bytes:
     """Undo `compress`.
 
-    The size that the bytes claim is not trusted.
-
     Raises:
         ValueError: `compress` did not make them.
     """
     num_bytes = int.from_bytes(data[:_WORD_BYTES], "big")
-    padded = num_bytes + -num_bytes % _WORD_BYTES
-    if padded > _MAX_RATIO * len(data):
-        raise ValueError(f"not compressed: {len(data)} bytes cannot become {num_bytes}")
-    stream = zlib.decompressobj()
     try:
-        words = stream.decompress(data[_WORD_BYTES:], padded + 1)
+        words = zlib.decompress(data[_WORD_BYTES:])
     except zlib.error as error:
         raise ValueError(f"not compressed: {error}") from error
-    if len(words) != padded or not stream.eof:
+    if len(words) != num_bytes + -num_bytes % _WORD_BYTES:
         raise ValueError(f"not compressed: {num_bytes} bytes were announced, and others came")
     return np.frombuffer(words, np.uint8).reshape(_WORD_BYTES, -1).T.tobytes()[:num_bytes]
 

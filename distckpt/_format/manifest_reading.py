@@ -16,7 +16,6 @@ from distckpt._format.chunk_table import (
     FILE_PATTERNS,
     TABLE_COLUMNS,
     ChunkChecks,
-    Chunks,
     ChunkTable,
     Files,
     file_sizes,
@@ -30,6 +29,7 @@ from distckpt._format.manifest import (
     KEY_COLUMNS,
     MAX_TABLE_BYTES,
     OBJECT,
+    Chunks,
     KeyFigures,
     Manifest,
 )

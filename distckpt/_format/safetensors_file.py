@@ -58,6 +58,11 @@ class ShardFile(NamedTuple):
     header_bytes: int
     header_checksum: int
 
+    @classmethod
+    def of(cls, name: str, data: bytes) -> ShardFile:
+        """Describe a file whose bytes all count as header."""
+        return cls(name, len(data), len(data), checksum(data))
+
     @property
     def holds_checksums(self) -> bool:
         """Return whether it holds the checksums of blocks.

@@ -15,11 +15,10 @@ from distckpt._base.libc import read_into
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_REQUESTS, Pool, run_threads
 from distckpt._format.checksum import CHECKSUM_BYTES, checksum
-from distckpt._format.checksum_files import Checksums, read_checksums
 from distckpt._format.chunk_table import NO_CHECKSUMS
 from distckpt._format.manifest import Manifest
 from distckpt._format.marker import file_size
-from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._format.stored_checkpoint import Checksums, StoredCheckpoint, read_checksums
 from distckpt._geometry.region import IntArray
 from distckpt._io.read import PIECE_BYTES, num_threads_at, unit_bytes_at
 from distckpt._storage import locations
@@ -145,7 +144,7 @@ def list_blocks(
             manifest.fetched.contents.update(known)
         return _with_known(manifest, blocks, holders, known)._replace(unread=unread)
     if manifest.has_checksums:
-        first_blocks = manifest.block_starts[blocks.chunks]
+        first_blocks = manifest.first_blocks[blocks.chunks]
         blocks = blocks._replace(expected=manifest.block_checksums[first_blocks + numbers])
     return blocks
 
