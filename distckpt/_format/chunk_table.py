@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._format.checksum import CHECKSUM_BYTES
-from distckpt._format.columns import Column, pack, require, unpack
+from distckpt._format.columns import Column, joined_ranges, pack, require, unpack
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import IntArray, stable_order, widen
 
@@ -195,11 +195,8 @@ NO_CHECKSUMS: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
 def blocks_of(rows: IntArray, num_bytes: IntArray, block_bytes: int) -> IntArray:
     """Return the numbers of the blocks of some chunks, in their order."""
     all_counts = -(-num_bytes // block_bytes)
-    starts = (np.cumsum(all_counts) - all_counts)[rows]
-    counts = all_counts[rows]
-    # For each block: the first block of its chunk, plus its number within the chunk.
-    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(starts, counts) + within
+    firsts = np.cumsum(all_counts) - all_counts
+    return joined_ranges(firsts[rows], all_counts[rows])
 
 
 def widened(column: Column) -> Column:

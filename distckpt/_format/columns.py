@@ -113,6 +113,16 @@ def narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return column.astype(np.int64)
 
 
+def joined_ranges(firsts: IntArray, counts: IntArray) -> IntArray:
+    """Return the numbers of several ranges, one range after the other.
+
+    A range has `counts` numbers, from one of `firsts` on.
+    """
+    before = np.cumsum(counts) - counts
+    numbers: IntArray = np.repeat(firsts - before, counts) + np.arange(int(counts.sum()))
+    return numbers
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ValueError with a message unless a condition holds."""
     if not condition:
@@ -169,9 +179,7 @@ class Runs(NamedTuple):
     def places_in(self, are_selected: npt.NDArray[np.bool_]) -> IntArray:
         """Return the places in some of the runs, in ascending order."""
         counts = self.counts[are_selected]
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        places: IntArray = np.repeat(self.ends[are_selected] - counts, counts) + within
-        return places
+        return joined_ranges(self.ends[are_selected] - counts, counts)
 
     def largest_in(self, starts: IntArray, stops: IntArray) -> IntArray:
         """Return the largest number of the runs that meet some ranges.

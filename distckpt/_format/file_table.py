@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from distckpt._format.columns import Column, narrow, require
 from distckpt._format.safetensors_file import CHECKSUMS_SUFFIX, MAX_HEADER_BYTES, ShardFile
-from distckpt._geometry.region import IntArray
+from distckpt._geometry.region import IntArray, row_hashes
 from distckpt._storage import locations
 
 _PATTERNS = "file_patterns"
@@ -224,18 +224,15 @@ class FileTable(Sequence[ShardFile]):
 
     def _check_names_are_distinct(self) -> None:
         texts = {_NUMBER.sub("0", template % ((0,) * n)) for template, n in self._templates}
-        if len(texts) < len(self.patterns):
-            # Different patterns may give the same name.
-            names = [file.name for file in self]
-            require(len(set(names)) == len(names), "two files have the same name")
+        hashes = row_hashes([*self._numbers.T, self._pattern_ids])
+        if len(texts) == len(self.patterns) and len(np.unique(hashes)) == len(self):
             return
-        keys = (*self._numbers.T, self._pattern_ids)
-        order = np.lexsort(keys)
-        is_same = np.ones(len(order) - 1, bool)
-        for key in keys:
-            is_same &= key[order[1:]] == key[order[:-1]]
-        for place in np.flatnonzero(is_same)[:1].tolist():
-            raise ValueError(f"two files have the name {self[order[place]].name!r:.300}")
+        # Different patterns may give the same name.
+        names = set()
+        for file in self:
+            if file.name in names:
+                raise ValueError(f"two files have the name {file.name!r:.300}")
+            names.add(file.name)
 
     def _check_sizes(self, max_table_bytes: int) -> None:
         is_all_header = self.header_bytes == self.num_bytes

@@ -164,7 +164,7 @@ class Manifest:
         origin: None for distckpt's own checkpoints; otherwise the name of the reader as `format`,
             and JSON fields for that reader.
         quantization: settings of quantized tensors from the configuration beside another program's
-            files, see `settings_of`.
+            files, see `_foreign.quantization_settings`.
         figures: the columns of `KEY_COLUMNS` that were stored, such as fingerprints and statistics
             of the tensors as they were when they were saved.
         fetched: the checksums that were fetched from `checksum_files`.

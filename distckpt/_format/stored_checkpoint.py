@@ -17,8 +17,10 @@ from distckpt._base.lazy import torch
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._format.checksum import checksum
 from distckpt._format.chunk_table import check_size_of_checksums, judging_manifest
+from distckpt._format.columns import joined_ranges
 from distckpt._format.manifest import CHUNKS_AT_ONCE, OBJECT, Manifest
-from distckpt._format.marker import file_size, read_file
+from distckpt._format.marker import file_size
+from distckpt._format.safetensors_file import read_as_saved
 from distckpt._geometry.region import IntArray
 from distckpt._storage import locations
 from distckpt._storage.file_state import FileState
@@ -247,11 +249,9 @@ def checksums_of_ranges(
     fetch_checksums(stored, file_ids)
     chunks, starts, stops = np.array(ranges, np.int64).reshape(-1, 3).T
     counts = -(-(stops - starts) // block)
-    begins = np.cumsum(counts) - counts
-    # For each block: the first one of its range, plus its number within the range.
-    firsts = manifest.first_blocks[chunks] + starts // block - begins
-    blocks = np.repeat(firsts, counts) + np.arange(int(counts.sum()))
-    return checksums_of_blocks(manifest, np.repeat(file_ids, counts), blocks), begins
+    blocks = joined_ranges(manifest.first_blocks[chunks] + starts // block, counts)
+    checksums = checksums_of_blocks(manifest, np.repeat(file_ids, counts), blocks)
+    return checksums, np.cumsum(counts) - counts
 
 
 def read_checksums(stored: StoredCheckpoint, holder: int) -> Checksums:
@@ -260,21 +260,12 @@ def read_checksums(stored: StoredCheckpoint, holder: int) -> Checksums:
     Raises:
         CorruptCheckpointError: it is missing or damaged.
     """
-    file = stored.manifest.files[holder]
-    path = stored.path_of_file(holder)
-    try:
-        data = read_file(path, file.num_bytes)
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(
-            f"The file of checksums {path!r} is missing: restore it from a copy, or load without "
-            "comparing checksums (verify=False)."
-        ) from error
-    if len(data) != file.num_bytes or checksum(data) != file.header_checksum:
-        raise CorruptCheckpointError(
-            f"The file of checksums {path!r} is not the one that was saved (size or checksum "
-            "differs from the manifest): restore it from a copy, or load without comparing "
-            "checksums (verify=False)."
-        )
+    data = read_as_saved(
+        stored.path_of_file(holder),
+        stored.manifest.files[holder],
+        "The file of checksums",
+        "load without comparing checksums (verify=False)",
+    )
     return np.frombuffer(data, "<u8").astype(np.uint64, copy=False)
 
 

@@ -16,6 +16,7 @@ from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_REQUESTS, Pool, run_threads
 from distckpt._format.checksum import CHECKSUM_BYTES, checksum
 from distckpt._format.chunk_table import NO_CHECKSUMS
+from distckpt._format.columns import joined_ranges
 from distckpt._format.manifest import Manifest
 from distckpt._format.marker import file_size
 from distckpt._format.stored_checkpoint import Checksums, StoredCheckpoint, read_checksums
@@ -130,7 +131,7 @@ def list_blocks(
     rows, chunks = manifest.in_file_order(np.array(file_ids))
     counts = -(-chunks.num_bytes // block_bytes)
     places = np.repeat(np.arange(len(rows)), counts)
-    numbers = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
+    numbers = joined_ranges(np.zeros_like(counts), counts)
     starts = chunks.first_bytes[places] + numbers * block_bytes
     stops = starts + np.minimum(chunks.num_bytes[places] - numbers * block_bytes, block_bytes)
     blocks = Blocks(rows[places], chunks.file_ids[places], starts, stops, NO_CHECKSUMS)

@@ -210,8 +210,14 @@ CHANGES = {
             "",
         )
     },
-    "one name for two": (same_files(["tensors/a"], ["tensors/a"]), "same name"),
-    "one name by two patterns": (same_files(["tensors/a7"], ["tensors/a", 1, ""]), "same name"),
+    "one name for two": (
+        same_files(["tensors/a"], ["tensors/a"]),
+        "two files have the name 'tensors/a'",
+    ),
+    "one name by two patterns": (
+        same_files(["tensors/a7"], ["tensors/a", 1, ""]),
+        "two files have the name 'tensors/a7'",
+    ),
     "one name by equal rows": (
         lambda fields, columns: columns.update(
             file_patterns=np.zeros(len(columns["file_patterns"]), np.int64),
