@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from distckpt._format.columns import Column, narrow, require
 from distckpt._format.safetensors_file import CHECKSUMS_SUFFIX, MAX_HEADER_BYTES, ShardFile
-from distckpt._geometry.region import IntArray, row_hashes
+from distckpt._geometry.region import IntArray
 from distckpt._storage import locations
 
 _PATTERNS = "file_patterns"
@@ -164,7 +164,10 @@ class FileTable(Sequence[ShardFile]):
         if isinstance(index, slice):
             return list(self._decoded(index))
         number = range(len(self))[operator.index(index)]
-        return next(self._decoded(slice(number, number + 1)))
+        template, num_numbers = self._templates[self._pattern_ids[number]]
+        name = template % tuple(self._numbers[number, :num_numbers].tolist())
+        columns = (self.num_bytes, self.header_bytes, self._checksums)
+        return ShardFile(name, *(int(column[number]) for column in columns))
 
     def __iter__(self) -> Iterator[ShardFile]:
         for start in range(0, len(self), _BLOCK_FILES):
@@ -224,15 +227,18 @@ class FileTable(Sequence[ShardFile]):
 
     def _check_names_are_distinct(self) -> None:
         texts = {_NUMBER.sub("0", template % ((0,) * n)) for template, n in self._templates}
-        hashes = row_hashes([*self._numbers.T, self._pattern_ids])
-        if len(texts) == len(self.patterns) and len(np.unique(hashes)) == len(self):
+        if len(texts) < len(self.patterns):
+            # Different patterns may give the same name.
+            names = [file.name for file in self]
+            require(len(set(names)) == len(names), "two files have the same name")
             return
-        # Different patterns may give the same name.
-        names = set()
-        for file in self:
-            if file.name in names:
-                raise ValueError(f"two files have the name {file.name!r:.300}")
-            names.add(file.name)
+        keys = (*self._numbers.T, self._pattern_ids)
+        order = np.lexsort(keys)
+        is_same = np.ones(len(order) - 1, bool)
+        for key in keys:
+            is_same &= key[order[1:]] == key[order[:-1]]
+        for place in np.flatnonzero(is_same)[:1].tolist():
+            raise ValueError(f"two files have the name {self[order[place]].name!r:.300}")
 
     def _check_sizes(self, max_table_bytes: int) -> None:
         is_all_header = self.header_bytes == self.num_bytes

@@ -274,27 +274,6 @@ class SortedRows(NamedTuple):
         return low
 
 
-def starts_of_keys(key_ids: LazyColumn, num_keys: int) -> IntArray:
-    """Return the first row of each key, and the row count.
-
-    Raises:
-        ValueError: the rows are not sorted by key, or a key does not exist.
-    """
-    num_rows = np.zeros(num_keys, np.int64)
-    last = 0
-    for _, runs in key_ids.runs():
-        if runs.deltas.min() < 0 or runs.deltas[0] < last:
-            raise ValueError("chunks are not sorted by key")
-        # Floating point does not wrap around.
-        if runs.deltas.astype(np.float64) @ runs.counts >= num_keys:
-            raise ValueError("a chunk has no key")
-        is_constant = runs.deltas == 0
-        np.add.at(num_rows, runs.befores[is_constant], runs.counts[is_constant])
-        np.add.at(num_rows, runs.at(runs.places_in(~is_constant)), 1)
-        last = int(runs.deltas @ runs.counts)
-    return np.append(0, np.cumsum(num_rows))
-
-
 @dataclass(eq=False)
 class LazyChunks:
     """The chunks of a manifest in parts; has the columns and methods of a `ChunkTable`.
@@ -372,7 +351,19 @@ class LazyChunks:
         Raises:
             ValueError: the rows are not sorted by key, or a key does not exist.
         """
-        return starts_of_keys(self.key_ids, num_keys)
+        num_rows = np.zeros(num_keys, np.int64)
+        last = 0
+        for _, runs in self.key_ids.runs():
+            if runs.deltas.min() < 0 or runs.deltas[0] < last:
+                raise ValueError("chunks are not sorted by key")
+            # Floating point does not wrap around.
+            if runs.deltas.astype(np.float64) @ runs.counts >= num_keys:
+                raise ValueError("a chunk has no key")
+            is_constant = runs.deltas == 0
+            np.add.at(num_rows, runs.befores[is_constant], runs.counts[is_constant])
+            np.add.at(num_rows, runs.at(runs.places_in(~is_constant)), 1)
+            last = int(runs.deltas @ runs.counts)
+        return np.append(0, np.cumsum(num_rows))
 
     def rows_near(
         self, key_ids: IntArray, offsets: IntArray, shapes: IntArray, key_starts: IntArray

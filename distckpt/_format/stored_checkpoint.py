@@ -126,13 +126,15 @@ def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
     file_ids = stored.manifest.file_ids[rows]
     # np.unique would import a part of numpy, at a time when perhaps no file can be opened any more.
     different = np.flatnonzero(np.bincount(file_ids)).tolist()
-    check = _check_file if stored.files is None else _check_file_once
-    run_threads(lambda file_id: check(stored, file_id), different, num_threads)
 
+    def check(file_id: int) -> None:
+        if stored.files is None:
+            _check_file(stored, file_id)
+        else:
+            path = stored.path_of_file(file_id)
+            stored.files.check_once(path, lambda: _check_file(stored, file_id))
 
-def _check_file_once(stored: StoredCheckpoint, file_id: int) -> None:
-    assert stored.files is not None
-    stored.files.check_once(stored.path_of_file(file_id), lambda: _check_file(stored, file_id))
+    run_threads(check, different, num_threads)
 
 
 def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
