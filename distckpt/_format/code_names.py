@@ -1,6 +1,6 @@
-"""Names of stored tensors that hold codes, of any form, and of their scales.
+"""Names of stored tensors that hold codes, and of their scales.
 
-Also the settings of quantized tensors: in configurations, and in a manifest.
+They may be of any form. Also the settings of quantized tensors, in configurations and manifests.
 """
 
 from __future__ import annotations

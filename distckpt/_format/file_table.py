@@ -174,7 +174,7 @@ class FileTable(Sequence[ShardFile]):
             yield from self._decoded(slice(start, start + _BLOCK_FILES))
 
     def containing(self, text: str) -> IntArray:
-        """Return the files with a text in their names, which has no number."""
+        """Return the files whose names have a text without numbers."""
         is_found = [any(text in own for own in pattern.texts) for pattern in self.patterns]
         return np.flatnonzero(np.array(is_found, bool)[self._pattern_ids])
 

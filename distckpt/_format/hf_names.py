@@ -75,9 +75,10 @@ def is_model_name(name: str) -> bool:
 
 
 def group_keys_by_bytes(num_bytes: Mapping[str, int], max_file_bytes: int) -> list[list[str]]:
-    """Divide tensors among output files in their order; return the keys of each file.
+    """Divide tensors of known sizes among output files, in their order.
 
-    The tensors of a file have at most the given size; a larger tensor gets a file of its own.
+    Return the keys of each file. Its tensors have at most the given size; a larger tensor gets a
+    file of its own.
     """
     return fill_files([([key], size) for key, size in num_bytes.items()], max_file_bytes)
 

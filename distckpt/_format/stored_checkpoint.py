@@ -1,4 +1,7 @@
-"""A checkpoint in storage, as one value for readers; checks of its files, and their checksums."""
+"""A checkpoint in storage as one value, and checks of its files.
+
+Also the checksums of blocks in files of their own, next to the shards.
+"""
 
 from __future__ import annotations
 

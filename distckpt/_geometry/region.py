@@ -364,7 +364,7 @@ def _runs(
 
 
 def _spans_of(axes: list[int], shape: tuple[int, ...], start: int, num: int) -> list[_Span]:
-    """Return the spans of a run of elements that are flat along some axes."""
+    """Return the spans of a run of elements along some axes."""
     rest, first = divmod(start, shape[axes[-1]])
     spans = [(axes[-1], first, num)]
     for axis in reversed(axes[:-1]):

@@ -223,7 +223,7 @@ def with_checksums(stored: StoredCheckpoint) -> Manifest:
 
 
 def moved_beside(manifest: Manifest, name: str) -> tuple[Manifest, bytes]:
-    """Return the manifest without its checksums, and the content of a new file that holds them."""
+    """Return the manifest without checksums, and a file's content with them."""
     chunks = manifest.all_chunks
     blocks = blocks_of(chunks.file_order, chunks.num_bytes, manifest.block_bytes)
     data = chunks.block_checksums[blocks].astype("<u8").tobytes()
