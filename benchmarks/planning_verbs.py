@@ -14,8 +14,7 @@ from measure import peak_memory_bytes
 
 from distckpt._base.options import ExportOptions
 from distckpt._checkpoint.opening import open_checkpoint
-from distckpt._format.checksum_files import fetch_checksums
-from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._format.stored_checkpoint import StoredCheckpoint, fetch_checksums
 from distckpt._geometry.region import whole
 from distckpt._io.export import output_file
 from distckpt._operations.export_plan import plan_export, stored_source

@@ -15,8 +15,11 @@ from distckpt._base.threads import NUM_THREADS
 from distckpt._checkpoint.opening import find_reader, naming_reader
 from distckpt._checkpoint.stored_pieces import Reader
 from distckpt._format import codec
-from distckpt._format.checksum_files import checksums_of_blocks, fetch_checksums
-from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._format.stored_checkpoint import (
+    StoredCheckpoint,
+    checksums_of_blocks,
+    fetch_checksums,
+)
 from distckpt._geometry.region import Region, whole
 from distckpt._io.read import read_chunks
 from distckpt._plan.load import Request, check_keys, object_chunk
@@ -176,7 +179,7 @@ def has_equal_cells(stored: StoredCheckpoint, key: str) -> bool:
     """
     manifest = stored.manifest
     rows = np.array(stored.chunks_of(key))
-    chunks = manifest.rows(rows)
+    chunks = manifest.chunks.rows(rows)
     if not manifest.has_checksums or len(rows) < 2 or np.ptp(chunks.num_bytes) > 0:
         return False
     fetch_checksums(stored, np.unique(chunks.file_ids))

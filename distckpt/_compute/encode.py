@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._geometry.region import Region, whole
 from distckpt._geometry.units import cut_region
-from distckpt._quantization.numbers import NUMBERS, pack_exponents, unpack_exponents
+from distckpt._quantization.numbers import NUMBERS, unpack_exponents
 from distckpt._quantization.quantized import (
     E8M0,
     QuantizedTensor,
@@ -102,7 +102,8 @@ def encode(
         stored = torch.where(stored == 0, 2.0**-9, stored).to(FROM_NAME[scale.dtype])
         scales = stored.float() / factor
     elif scale.dtype in E8M0:
-        stored = pack_exponents(_exponents(maxima, number.largest))
+        exponents = _exponents(maxima, number.largest)
+        stored = (exponents + 127).clamp_(0, 254).to(torch.uint8)
         scales = unpack_exponents(stored)
     else:
         stored = torch.where(maxima == 0, 1.0, maxima / number.largest).to(FROM_NAME[scale.dtype])
@@ -110,7 +111,7 @@ def encode(
     apply_scales(
         quantized, values, scales_of_rows(quantized, scales, region), region, torch.Tensor.div_
     )
-    codes = number.pack(values.clamp_(-number.largest, number.largest))
+    codes = _PACK[quantized.number](values.clamp_(-number.largest, number.largest))
     parts["codes"] = codes
     parts["scale"] = stored
     if "shape" in quantized.parts:
@@ -150,3 +151,25 @@ def _exponents(maxima: torch.Tensor, largest: float) -> torch.Tensor:
         fractions, exponents = torch.frexp(maxima)
         exponents = exponents - (fractions < 0.875).int() - math.floor(math.log2(largest))
     return torch.where(maxima == 0, 0, exponents)
+
+
+def _pack_halves(nibbles: torch.Tensor) -> torch.Tensor:
+    codes = nibbles.to(torch.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def _pack_e2m1(values: torch.Tensor) -> torch.Tensor:
+    # The middle between neighbors goes to the even code: the one below for every second, just above
+    # it for the rest.
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device="cpu")
+    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros(3, device="cpu"))
+    return _pack_halves(torch.bucketize(values.abs(), middles) + 8 * values.signbit())
+
+
+_PACK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "e4m3": lambda values: values.to(torch.float8_e4m3fn).view(torch.uint8),
+    "int8": lambda values: values.round().to(torch.int8).view(torch.uint8),
+    "e2m1": _pack_e2m1,
+    "int4": lambda values: _pack_halves(values.round() + 8),
+}
+"""Functions from float32 values, within the range of a number format, to bytes."""

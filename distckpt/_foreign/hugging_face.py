@@ -20,8 +20,9 @@ from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointErro
 from distckpt._base.lazy import torch
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
+from distckpt._foreign.quantization_settings import read_settings, unclear_shapes
 from distckpt._format import safetensors_file
-from distckpt._format.code_names import may_be_codes
+from distckpt._format.code_names import is_shape, may_be_codes
 from distckpt._format.foreign_formats import HUGGING_FACE
 from distckpt._format.hf_names import (
     INDEX_SUFFIX,
@@ -31,12 +32,10 @@ from distckpt._format.hf_names import (
 )
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.marker import read_file
-from distckpt._format.quantization_settings import is_shape, read_settings
 from distckpt._format.safetensors_file import Header, ShardFile, read_header
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, whole
 from distckpt._io.read import read_chunks
-from distckpt._quantization.detect import unclear_shapes
 from distckpt._storage import locations
 from distckpt.rules._mapped import TensorSpec
 

@@ -7,14 +7,14 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._format.checksum import CHECKSUM_BYTES
-from distckpt._format.columns import Column, pack, require, unpack
+from distckpt._format.columns import Column, joined_ranges, pack, require, unpack
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import IntArray, stable_order, widen
 
@@ -46,62 +46,6 @@ def judging_manifest(location: str) -> Iterator[None]:
             f"The manifest of {location!r} is damaged ({type(error).__name__}: {error}). "
             "Load another checkpoint, or restore this one from a copy."
         ) from error
-
-
-class Chunks(Protocol):
-    """All chunks of a manifest, in memory or computed on demand.
-
-    Those in memory were checked when the manifest was decoded, the others are when they are used.
-    """
-
-    @property
-    def files(self) -> Files: ...
-    @property
-    def key_ids(self) -> Any: ...
-    @property
-    def file_ids(self) -> Any: ...
-    @property
-    def first_bytes(self) -> Any: ...
-    @property
-    def num_bytes(self) -> Any: ...
-    @property
-    def offsets(self) -> Any: ...
-    @property
-    def shapes(self) -> Any: ...
-    @property
-    def block_checksums(self) -> npt.NDArray[np.uint64]: ...
-
-    def key_starts(self, num_keys: int) -> IntArray:
-        """Return the first row of each key, and the number of rows."""
-
-    def rows(self, rows: IntArray) -> ChunkTable:
-        """Return the chunks in some rows, in their order, without checksums."""
-
-    def rows_near(
-        self, key_ids: IntArray, offsets: IntArray, shapes: IntArray, key_starts: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """Return the range of rows that each of some regions may meet."""
-
-    def rows_in_files(self, file_ids: IntArray) -> IntArray:
-        """Return the rows of the chunks in some files, in ascending order."""
-
-    def in_files(self, file_ids: IntArray) -> tuple[IntArray, ChunkTable]:
-        """Return rows and chunks of whole files, checked."""
-
-    def check_rows(self, rows: IntArray) -> None:
-        """Check that some chunks lie inside of their tensors and files."""
-
-    def check_key(self, key_id: int, rows: slice) -> None:
-        """Check the chunks of a key once."""
-
-    def parts(self) -> Iterator[ChunkTable]:
-        """Yield all chunks in order, checked, in one or several tables."""
-
-    def whole(self) -> ChunkTable:
-        """Return all chunks in one table."""
-
-    def followed_by(self, more: ChunkTable) -> Chunks:
-        """Return the chunks with further ones that lie in no file."""
 
 
 class ChunkTable(NamedTuple):
@@ -251,11 +195,8 @@ NO_CHECKSUMS: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
 def blocks_of(rows: IntArray, num_bytes: IntArray, block_bytes: int) -> IntArray:
     """Return the numbers of the blocks of some chunks, in their order."""
     all_counts = -(-num_bytes // block_bytes)
-    starts = (np.cumsum(all_counts) - all_counts)[rows]
-    counts = all_counts[rows]
-    # For each block: the first block of its chunk, plus its number within the chunk.
-    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(starts, counts) + within
+    firsts = np.cumsum(all_counts) - all_counts
+    return joined_ranges(firsts[rows], all_counts[rows])
 
 
 def widened(column: Column) -> Column:

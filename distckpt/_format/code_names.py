@@ -1,6 +1,6 @@
 """Names of stored tensors that hold codes, and of their scales.
 
-They may be of any form.
+They may be of any form. Also the settings of quantized tensors, in configurations and manifests.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any
 
 from distckpt._base.dtypes import ITEM_BYTES
 
@@ -143,3 +144,48 @@ def scales_of(key: str, keys: Container[str]) -> list[str]:
         stem = key[: len(key) - len(ending)]
         scales += [stem + other for other in replacements if stem + other in keys]
     return scales
+
+
+# --- Settings -------------------------------------------------------------------------------------
+
+
+CONFIG_NAMES = ("config.json", "hf_quant_config.json")
+"""Files that may describe the quantization of tensors in their directory; NVIDIA ModelOpt writes
+the second one.
+"""
+FIELDS = ("quantization_config", "compression_config", "quantization")
+"""Fields of a configuration that describe quantized tensors."""
+
+
+def are_settings(value: object) -> bool:
+    """Return whether a value is what a manifest keeps of configurations."""
+    if not isinstance(value, dict):
+        return False
+    blocks = value.get("blocks")
+    bits = value.get("num_bits")
+    if not isinstance(blocks, list) or not isinstance(bits, list):
+        return False
+    if any(type(number) is not int for number in bits):
+        return False
+    shapes = value.get("shapes", {})
+    if not isinstance(shapes, dict) or not all(map(is_shape, shapes.values())):
+        return False
+    return all(is_shape(block) and len(block) == 2 for block in blocks)
+
+
+def is_shape(value: Any) -> bool:
+    """Return whether a value is the shape of a non-empty tensor."""
+    return isinstance(value, list) and all(type(size) is int and size > 0 for size in value)
+
+
+def configurations_in(config: Mapping[str, Any]) -> list[Any]:
+    """Return a configuration and those inside it, without quantization.
+
+    Text models and towers have configurations inside.
+    """
+    parts = [config]
+    for part in parts:
+        for field, value in part.items():
+            if isinstance(value, dict) and field not in FIELDS:
+                parts.append(value)
+    return parts

@@ -23,8 +23,6 @@ _JSON = "json"
 DELTAS = ".deltas"
 COUNTS = ".counts"
 _WORD_BYTES = 8
-_MAX_RATIO = 1040
-"""Maximum number of bytes that zlib makes of one."""
 
 
 def pack(fields: Any, columns: Mapping[str, Column]) -> bytes:
@@ -47,21 +45,15 @@ def compress(data: bytes) -> bytes:
 def decompress(data: bytes) -> bytes:
     """Undo `compress`.
 
-    The size that the bytes claim is not trusted.
-
     Raises:
         ValueError: `compress` did not make them.
     """
     num_bytes = int.from_bytes(data[:_WORD_BYTES], "big")
-    padded = num_bytes + -num_bytes % _WORD_BYTES
-    if padded > _MAX_RATIO * len(data):
-        raise ValueError(f"not compressed: {len(data)} bytes cannot become {num_bytes}")
-    stream = zlib.decompressobj()
     try:
-        words = stream.decompress(data[_WORD_BYTES:], padded + 1)
+        words = zlib.decompress(data[_WORD_BYTES:])
     except zlib.error as error:
         raise ValueError(f"not compressed: {error}") from error
-    if len(words) != padded or not stream.eof:
+    if len(words) != num_bytes + -num_bytes % _WORD_BYTES:
         raise ValueError(f"not compressed: {num_bytes} bytes were announced, and others came")
     return np.frombuffer(words, np.uint8).reshape(_WORD_BYTES, -1).T.tobytes()[:num_bytes]
 
@@ -121,6 +113,16 @@ def narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return column.astype(np.int64)
 
 
+def joined_ranges(firsts: IntArray, counts: IntArray) -> IntArray:
+    """Return the numbers of several ranges, one range after the other.
+
+    A range has `counts` numbers, from one of `firsts` on.
+    """
+    before = np.cumsum(counts) - counts
+    numbers: IntArray = np.repeat(firsts - before, counts) + np.arange(int(counts.sum()))
+    return numbers
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ValueError with a message unless a condition holds."""
     if not condition:
@@ -177,9 +179,7 @@ class Runs(NamedTuple):
     def places_in(self, are_selected: npt.NDArray[np.bool_]) -> IntArray:
         """Return the places in some of the runs, in ascending order."""
         counts = self.counts[are_selected]
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        places: IntArray = np.repeat(self.ends[are_selected] - counts, counts) + within
-        return places
+        return joined_ranges(self.ends[are_selected] - counts, counts)
 
     def largest_in(self, starts: IntArray, stops: IntArray) -> IntArray:
         """Return the largest number of the runs that meet some ranges.

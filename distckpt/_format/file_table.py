@@ -28,7 +28,7 @@ _CHECKSUMS = "file_checksums"
 _INTEGERS = (np.uint8, np.uint16, np.uint32, np.int64)
 _MAX_DIGITS = 18
 """Maximum digits of a number that fits into int64."""
-_NUMBER = re.compile("([0-9]+)")
+_NUMBER = re.compile("[0-9]+")
 _BESIDE_NUMBER = re.compile("[0-9]\0|\0[0-9]|\0\0")
 _BLOCK_FILES = 1 << 12
 """Files that are decoded together when all are."""
@@ -67,16 +67,6 @@ class NamePattern(NamedTuple):
         for width, text in zip(self.widths, self.texts[1:], strict=True):
             pieces += width, text
         return pieces
-
-    def surrounds(self, place: int, before: str, number: str, after: str) -> bool:
-        """Return whether texts surround the number at a place.
-
-        It must be written as the given number.
-        """
-        if place >= len(self.widths):
-            return False
-        are_beside = self.texts[place].endswith(before) and self.texts[place + 1].startswith(after)
-        return are_beside and f"{int(number):0{self.widths[place]}d}" == number
 
     def template(self) -> str:
         """Return the template that makes names of numbers with %."""
@@ -172,7 +162,7 @@ class FileTable(Sequence[ShardFile]):
     def __getitem__(self, index: Any) -> Any:
         """Return a file, or the files of a slice as a list."""
         if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
+            return list(self._decoded(index))
         number = range(len(self))[operator.index(index)]
         template, num_numbers = self._templates[self._pattern_ids[number]]
         name = template % tuple(self._numbers[number, :num_numbers].tolist())
@@ -184,22 +174,9 @@ class FileTable(Sequence[ShardFile]):
             yield from self._decoded(slice(start, start + _BLOCK_FILES))
 
     def containing(self, text: str) -> IntArray:
-        """Return the files with a text in their names.
-
-        The text has at most one number.
-        """
-        before, *digits = _NUMBER.split(text)
-        is_whole = []
-        for pattern in self.patterns:
-            is_whole.append(any(text in own for own in pattern.texts))
-        is_found = np.array(is_whole, bool)[self._pattern_ids]
-        if not digits:
-            return np.flatnonzero(is_found)
-        number, after = digits
-        for place, column in enumerate(self._numbers.T):
-            fits = [pattern.surrounds(place, before, number, after) for pattern in self.patterns]
-            is_found |= np.array(fits, bool)[self._pattern_ids] & (column == int(number))
-        return np.flatnonzero(is_found)
+        """Return the files whose names have a text without numbers."""
+        is_found = [any(text in own for own in pattern.texts) for pattern in self.patterns]
+        return np.flatnonzero(np.array(is_found, bool)[self._pattern_ids])
 
     @property
     def holders(self) -> IntArray:
@@ -249,7 +226,7 @@ class FileTable(Sequence[ShardFile]):
         self._check_names_are_distinct()
 
     def _check_names_are_distinct(self) -> None:
-        texts = {re.sub("[0-9]+", "0", template % ((0,) * n)) for template, n in self._templates}
+        texts = {_NUMBER.sub("0", template % ((0,) * n)) for template, n in self._templates}
         if len(texts) < len(self.patterns):
             # Different patterns may give the same name.
             names = [file.name for file in self]
@@ -281,26 +258,16 @@ def _patterns_of(names: Sequence[str]) -> Iterator[tuple[NamePattern, IntArray, 
 
     There is a row for each number of a name.
     """
-    # All names at once, which takes half the time.
-    pieces = _NUMBER.split("\0".join(names))
-    texts = pieces[::2]
-    digits = pieces[1::2]
-    forms = "0".join(texts).split("\0")[: len(names)]
-    kinds = {form: kind for kind, form in enumerate(dict.fromkeys(forms))}
-    kind_of = np.array([kinds[form] for form in forms], np.int64)
-    counts = np.array([form.count("0") for form in kinds], np.int64)[kind_of]
-    firsts = np.cumsum(counts) - counts
-    for form, kind in kinds.items():
-        ids = np.flatnonzero(kind_of == kind)
-        between = form.split("0")
-        columns = []
-        for place in range(len(between) - 1):
-            columns.append([digits[index] for index in (firsts[ids] + place).tolist()])
+    ids_by_form: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        ids_by_form.setdefault(_NUMBER.sub("0", name), []).append(index)
+    for form, ids in ids_by_form.items():
+        columns = list(zip(*(_NUMBER.findall(names[index]) for index in ids), strict=True))
         if all(map(_are_numbers, columns)):
-            yield _pattern_of(between, columns, ids)
+            yield _pattern_of(form.split("0"), columns, np.array(ids))
         else:
             # As the names of files of several saves may be.
-            for index in ids.tolist():
+            for index in ids:
                 pattern = NamePattern((names[index],), ())
                 yield pattern, np.array([index]), np.zeros((0, 1), np.int64)
 

@@ -85,7 +85,17 @@ class Fingerprint:
         """
         flat = indices.detach().cpu().to(torch.int64).numpy()
         self._check_change(flat, old, new)
-        change = change_number(self.shape, flat, old, new)
+        *outer, last = np.unravel_index(flat, self.shape or (1,))
+        factors = np.ones(len(flat), np.uint64)
+        for axis, index in enumerate(outer):
+            factors = _times(factors, _factors_at(axis, index))
+        group = _group_elements(old.dtype)
+        factors = _times(factors, _factors_at(len(outer), last // group))
+        num_lanes = _num_lanes(old.dtype)
+        within = _lane_factors().reshape(group, num_lanes)[last % group]
+        before, after = (_lanes(part).reshape(-1, num_lanes).cpu().numpy() for part in (old, new))
+        differences = _modulo(after.astype(np.int64) - before.astype(np.int64))
+        change = _total(_times(_times(differences, within), factors[:, None]))
         return replace(self, number=(self.number + change) % PRIME)
 
     def _check_change(self, indices: IntArray, old: torch.Tensor, new: torch.Tensor) -> None:
@@ -119,40 +129,12 @@ def region_number(values: torch.Tensor, offset: tuple[int, ...]) -> int:
     rows = _lanes(values).reshape(-1, shape[-1], _num_lanes(values.dtype))
     factors_of_rows = np.ones(1, np.uint64)
     for axis, (start, size) in enumerate(zip(offset[:-1], shape[:-1], strict=True)):
-        factors_of_rows = _outer_product(factors_of_rows, _factors(axis, start, size))
+        factors = _factors(axis, start, size)
+        factors_of_rows = _times(factors_of_rows[:, None], factors).reshape(-1)
     total = 0
     for strip in _strips(offset[-1], shape[-1], _group_elements(values.dtype)):
         total += _strip_number(rows, strip, len(shape) - 1, factors_of_rows)
     return total % PRIME
-
-
-def change_number(
-    shape: tuple[int, ...],
-    indices: npt.NDArray[np.int64],
-    old: torch.Tensor,
-    new: torch.Tensor,
-) -> int:
-    """Return the change of a tensor's sum when elements change.
-
-    Args:
-        shape: shape of the tensor.
-        indices: indices of the elements that change, each once, in the flattened tensor, of shape
-            (n,).
-        old: their values before, of shape (n,), in the dtype of the tensor.
-        new: their values after.
-    """
-    shape = shape or (1,)
-    *outer, last = np.unravel_index(indices, shape)
-    factors = np.ones(len(indices), np.uint64)
-    for axis, index in enumerate(outer):
-        factors = _times(factors, _factors_at(axis, index))
-    group = _group_elements(old.dtype)
-    factors = _times(factors, _factors_at(len(outer), last // group))
-    num_lanes = _num_lanes(old.dtype)
-    within = _lane_factors().reshape(group, num_lanes)[last % group]
-    before, after = (_lanes(part).reshape(-1, num_lanes).cpu().numpy() for part in (old, new))
-    differences = _modulo(after.astype(np.int64) - before.astype(np.int64))
-    return _total(_times(_times(differences, within), factors[:, None]))
 
 
 # --- Lanes ----------------------------------------------------------------------------------------
@@ -314,10 +296,6 @@ def _halves(factors: _Numbers) -> npt.NDArray[np.float64]:
 
 
 # --- Arithmetic modulo the prime, of numbers below it ---------------------------------------------
-
-
-def _outer_product(first: _Numbers, second: _Numbers) -> _Numbers:
-    return _times(first[:, None], second).reshape(-1)
 
 
 def _modulo(numbers: npt.NDArray[np.int64]) -> _Numbers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,8 +47,7 @@ class Segment(NamedTuple):
             return self.numbers[rows].astype(np.int64)
         if num_axes is None:
             return self.numbers.at(rows)
-        places = rows[:, None] + self.num_rows * np.arange(num_axes)
-        return self.numbers.at(places.ravel()).reshape(places.shape)
+        return self.numbers.at(rows[:, None] + self.num_rows * np.arange(num_axes))
 
     def all(self, num_axes: int | None) -> IntArray:
         """Return the numbers in all rows."""
@@ -274,60 +274,35 @@ class SortedRows(NamedTuple):
         return low
 
 
-def starts_of_keys(key_ids: LazyColumn, num_keys: int) -> IntArray:
-    """Return the first row of each key, and the row count.
-
-    Raises:
-        ValueError: the rows are not sorted by key, or a key does not exist.
-    """
-    num_rows = np.zeros(num_keys, np.int64)
-    last = 0
-    for _, runs in key_ids.runs():
-        if runs.deltas.min() < 0 or runs.deltas[0] < last:
-            raise ValueError("chunks are not sorted by key")
-        # Floating point does not wrap around.
-        if runs.deltas.astype(np.float64) @ runs.counts >= num_keys:
-            raise ValueError("a chunk has no key")
-        is_constant = runs.deltas == 0
-        np.add.at(num_rows, runs.befores[is_constant], runs.counts[is_constant])
-        np.add.at(num_rows, runs.at(runs.places_in(~is_constant)), 1)
-        last = int(runs.deltas @ runs.counts)
-    return np.append(0, np.cumsum(num_rows))
-
-
+@dataclass(eq=False)
 class LazyChunks:
     """The chunks of a manifest in parts; has the columns and methods of a `ChunkTable`.
 
-    Args:
+    Attributes:
         location: of the manifest, for errors about it.
-        columns: by name.
-        block_checksums: see `ChunkTable`.
         num_unplaced: so many of the last rows were added by `followed_by`.
     """
 
-    def __init__(
-        self,
-        location: str,
-        files: Files,
-        columns: Mapping[str, LazyColumn],
-        block_checksums: npt.NDArray[np.uint64],
-        checks: ChunkChecks,
-        num_unplaced: int = 0,
-    ) -> None:
-        self.files = files
-        self.key_ids = columns["key_ids"]
-        self.file_ids = columns["file_ids"]
-        self.first_bytes = columns["first_bytes"]
-        self.num_bytes = columns["num_bytes"]
-        self.offsets = columns["offsets"]
-        self.shapes = columns["shapes"]
-        self.block_checksums = block_checksums
-        self._location = location
-        self._columns = columns
-        self._checks = checks
-        self._num_placed = len(self.key_ids) - num_unplaced
+    location: str
+    files: Files
+    key_ids: LazyColumn
+    file_ids: LazyColumn
+    first_bytes: LazyColumn
+    num_bytes: LazyColumn
+    offsets: LazyColumn
+    shapes: LazyColumn
+    block_checksums: npt.NDArray[np.uint64]
+    checks: ChunkChecks
+    num_unplaced: int = 0
+
+    def __post_init__(self) -> None:
+        self._num_placed = len(self.key_ids) - self.num_unplaced
         self._checked_keys: set[int] = set()
         self._sorted_rows: SortedRows | None = None
+
+    def columns(self) -> dict[str, LazyColumn]:
+        """Return the columns of integers by name."""
+        return {name: getattr(self, name) for name in TABLE_COLUMNS}
 
     @classmethod
     def of_parts(
@@ -351,27 +326,24 @@ class LazyChunks:
         is_possible = num_rows * (4 + 2 * num_axes) <= MAX_TABLE_NUMBERS
         require(is_possible, f"{num_rows} chunks are too many")
         axes = dict.fromkeys(("offsets", "shapes"), num_axes)
-        columns = {name: LazyColumn.of(tables, name, axes.get(name)) for name in TABLE_COLUMNS}
-        return cls(location, files, columns, rest["block_checksums"], checks)
+        columns: dict[str, Any] = {
+            name: LazyColumn.of(tables, name, axes.get(name)) for name in TABLE_COLUMNS
+        }
+        return cls(
+            location, files, **columns, block_checksums=rest["block_checksums"], checks=checks
+        )
 
     def rows(self, rows: IntArray) -> ChunkTable:
         """Return the chunks in some rows, in their order, without checksums."""
-        columns = {name: column[rows] for name, column in self._columns.items()}
+        columns = {name: column[rows] for name, column in self.columns().items()}
         return ChunkTable(self.files, **columns, block_checksums=NO_CHECKSUMS)
 
     def followed_by(self, more: ChunkTable) -> LazyChunks:
         """Return the table with further chunks at its end, which lie in no file."""
-        columns = {
-            name: column.followed_by(getattr(more, name)) for name, column in self._columns.items()
+        columns: dict[str, Any] = {
+            name: column.followed_by(getattr(more, name)) for name, column in self.columns().items()
         }
-        return LazyChunks(
-            self._location,
-            self.files,
-            columns,
-            self.block_checksums,
-            self._checks,
-            len(more.key_ids),
-        )
+        return replace(self, **columns, num_unplaced=len(more.key_ids))
 
     def key_starts(self, num_keys: int) -> IntArray:
         """Return the first row of each key, and the number of all rows.
@@ -379,7 +351,19 @@ class LazyChunks:
         Raises:
             ValueError: the rows are not sorted by key, or a key does not exist.
         """
-        return starts_of_keys(self.key_ids, num_keys)
+        num_rows = np.zeros(num_keys, np.int64)
+        last = 0
+        for _, runs in self.key_ids.runs():
+            if runs.deltas.min() < 0 or runs.deltas[0] < last:
+                raise ValueError("chunks are not sorted by key")
+            # Floating point does not wrap around.
+            if runs.deltas.astype(np.float64) @ runs.counts >= num_keys:
+                raise ValueError("a chunk has no key")
+            is_constant = runs.deltas == 0
+            np.add.at(num_rows, runs.befores[is_constant], runs.counts[is_constant])
+            np.add.at(num_rows, runs.at(runs.places_in(~is_constant)), 1)
+            last = int(runs.deltas @ runs.counts)
+        return np.append(0, np.cumsum(num_rows))
 
     def rows_near(
         self, key_ids: IntArray, offsets: IntArray, shapes: IntArray, key_starts: IntArray
@@ -395,15 +379,15 @@ class LazyChunks:
 
     def parts(self) -> Iterator[ChunkTable]:
         """Yield the checked chunks of each part that has some, without added chunks."""
-        with judging_manifest(self._location):
-            yield from self._checks.checked(self._tables())
+        with judging_manifest(self.location):
+            yield from self.checks.checked(self._tables())
 
     def whole(self) -> ChunkTable:
         """Return all chunks, checked, in one table, which takes much more memory."""
-        columns = {name: column.whole() for name, column in self._columns.items()}
+        columns = {name: column.whole() for name, column in self.columns().items()}
         chunks = ChunkTable(self.files, **columns, block_checksums=self.block_checksums)
-        with judging_manifest(self._location):
-            self._checks.check(chunks.rows(np.arange(self._num_placed)))
+        with judging_manifest(self.location):
+            self.checks.check(chunks.rows(np.arange(self._num_placed)))
         return chunks
 
     def check_rows(self, rows: IntArray) -> None:
@@ -412,8 +396,8 @@ class LazyChunks:
         Raises:
             CorruptCheckpointError: a chunk does not.
         """
-        with judging_manifest(self._location):
-            self._checks.check_places(self.rows(rows[rows < self._num_placed]))
+        with judging_manifest(self.location):
+            self.checks.check_places(self.rows(rows[rows < self._num_placed]))
 
     def check_key(self, key_id: int, rows: slice) -> None:
         """Check the chunks of a key, see `check_rows`; once."""
@@ -431,15 +415,15 @@ class LazyChunks:
         rows = self.rows_in_files(file_ids)
         chunks = self.rows(rows)
         placed = chunks.rows(np.flatnonzero(rows < self._num_placed))
-        with judging_manifest(self._location):
-            self._checks.check_places(placed)
-            self._checks.check_room(np.bincount(placed.file_ids, placed.num_bytes))
+        with judging_manifest(self.location):
+            self.checks.check_places(placed)
+            self.checks.check_room(np.bincount(placed.file_ids, placed.num_bytes))
         return rows, chunks
 
     def _tables(self) -> Iterator[ChunkTable]:
         has_unplaced = self._num_placed < len(self.key_ids)
         num_parts = len(self.key_ids.starts) - 1 - has_unplaced
-        parts = zip(*(column.parts() for column in self._columns.values()), strict=True)
+        parts = zip(*(column.parts() for column in self.columns().values()), strict=True)
         for numbers in itertools.islice(parts, num_parts):
-            columns = dict(zip(self._columns, numbers, strict=True))
+            columns = dict(zip(TABLE_COLUMNS, numbers, strict=True))
             yield ChunkTable(self.files, **columns, block_checksums=NO_CHECKSUMS)

@@ -10,9 +10,9 @@ import itertools
 import math
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._format.chunk_table import (
     MAX_TABLE_NUMBERS,
-    Chunks,
     ChunkTable,
     Files,
     columns_of_files,
@@ -30,8 +29,10 @@ from distckpt._format.chunk_table import (
     json_of_files,
 )
 from distckpt._format.columns import narrow, pack
-from distckpt._format.safetensors_file import ShardFile
-from distckpt._geometry.region import IntArray, Region
+from distckpt._geometry.region import IntArray, Region, stacked
+
+if TYPE_CHECKING:
+    from distckpt._format.lazy_columns import LazyChunks
 
 FORMAT_VERSION = 3
 MIN_READER_VERSION = 3
@@ -67,14 +68,6 @@ FINGERPRINTS = "fingerprints"
 NO_FINGERPRINT = (1 << 64) - 1
 STATS_COUNTS = "stats_counts"
 STATS_VALUES = "stats_values"
-
-
-def padded_shapes(global_shapes: Sequence[tuple[int, ...]], num_axes: int) -> IntArray:
-    """Return shapes as an array, padded with 1."""
-    padded = np.ones((len(global_shapes), num_axes), np.int64)
-    for row, shape in enumerate(global_shapes):
-        padded[row, : len(shape)] = shape
-    return padded
 
 
 class KeyColumn(NamedTuple):
@@ -115,6 +108,12 @@ KEY_COLUMNS = {
 """Optional columns of a manifest, by name. Selecting keys, storing and checking go by this table.
 
 A save computes them with the modules in `_MEASURES` of `_io.save_shards`.
+"""
+
+Chunks: TypeAlias = "ChunkTable | LazyChunks"
+"""All chunks of a manifest, in memory or computed on demand.
+
+Those in memory were checked when the manifest was decoded, the others are when they are used.
 """
 
 KeyFigures: TypeAlias = Mapping[str, npt.NDArray[Any]]
@@ -165,7 +164,7 @@ class Manifest:
         origin: None for distckpt's own checkpoints; otherwise the name of the reader as `format`,
             and JSON fields for that reader.
         quantization: settings of quantized tensors from the configuration beside another program's
-            files, see `settings_of`.
+            files, see `_foreign.quantization_settings`.
         figures: the columns of `KEY_COLUMNS` that were stored, such as fingerprints and statistics
             of the tensors as they were when they were saved.
         fetched: the checksums that were fetched from `checksum_files`.
@@ -187,12 +186,12 @@ class Manifest:
             assert len(column) == len(self.keys)
         self.quantization = self.quantization or (self.origin or {}).get("quantization")
         self.files = self.chunks.files
-        self.key_ids = self.chunks.key_ids
-        self.file_ids = self.chunks.file_ids
-        self.first_bytes = self.chunks.first_bytes
-        self.num_bytes = self.chunks.num_bytes
-        self.offsets = self.chunks.offsets
-        self.shapes = self.chunks.shapes
+        self.key_ids: Any = self.chunks.key_ids
+        self.file_ids: Any = self.chunks.file_ids
+        self.first_bytes: Any = self.chunks.first_bytes
+        self.num_bytes: Any = self.chunks.num_bytes
+        self.offsets: Any = self.chunks.offsets
+        self.shapes: Any = self.chunks.shapes
         self.block_checksums = self.chunks.block_checksums
         self.fetched = FetchedChecksums()
 
@@ -210,41 +209,21 @@ class Manifest:
         """All chunks in one table. Those of a manifest in parts take much more memory than it."""
         return self.chunks.whole()
 
-    def parts(self) -> Iterator[ChunkTable]:
-        """Yield all chunks in order, part by part.
-
-        Parts are checked when they are yielded, and their sums at the end. They have no checksums.
+    @functools.cached_property
+    def sums(self) -> Sums:
+        """Sums over all chunks, which are checked.
 
         Raises:
             CorruptCheckpointError: the chunks contradict each other, or the rest of the manifest.
         """
-        return self.chunks.parts()
-
-    @functools.cached_property
-    def sums(self) -> Sums:
-        """Sums over all chunks, see `parts` for errors."""
         bytes_of_keys = np.zeros(len(self.keys), np.int64)
         bytes_in_files = np.zeros(len(self.files), np.int64)
         blocks_in_files = np.zeros(len(self.files), np.int64)
-        for chunks in self.parts():
+        for chunks in self.chunks.parts():
             np.add.at(bytes_of_keys, chunks.key_ids, chunks.num_bytes)
             np.add.at(bytes_in_files, chunks.file_ids, chunks.num_bytes)
             np.add.at(blocks_in_files, chunks.file_ids, -(-chunks.num_bytes // self.block_bytes))
         return Sums(bytes_of_keys, bytes_in_files, blocks_in_files)
-
-    def rows_near(
-        self, key_ids: IntArray, offsets: IntArray, shapes: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """Return the range of rows that each of some regions may meet."""
-        return self.chunks.rows_near(key_ids, offsets, shapes, self.key_starts)
-
-    def rows_in_files(self, file_ids: IntArray) -> IntArray:
-        """Return the rows of the chunks in some files, in ascending order."""
-        return self.chunks.rows_in_files(file_ids)
-
-    def rows(self, rows: IntArray) -> ChunkTable:
-        """Return the chunks in some rows, in their order, without checksums."""
-        return self.chunks.rows(rows)
 
     def in_file_order(self, file_ids: IntArray) -> tuple[IntArray, ChunkTable]:
         """Return rows and chunks of files, in the order of their bytes.
@@ -271,18 +250,6 @@ class Manifest:
         edges = [0, *ends[:-1][np.diff(num_blocks) > 0].tolist(), *ends[-1:].tolist()]
         return [range(*edge) for edge in itertools.pairwise(edges)]
 
-    def check_rows(self, rows: IntArray) -> None:
-        """Check that chunks lie inside of their tensors and files.
-
-        Raises:
-            CorruptCheckpointError: a chunk does not.
-        """
-        self.chunks.check_rows(rows)
-
-    def check_key(self, key_id: int) -> None:
-        """Check all chunks of a key, see `check_rows`; once."""
-        self.chunks.check_key(key_id, self.chunk_rows(key_id))
-
     def chunk_region(self, row: int) -> Region:
         """Return the region of the global tensor that a chunk holds."""
         ndim = len(self.global_shapes[self.key_ids[row]])
@@ -291,13 +258,6 @@ class Manifest:
         )
 
     # --- Checksums
-
-    @functools.cached_property
-    def block_starts(self) -> IntArray:
-        """The number of blocks before each chunk, and of all blocks."""
-        if not isinstance(self.chunks, ChunkTable):
-            _ = self.sums  # which checks all chunks
-        return np.append(0, np.cumsum(-(-self.num_bytes[:] // self.block_bytes)))
 
     @functools.cached_property
     def checksum_files(self) -> IntArray:
@@ -311,10 +271,13 @@ class Manifest:
         It is in the file that holds the checksums, as far as `fetched` says, or in
         `block_checksums`.
         """
-        if not len(self.checksum_files):
-            return self.block_starts
-        # Filled by `fetch_checksums`; pages that nobody fills take no memory.
-        return np.zeros(len(self.key_ids), np.uint32)
+        if len(self.checksum_files):
+            # Filled by `fetch_checksums`; pages that nobody fills take no memory.
+            return np.zeros(len(self.key_ids), np.uint32)
+        if not isinstance(self.chunks, ChunkTable):
+            _ = self.sums  # which checks all chunks
+        counts: IntArray = -(-self.num_bytes[:] // self.block_bytes)
+        return np.cumsum(counts) - counts
 
     # --- Keys
 
@@ -381,7 +344,7 @@ class Manifest:
             "checksum": CHECKSUM if self.has_checksums else None,
         }
         columns = {
-            "key_shapes": padded_shapes(self.global_shapes, chunks.offsets.shape[1]),
+            "key_shapes": stacked(self.global_shapes, chunks.offsets.shape[1], 1),
             "key_ndims": np.array([len(shape) for shape in self.global_shapes], np.int64),
             **chunks.columns(),
             **self.figures,
@@ -430,11 +393,6 @@ def num_blocks_of(manifest: Manifest) -> int:
         if dtype != OBJECT
     )
     return sum(sizes) // manifest.block_bytes
-
-
-def file_of_checksums(name: str, data: bytes) -> ShardFile:
-    """Describe a file that holds checksums."""
-    return ShardFile(name, len(data), len(data), checksum(data))
 
 
 def too_large(size: str) -> CheckpointingException:

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 
 from distckpt._base.dtypes import ITEM_BYTES, is_known
-from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.threads import NUM_REQUESTS, run_threads
-from distckpt._format.checksum import BLOCK_BYTES, CHECKSUM_BYTES, checksum
+from distckpt._format.checksum import BLOCK_BYTES, CHECKSUM_BYTES
 from distckpt._format.chunk_table import (
     FILE_PATTERNS,
     TABLE_COLUMNS,
     ChunkChecks,
-    Chunks,
     ChunkTable,
     Files,
     file_sizes,
@@ -30,11 +28,11 @@ from distckpt._format.manifest import (
     KEY_COLUMNS,
     MAX_TABLE_BYTES,
     OBJECT,
+    Chunks,
     KeyFigures,
     Manifest,
 )
-from distckpt._format.marker import read_file
-from distckpt._format.safetensors_file import MAX_HEADER_BYTES, ShardFile
+from distckpt._format.safetensors_file import MAX_HEADER_BYTES, ShardFile, read_as_saved
 from distckpt._geometry.region import IntArray
 from distckpt._storage import locations
 
@@ -78,31 +76,14 @@ def _read_parts(parts: list[ShardFile], location: str) -> list[bytes]:
     contents = [b""] * len(parts)
 
     def read(number: int) -> None:
-        part = parts[number]
-        path = locations.join(location, *part.name.split("/"))
-        try:
-            data = read_file(path, part.num_bytes)
-        except FileNotFoundError as error:
-            raise _damaged(
-                path, f"{path!r} is missing, a part of the manifest: restore it from a copy."
-            ) from error
-        if len(data) != part.num_bytes or checksum(data) != part.header_checksum:
-            raise _damaged(
-                path,
-                f"{path!r}, a part of the manifest, is not the one that was saved (size or "
-                "checksum differs): restore it from a copy, or load another checkpoint.",
-            )
-        contents[number] = data
+        path = locations.join(location, *parts[number].name.split("/"))
+        contents[number] = read_as_saved(
+            path, parts[number], "The part of the manifest", "load another checkpoint"
+        )
 
     num_threads = 1 if locations.is_local(location) else NUM_REQUESTS
     run_threads(read, range(len(parts)), num_threads)
     return contents
-
-
-def _damaged(path: str, message: str) -> CorruptCheckpointError:
-    error = CorruptCheckpointError(message)
-    error.file = path
-    return error
 
 
 # --- Decoding -------------------------------------------------------------------------------------
@@ -226,7 +207,7 @@ def _check(manifest: Manifest) -> None:
     require(has_origin, "its origin is not described")
     if manifest.quantization is not None:
         # Few checkpoints have settings.
-        from distckpt._format.quantization_settings import are_settings
+        from distckpt._format.code_names import are_settings
 
         are_fit = are_settings(manifest.quantization)
         require(are_fit, "the settings of quantized tensors are none")

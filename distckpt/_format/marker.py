@@ -8,11 +8,11 @@ as distckpt's own, so programs for Megatron Core recognize a distckpt checkpoint
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
@@ -39,7 +39,7 @@ _NO_FILE = {errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
 """Errors for a name that leads to no file. Other errors come from the disk and may be temporary."""
 
 
-@dataclass
+@dataclasses.dataclass
 class CheckpointingConfig:
     """The format of a checkpoint, as its marker records it.
 
@@ -94,31 +94,26 @@ def parse_config(
             f"{path}: the field 'sharded_backend' is missing; this is not the marker of a "
             "distributed checkpoint"
         )
-    backend = fields["sharded_backend"]
-    version = fields.get("sharded_backend_version", 1)
-    if not isinstance(backend, str) or len(backend) > _MAX_BACKEND_CHARS:
-        raise CorruptCheckpointError(
-            f"{path}: 'sharded_backend' must be a string, found {backend!r:.100}"
-        )
-    if not isinstance(version, int) or isinstance(version, bool) or abs(version) >= 2**31:
-        raise CorruptCheckpointError(
-            f"{path}: 'sharded_backend_version' must be an integer, found {version!r:.100}"
-        )
-    common = (
-        fields.get("common_backend", _COMMON_BACKEND),
-        fields.get("common_backend_version", 1),
-    )
-    if [type(value) for value in common] != [str, int]:
-        raise CorruptCheckpointError(
-            f"{path}: 'common_backend' must be a string and 'common_backend_version' an integer, "
-            f"found {common!r:.200}"
-        )
-    return CheckpointingConfig(backend, version, *common)
+    values = {}
+    for field in dataclasses.fields(CheckpointingConfig):
+        value = fields.get(field.name, field.default)
+        if field.type == "str":
+            kind = "a string"
+            fits = type(value) is str and len(value) <= _MAX_BACKEND_CHARS
+        else:
+            kind = "an integer"
+            fits = type(value) is int and abs(value) < 2**31
+        if not fits:
+            raise CorruptCheckpointError(
+                f"{path}: {field.name!r} must be {kind}, found {value!r:.100}"
+            )
+        values[field.name] = value
+    return CheckpointingConfig(**values)
 
 
 def config_fields(config: CheckpointingConfig) -> dict[str, Any]:
     """Return the fields of a marker that name a format."""
-    fields = asdict(config)
+    fields = dataclasses.asdict(config)
     if (config.common_backend, config.common_backend_version) == (_COMMON_BACKEND, 1):
         del fields["common_backend"], fields["common_backend_version"]
     return fields

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._format.checksum import BLOCK_BYTES, CHECKSUM_BYTES, checksum
+from distckpt._format.checksum import BLOCK_BYTES, CHECKSUM_BYTES
 from distckpt._format.chunk_table import MAX_TABLE_NUMBERS, TABLE_COLUMNS, ChunkTable, blocks_of
 from distckpt._format.columns import narrow, pack_table, unpack
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, too_large
@@ -52,7 +52,8 @@ class PlannedManifest(NamedTuple):
         Args:
             reports: by rank, see `report_of`.
         """
-        parts = [_parts_of(data, *counts) for data, counts in self._with_counts(reports)]
+        with_counts = zip(reports, self.num_open.tolist(), strict=True)
+        parts = [_parts_of(report, *counts) for report, counts in with_counts]
         file_numbers, chunk_sizes, checksums = map(np.concatenate, zip(*parts, strict=True))
         file_numbers = file_numbers.reshape(-1, 3)
         sizes = chunk_sizes.astype(np.int64)
@@ -70,9 +71,6 @@ class PlannedManifest(NamedTuple):
         in_order_of_ranks[self.order] = chunks.num_bytes
         blocks = blocks_of(self.order, in_order_of_ranks, BLOCK_BYTES)
         return chunks._replace(block_checksums=checksums[blocks])
-
-    def _with_counts(self, reports: Sequence[bytes]) -> Iterator[tuple[bytes, list[int]]]:
-        return zip(reports, self.num_open.tolist(), strict=True)
 
     def _positions(self, file_numbers: npt.NDArray[np.uint64], sizes: IntArray) -> IntArray:
         """Return first bytes of the chunks of open files, without gaps."""
@@ -182,26 +180,22 @@ def _check_size(planned: PlannedManifest) -> None:
 # --- Parts ----------------------------------------------------------------------------------------
 
 
-def with_parts(planned: PlannedManifest, chunks: ChunkTable) -> tuple[ChunkTable, dict[str, bytes]]:
-    """Divide the completed chunks of a plan.
+def with_parts(
+    chunks: ChunkTable, planned_parts: Mapping[str, bytes]
+) -> tuple[ChunkTable, Mapping[str, bytes]]:
+    """Divide the completed chunks of a plan, sorted by key.
 
     Returns the chunks that the manifest itself holds, all of them if they are few, and the contents
-    of its parts by name. The plan may have parts already.
+    of its parts by name, which the plan may have already.
     """
-    if planned.parts:
-        parts = dict(planned.parts)
-        return chunks._replace(files=[*chunks.files, *_files_of(parts)]), parts
-    return divided(chunks)
-
-
-def divided(chunks: ChunkTable) -> tuple[ChunkTable, dict[str, bytes]]:
-    """Divide many chunks, sorted by key; see `with_parts`."""
-    if len(chunks.key_ids) <= PART_ROWS:
-        return chunks, {}
-    parts = parts_by_name(cut_into_parts(chunks))
-    rest = chunks.rows(np.zeros(0, np.int64))
-    rest = rest._replace(files=[*chunks.files, *_files_of(parts)])
-    return rest._replace(block_checksums=chunks.block_checksums), parts
+    parts = planned_parts
+    rest = chunks
+    if not parts and len(chunks.key_ids) > PART_ROWS:
+        parts = parts_by_name(cut_into_parts(chunks))
+        rest = chunks.rows(np.zeros(0, np.int64))
+        rest = rest._replace(block_checksums=chunks.block_checksums)
+    files = [*chunks.files, *(ShardFile.of(name, part) for name, part in parts.items())]
+    return rest._replace(files=files), parts
 
 
 def parts_by_name(parts: Iterable[bytes]) -> dict[str, bytes]:
@@ -212,23 +206,16 @@ def parts_by_name(parts: Iterable[bytes]) -> dict[str, bytes]:
 
 
 def cut_into_parts(chunks: ChunkTable) -> list[bytes]:
-    """Return the contents of the parts of chunks sorted by key."""
-    edges = [0, *_cuts(chunks.key_ids), len(chunks.key_ids)]
-    return [_part_of(chunks, slice(*edge)) for edge in itertools.pairwise(edges) if edge[1]]
+    """Return the contents of the parts of chunks sorted by key.
 
-
-def _part_of(chunks: ChunkTable, rows: slice) -> bytes:
-    """Encode some rows of chunks as the content of a part."""
-    return pack_table({name: narrow(getattr(chunks, name)[rows]) for name in TABLE_COLUMNS})
-
-
-def _files_of(parts: Mapping[str, bytes]) -> list[ShardFile]:
-    """Describe the files of parts."""
-    return [ShardFile(name, len(p), len(p), checksum(p)) for name, p in parts.items()]
-
-
-def _cuts(key_ids: IntArray) -> list[int]:
-    """Return rows between keys that cut parts of at least `PART_ROWS`."""
+    They are cut between keys, and have at least `PART_ROWS` rows.
+    """
+    key_ids = chunks.key_ids
     begins = np.flatnonzero(key_ids[1:] != key_ids[:-1]) + 1
-    cuts: list[int] = begins[np.diff(begins // PART_ROWS, prepend=0) > 0].tolist()
-    return cuts
+    cuts = begins[np.diff(begins // PART_ROWS, prepend=0) > 0].tolist()
+    parts = []
+    for first, stop in itertools.pairwise([0, *cuts, len(key_ids)]):
+        if stop:
+            columns = {name: getattr(chunks, name)[first:stop] for name in TABLE_COLUMNS}
+            parts.append(pack_table({name: narrow(column) for name, column in columns.items()}))
+    return parts

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from distckpt._base.dtypes import ITEM_BYTES, PACKED_PER_ITEM, is_known
+from distckpt._base.errors import CorruptCheckpointError
 from distckpt._format.checksum import checksum
-from distckpt._format.marker import file_size
+from distckpt._format.marker import file_size, read_file
 from distckpt._geometry.region import MAX_NDIM, Region
 from distckpt._storage import locations
 
@@ -57,6 +58,11 @@ class ShardFile(NamedTuple):
     num_bytes: int
     header_bytes: int
     header_checksum: int
+
+    @classmethod
+    def of(cls, name: str, data: bytes) -> ShardFile:
+        """Describe a file whose bytes all count as header."""
+        return cls(name, len(data), len(data), checksum(data))
 
     @property
     def holds_checksums(self) -> bool:
@@ -289,3 +295,33 @@ def read_header_bytes(path: str) -> tuple[int, bytes]:
     if header_bytes > len(head):
         head += locations.read_range(path, len(head), header_bytes)
     return size, head[:header_bytes]
+
+
+def read_as_saved(path: str, file: ShardFile, kind: str, way_out: str) -> bytes:
+    """Read a file whose bytes all count as header.
+
+    Args:
+        path: its location.
+        file: its description in the manifest.
+        kind: the beginning of errors about it, such as "The part of the manifest".
+        way_out: what else helps than to restore it from a copy.
+
+    Raises:
+        CorruptCheckpointError: it is missing or damaged.
+    """
+    try:
+        data = read_file(path, file.num_bytes)
+    except FileNotFoundError as error:
+        raise _damaged(path, kind, "is missing", way_out) from error
+    if len(data) != file.num_bytes or checksum(data) != file.header_checksum:
+        fault = "is not the one that was saved (size or checksum differs from the manifest)"
+        raise _damaged(path, kind, fault, way_out)
+    return data
+
+
+def _damaged(path: str, kind: str, fault: str, way_out: str) -> CorruptCheckpointError:
+    error = CorruptCheckpointError(
+        f"{kind} {path!r} {fault}: restore it from a copy, or {way_out}."
+    )
+    error.file = path
+    return error

@@ -1,24 +1,35 @@
-"""A checkpoint in storage, as one value for readers; checks of its files."""
+"""A checkpoint in storage as one value, and checks of its files.
+
+Also the checksums of blocks in files of their own, next to the shards.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.lazy import torch
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.chunk_table import check_size_of_checksums, judging_manifest
+from distckpt._format.columns import joined_ranges
+from distckpt._format.manifest import CHUNKS_AT_ONCE, OBJECT, Manifest
 from distckpt._format.marker import file_size
+from distckpt._format.safetensors_file import read_as_saved
+from distckpt._geometry.region import IntArray
 from distckpt._storage import locations
 from distckpt._storage.file_state import FileState
 from distckpt._storage.open_files import OpenFiles
+
+Checksums = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -87,8 +98,8 @@ class StoredCheckpoint:
             CorruptCheckpointError: a chunk does not lie inside of its tensor and file.
         """
         key_id = self.manifest.key_index[key]
-        self.manifest.check_key(key_id)
         rows = self.manifest.chunk_rows(key_id)
+        self.manifest.chunks.check_key(key_id, rows)
         return range(rows.start, rows.stop)
 
     def global_shape(self, key: str) -> tuple[int, ...]:
@@ -111,20 +122,22 @@ def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
     to find.
     """
     rows = np.array(chunks, np.int64)
-    stored.manifest.check_rows(rows)
+    stored.manifest.chunks.check_rows(rows)
     if stored.verifies and not locations.is_local(stored.location):
         return
     num_threads = 1 if locations.is_local(stored.location) else NUM_REQUESTS
     file_ids = stored.manifest.file_ids[rows]
     # np.unique would import a part of numpy, at a time when perhaps no file can be opened any more.
     different = np.flatnonzero(np.bincount(file_ids)).tolist()
-    check = _check_file if stored.files is None else _check_file_once
-    run_threads(lambda file_id: check(stored, file_id), different, num_threads)
 
+    def check(file_id: int) -> None:
+        if stored.files is None:
+            _check_file(stored, file_id)
+        else:
+            path = stored.path_of_file(file_id)
+            stored.files.check_once(path, lambda: _check_file(stored, file_id))
 
-def _check_file_once(stored: StoredCheckpoint, file_id: int) -> None:
-    assert stored.files is not None
-    stored.files.check_once(stored.path_of_file(file_id), lambda: _check_file(stored, file_id))
+    run_threads(check, different, num_threads)
 
 
 def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
@@ -162,3 +175,118 @@ def missing_file(stored: StoredCheckpoint, path: str) -> CorruptCheckpointError:
         "deleted, or is not visible on this machine yet. Restore it from a copy, or check "
         "that all machines see the same directory."
     )
+
+
+# --- Checksums in files beside the shards ---------------------------------------------------------
+
+
+def fetch_checksums(stored: StoredCheckpoint, file_ids: IntArray) -> None:
+    """Fetch the checksums of some files' blocks, unless done before.
+
+    The manifest keeps them.
+
+    Raises:
+        CorruptCheckpointError: a file of checksums is missing or damaged.
+    """
+    manifest = stored.manifest
+    if not len(manifest.checksum_files):
+        return
+    groups = np.flatnonzero(np.bincount(np.searchsorted(manifest.checksum_files, file_ids)))
+    with judging_manifest(stored.location):
+        holders = manifest.checksum_files[groups].tolist()
+    if manifest.fetched.located.issuperset(holders):
+        return
+    # Threads that read parts of one tensor need the same files: of many, each reads none twice.
+    num_missing = len(set(holders).difference(manifest.fetched.contents))
+    with manifest.fetched.lock if num_missing > NUM_REQUESTS else contextlib.nullcontext():
+        _read_missing(stored, holders)
+    with manifest.fetched.lock, judging_manifest(stored.location):
+        _locate(manifest, [holder for holder in holders if holder not in manifest.fetched.located])
+
+
+def _read_missing(stored: StoredCheckpoint, holders: Sequence[int]) -> None:
+    fetched, contents = stored.manifest.fetched.contents, dict[int, Checksums]()
+
+    def read(holder: int) -> None:
+        contents[holder] = read_checksums(stored, holder)
+
+    missing = [holder for holder in holders if holder not in fetched]
+    run_threads(read, missing, 1 if locations.is_local(stored.location) else NUM_REQUESTS)
+    fetched.update(contents)
+
+
+def _locate(manifest: Manifest, holders: Sequence[int]) -> None:
+    # Not of all chunks at once: a whole tensor may lie in all files.
+    step = max(1, CHUNKS_AT_ONCE * len(manifest.checksum_files) // max(1, len(manifest.key_ids)))
+    for start in range(0, len(holders), step):
+        _find_first_blocks(manifest, np.array(holders[start : start + step], np.int64))
+    manifest.fetched.located.update(holders)
+
+
+def checksums_of_blocks(manifest: Manifest, file_ids: IntArray, blocks: IntArray) -> Checksums:
+    """Return the checksums of blocks in some files, after `fetch_checksums`.
+
+    The files are in ascending order; `Manifest.first_blocks` tells how blocks are numbered.
+    """
+    holders = manifest.checksum_files
+    if not len(holders):
+        return manifest.block_checksums[blocks]
+    groups = np.searchsorted(holders, file_ids)
+    checksums = np.empty(len(blocks), np.uint64)
+    for group in np.unique(groups).tolist():
+        first, stop = np.searchsorted(groups, [group, group + 1]).tolist()
+        fetched = manifest.fetched.contents[int(holders[group])]
+        checksums[first:stop] = fetched[blocks[first:stop]]
+    return checksums
+
+
+def checksums_of_ranges(
+    stored: StoredCheckpoint, file_ids: IntArray, ranges: Sequence[tuple[int, int, int]]
+) -> tuple[Checksums, IntArray]:
+    """Return the checksums of all blocks of some ranges.
+
+    Also return, for each range, the number of its first block in the result. A range is a chunk,
+    its first byte there, and the one behind its last. `file_ids` are the files of the ranges, in
+    ascending order.
+    """
+    manifest = stored.manifest
+    block = manifest.block_bytes
+    fetch_checksums(stored, file_ids)
+    chunks, starts, stops = np.array(ranges, np.int64).reshape(-1, 3).T
+    counts = -(-(stops - starts) // block)
+    blocks = joined_ranges(manifest.first_blocks[chunks] + starts // block, counts)
+    checksums = checksums_of_blocks(manifest, np.repeat(file_ids, counts), blocks)
+    return checksums, np.cumsum(counts) - counts
+
+
+def read_checksums(stored: StoredCheckpoint, holder: int) -> Checksums:
+    """Read a file of checksums.
+
+    Raises:
+        CorruptCheckpointError: it is missing or damaged.
+    """
+    data = read_as_saved(
+        stored.path_of_file(holder),
+        stored.manifest.files[holder],
+        "The file of checksums",
+        "load without comparing checksums (verify=False)",
+    )
+    return np.frombuffer(data, "<u8").astype(np.uint64, copy=False)
+
+
+def _find_first_blocks(manifest: Manifest, holders: IntArray) -> None:
+    """Note the beginning of chunks' checksums in some files.
+
+    The chunks are the ones whose checksums these files hold.
+    """
+    holder_of_file = np.searchsorted(manifest.checksum_files, np.arange(len(manifest.files)))
+    is_in_holders = np.isin(holder_of_file, np.searchsorted(manifest.checksum_files, holders))
+    rows, chunks = manifest.in_file_order(np.flatnonzero(is_in_holders))
+    # Other chunks of a view lie nowhere.
+    counts = np.where(chunks.first_bytes < 0, 0, -(-chunks.num_bytes // manifest.block_bytes))
+    starts = np.cumsum(counts) - counts
+    groups = holder_of_file[chunks.file_ids]
+    manifest.first_blocks[rows] = starts - starts[np.searchsorted(groups, groups)]
+    num_blocks = np.bincount(groups, counts.astype(np.float64), len(manifest.checksum_files))
+    for holder, group in zip(holders.tolist(), holder_of_file[holders].tolist(), strict=True):
+        check_size_of_checksums(manifest.files[holder], num_blocks[group])

@@ -349,30 +349,28 @@ def _runs(
 
     The runs lie along the last axis of the group in both shapes.
     """
-    start = region.offset[old[-1]]
-    length = region.shape[old[-1]]
-    if len(old) == len(new) == 1:
-        yield [(old[0], start, length)], [(new[0], start, length)]
-        return
-    width = shape[old[-1]]
+    sizes = tuple(shape[axis] for axis in old)
+    within = Region(
+        tuple(region.offset[axis] for axis in old), tuple(region.shape[axis] for axis in old)
+    )
     new_width = new_shape[new[-1]]
-    ranges = [range(region.offset[a], region.offset[a] + region.shape[a]) for a in old[:-1]]
-    for outer in itertools.product(*ranges):
-        row = 0
-        for axis, index in zip(old, outer, strict=False):
-            row = row * shape[axis] + index
-        outer_spans = [(axis, index, 1) for axis, index in zip(old, outer, strict=False)]
-        at = row * width + start
-        stop = at + length
-        while at < stop:
-            num = min(stop, at - at % new_width + new_width) - at
-            rest = at // new_width
-            spans = [(new[-1], at % new_width, num)]
-            for axis in reversed(new[:-1]):
-                rest, index = divmod(rest, new_shape[axis])
-                spans.append((axis, index, 1))
-            yield [*outer_spans, (old[-1], at - row * width, num)], spans
-            at += num
+    for row in step_over(within, len(old) - 1):
+        start = flat_start(sizes, row)
+        stop = start + row.shape[-1]
+        while start < stop:
+            num = min(stop, start - start % new_width + new_width) - start
+            yield _spans_of(old, shape, start, num), _spans_of(new, new_shape, start, num)
+            start += num
+
+
+def _spans_of(axes: list[int], shape: tuple[int, ...], start: int, num: int) -> list[_Span]:
+    """Return the spans of a run of elements along some axes."""
+    rest, first = divmod(start, shape[axes[-1]])
+    spans = [(axes[-1], first, num)]
+    for axis in reversed(axes[:-1]):
+        rest, index = divmod(rest, shape[axis])
+        spans.append((axis, index, 1))
+    return spans
 
 
 def _region_of(spans: Sequence[_Span], ndim: int) -> Region:

@@ -19,9 +19,13 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import summarize_keys
-from distckpt._format.code_names import may_be_codes
+from distckpt._format.code_names import (
+    CONFIG_NAMES,
+    FIELDS,
+    configurations_in,
+    may_be_codes,
+)
 from distckpt._format.marker import CONFIG_FNAME, read_marker
-from distckpt._format.quantization_settings import CONFIG_NAMES, FIELDS, configurations_in
 from distckpt._plan.export import OutputTensor
 from distckpt._storage import locations
 

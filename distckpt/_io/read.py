@@ -30,8 +30,12 @@ from distckpt._base.libc import fetch, read_into
 from distckpt._base.memory import Bytes, Copier, bounce_buffer, is_plain_memory, run_bytes
 from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
 from distckpt._format.checksum import block_checksums
-from distckpt._format.checksum_files import checksums_of_ranges
-from distckpt._format.stored_checkpoint import StoredCheckpoint, check_files, missing_file
+from distckpt._format.stored_checkpoint import (
+    StoredCheckpoint,
+    check_files,
+    checksums_of_ranges,
+    missing_file,
+)
 from distckpt._geometry.region import num_outer_axes, run_starts
 from distckpt._geometry.units import Span, units_of
 from distckpt._io.read_parts import (

@@ -17,11 +17,11 @@ from distckpt._format.manifest import (
     MANIFEST_NAME,
     KeyFigures,
     Manifest,
-    file_of_checksums,
     marker_fields,
     version_of,
 )
 from distckpt._format.planned_manifest import PlannedManifest, report_of, with_parts
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._io.plan_vote import PlanVerdict
 from distckpt._io.planned_shards import (
     ReadyShards,
@@ -252,7 +252,7 @@ def report_of_written(
         return report_of(objects.files, objects.num_bytes, checksums)
     data = checksums.astype("<u8").tobytes()
     locations.write_bytes(locations.join(checkpoint_dir, in_folder(name, suffix)), data, durable)
-    file = file_of_checksums(name, data)
+    file = ShardFile.of(name, data)
     return report_of([*objects.files, file], objects.num_bytes, checksums[:0])
 
 
@@ -293,7 +293,7 @@ def write_manifest(
     existing manifest on an object store is never replaced, since a marker may name it; the new one
     gets another name.
     """
-    chunks, parts = with_parts(planned, planned.completed(reports))
+    chunks, parts = with_parts(planned.completed(reports), planned.parts)
     for part, content in parts.items():
         place = locations.join(checkpoint_dir, in_folder(part, suffix))
         locations.write_bytes(place, content, durable)

@@ -16,8 +16,7 @@ from distckpt._base.options import ExportOptions
 from distckpt._base.wings import wing
 from distckpt._checkpoint.model_keys import left_out, warn_of_cut_off, warn_of_others
 from distckpt._checkpoint.opening import holds_checkpoint, open_export
-from distckpt._format.code_names import may_be_codes, scales_of
-from distckpt._format.quantization_settings import CONFIG_NAMES
+from distckpt._format.code_names import CONFIG_NAMES, may_be_codes, scales_of
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import differing
 from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files

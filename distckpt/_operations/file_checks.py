@@ -15,11 +15,11 @@ from distckpt._base.libc import read_into
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_REQUESTS, Pool, run_threads
 from distckpt._format.checksum import CHECKSUM_BYTES, checksum
-from distckpt._format.checksum_files import Checksums, read_checksums
 from distckpt._format.chunk_table import NO_CHECKSUMS
+from distckpt._format.columns import joined_ranges
 from distckpt._format.manifest import Manifest
 from distckpt._format.marker import file_size
-from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._format.stored_checkpoint import Checksums, StoredCheckpoint, read_checksums
 from distckpt._geometry.region import IntArray
 from distckpt._io.read import PIECE_BYTES, num_threads_at, unit_bytes_at
 from distckpt._storage import locations
@@ -131,7 +131,7 @@ def list_blocks(
     rows, chunks = manifest.in_file_order(np.array(file_ids))
     counts = -(-chunks.num_bytes // block_bytes)
     places = np.repeat(np.arange(len(rows)), counts)
-    numbers = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
+    numbers = joined_ranges(np.zeros_like(counts), counts)
     starts = chunks.first_bytes[places] + numbers * block_bytes
     stops = starts + np.minimum(chunks.num_bytes[places] - numbers * block_bytes, block_bytes)
     blocks = Blocks(rows[places], chunks.file_ids[places], starts, stops, NO_CHECKSUMS)
@@ -145,7 +145,7 @@ def list_blocks(
             manifest.fetched.contents.update(known)
         return _with_known(manifest, blocks, holders, known)._replace(unread=unread)
     if manifest.has_checksums:
-        first_blocks = manifest.block_starts[blocks.chunks]
+        first_blocks = manifest.first_blocks[blocks.chunks]
         blocks = blocks._replace(expected=manifest.block_checksums[first_blocks + numbers])
     return blocks
 

@@ -13,10 +13,9 @@ from distckpt._checkpoint.model_keys import optimizer_keys
 from distckpt._checkpoint.opening import opened
 from distckpt._format.manifest import STATS_VALUES
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._format.tensor_stats import TensorStats
 from distckpt._pages.charts import heat_map, html_table, ramp
 from distckpt._ranks.collectives import Ranks
-from distckpt._tools.stats import saved_stats
+from distckpt._tools.stats import TensorStats, saved_stats
 from distckpt.cli._output import count_text
 from distckpt.manager._listing import CheckpointInfo
 

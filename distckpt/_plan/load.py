@@ -252,7 +252,7 @@ def object_chunk(stored: StoredCheckpoint, shard: ShardedObject) -> int:
     offsets = stored.manifest.offsets[chunks.start : chunks.stop, : len(stored_shape)]
     hits = np.flatnonzero((offsets == np.array(shard.global_offset, np.int64)).all(axis=1))
     if len(hits):
-        stored.manifest.check_rows(chunks.start + hits[:1])
+        stored.manifest.chunks.check_rows(chunks.start + hits[:1])
         return chunks[int(hits[0])]
     raise LoadMismatchError(
         f"Part {shard.global_offset} of the object {shard.key!r} is not in {stored.location!r}.",
@@ -284,7 +284,7 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
         [request.region for request in requests], manifest.offsets.shape[1]
     )
     common = _intersect_chunks(manifest, np.array(key_ids, np.int64), offsets, shapes)
-    manifest.check_rows(common.chunks)
+    manifest.chunks.check_rows(common.chunks)
     fault = _find_fault(common, _stored_extents(stored, requests, shapes))
     if fault is not None:
         request = requests[fault.tensor]
@@ -321,7 +321,8 @@ def _intersect_chunks(
     manifest: Manifest, key_ids: IntArray, offsets: IntArray, shapes: IntArray
 ) -> _Intersections:
     """Intersect requested regions with chunks, many pairs at a time."""
-    first_chunks, stops = manifest.rows_near(key_ids, offsets, shapes)
+    key_starts = manifest.key_starts
+    first_chunks, stops = manifest.chunks.rows_near(key_ids, offsets, shapes, key_starts)
     counts = stops - first_chunks
     ends = np.cumsum(counts)
     batches: list[_Intersections] = []

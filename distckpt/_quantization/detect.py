@@ -61,7 +61,7 @@ _OTHER_SCALES = re.compile(
 )
 """Names of scales that belong to other tensors of the module."""
 _BLOCKS = (128, 32)
-_GROUPS = (32, 64, 128)
+GROUPS = (32, 64, 128)
 """Usual sizes of groups of columns of 4-bit integers. Usual sizes of blocks are in `_BLOCKS`."""
 _MODEL_DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
 """Dtypes that a configuration may name. Looking any other name up in torch could import a module of
@@ -81,7 +81,7 @@ def find_quantized(
 
     Args:
         tensors: all stored tensors.
-        quantization: result of `settings_of`; None without a configuration.
+        quantization: the settings in the manifest; None without a configuration.
 
     Returns:
         Quantized tensors by their key in the model.
@@ -247,38 +247,6 @@ def _unpadded(
     return shape
 
 
-def unclear_shapes(tensors: Mapping[str, TensorSpec], settings: Mapping[str, Any]) -> list[str]:
-    """Return the keys of stored shapes that must be read.
-
-    Packed columns may be padded.
-    """
-    sizes: Sequence[int] = [block[1] for block in settings.get("blocks", [])]
-    if not sizes and "file" not in settings:
-        sizes = _GROUPS
-    unclear = []
-    for key, info in tensors.items():
-        stem = key.removesuffix("_packed")
-        if stem == key or info.dtype != "I32" or f"{stem}_shape" not in tensors:
-            continue
-        if not _are_whole_groups(info, tensors.get(f"{stem}_scale"), sizes):
-            unclear.append(f"{stem}_shape")
-    return unclear
-
-
-def _are_whole_groups(codes: TensorSpec, scale: TensorSpec | None, sizes: Iterable[int]) -> bool:
-    """Return whether packed columns are groups of a known size.
-
-    There are several, so that none is padded.
-    """
-    if scale is None:
-        return False
-    columns = [8 * items for items in codes.shape[-1:]]
-    for count in scale.shape[-1:]:
-        if count > 1 and any([count * size] == columns for size in sizes):
-            return True
-    return False
-
-
 def _fits_all(overall: tuple[int, ...], shape: tuple[int, ...], grid: tuple[int, ...]) -> bool:
     """Return whether there is one global scale, or one per expert."""
     has_experts = len(shape) > 2 and grid[:1] == shape[:1]
@@ -340,7 +308,7 @@ def _sizes_of_columns(number: str, scale: StoredPart, blocks: Sequence[Sequence[
         width = 16 if scale.dtype == "F8_E4M3" else 32
         return _Sizes([width], are_known=True)
     columns = [block[1] for block in blocks]
-    usual = _GROUPS if number == "int4" else _BLOCKS
+    usual = GROUPS if number == "int4" else _BLOCKS
     return _Sizes(columns or usual, are_known=bool(columns))
 
 

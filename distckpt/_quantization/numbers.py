@@ -32,7 +32,6 @@ class Number:
         dtype: safetensors name of the dtype of unpacked values.
         unpack: function that fills bits of shape (..., n * per_byte) with values from bytes of
             shape (..., n), which it may overwrite.
-        pack: function from float32 values, within the range, to bytes.
     """
 
     per_byte: int
@@ -40,7 +39,6 @@ class Number:
     factor: float
     dtype: str
     unpack: Callable[[Bytes, Bits], None]
-    pack: Callable[[torch.Tensor], torch.Tensor]
 
 
 def scratch(purpose: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -92,40 +90,11 @@ def _unpack_int8(codes: Bytes, bits: Bits) -> None:
     np.copyto(bits, codes.view(np.int8))
 
 
-def _pack_halves(nibbles: torch.Tensor) -> torch.Tensor:
-    codes = nibbles.to(torch.uint8)
-    return codes[..., ::2] | codes[..., 1::2] << 4
-
-
-def _pack_e2m1(values: torch.Tensor) -> torch.Tensor:
-    # The middle between neighbors goes to the even code: the one below for every second, just above
-    # it for the rest.
-    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device="cpu")
-    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros(3, device="cpu"))
-    return _pack_halves(torch.bucketize(values.abs(), middles) + 8 * values.signbit())
-
-
 NUMBERS: dict[str, Number] = {
-    "e4m3": Number(
-        1,
-        448.0,
-        256.0,
-        "F16",
-        _unpack_e4m3,
-        lambda values: values.to(torch.float8_e4m3fn).view(torch.uint8),
-    ),
-    "int8": Number(
-        1,
-        127.0,
-        1.0,
-        "I16",
-        _unpack_int8,
-        lambda values: values.round().to(torch.int8).view(torch.uint8),
-    ),
-    "e2m1": Number(2, 6.0, 16384.0, "F16", _unpack_e2m1, _pack_e2m1),
-    "int4": Number(
-        2, 7.0, 2.0**-12, "I16", _unpack_int4, lambda values: _pack_halves(values.round() + 8)
-    ),
+    "e4m3": Number(1, 448.0, 256.0, "F16", _unpack_e4m3),
+    "int8": Number(1, 127.0, 1.0, "I16", _unpack_int8),
+    "e2m1": Number(2, 6.0, 16384.0, "F16", _unpack_e2m1),
+    "int4": Number(2, 7.0, 2.0**-12, "I16", _unpack_int4),
 }
 
 
@@ -139,8 +108,3 @@ def unpack_exponents(codes: torch.Tensor) -> torch.Tensor:
     """
     powers = torch.from_numpy(_POWERS)
     return powers.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
-
-
-def pack_exponents(exponents: torch.Tensor) -> torch.Tensor:
-    """Convert exponents of two to bytes of E8M0."""
-    return (exponents + 127).clamp_(0, 254).to(torch.uint8)

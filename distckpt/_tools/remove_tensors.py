@@ -15,7 +15,7 @@ import torch
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
-from distckpt._format.checksum_files import moved_beside, with_checksums
+from distckpt._format.chunk_table import NO_CHECKSUMS, blocks_of
 from distckpt._format.manifest import (
     MANIFEST_NAME,
     OBJECT,
@@ -26,7 +26,7 @@ from distckpt._format.manifest import (
 )
 from distckpt._format.marker import CheckpointingConfig, config_fields
 from distckpt._format.safetensors_file import ShardFile
-from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._format.stored_checkpoint import StoredCheckpoint, fetch_checksums
 from distckpt._geometry.region import IntArray
 from distckpt._io.write import WriteSettings, file_of_tensors, write_files
 from distckpt._plan.layout import (
@@ -206,3 +206,27 @@ def _rewrite(
         )
     written = chunk_table([planned])
     return written.files[0], written.first_bytes[np.argsort(ordered)]
+
+
+def with_checksums(stored: StoredCheckpoint) -> Manifest:
+    """Return the manifest with the checksums of all blocks in it."""
+    manifest = stored.manifest
+    if not len(manifest.checksum_files):
+        return manifest
+    chunks = manifest.all_chunks
+    fetch_checksums(stored, chunks.file_ids)
+    holders = manifest.checksum_files.tolist()
+    known = np.concatenate([manifest.fetched.contents.get(h, NO_CHECKSUMS) for h in holders])
+    checksums = np.empty_like(known)
+    checksums[blocks_of(chunks.file_order, chunks.num_bytes, manifest.block_bytes)] = known
+    return manifest.replaced(chunks=chunks._replace(block_checksums=checksums))
+
+
+def moved_beside(manifest: Manifest, name: str) -> tuple[Manifest, bytes]:
+    """Return the manifest without checksums, and a file's content with them."""
+    chunks = manifest.all_chunks
+    blocks = blocks_of(chunks.file_order, chunks.num_bytes, manifest.block_bytes)
+    data = chunks.block_checksums[blocks].astype("<u8").tobytes()
+    files = [*manifest.files, ShardFile.of(name, data)]
+    without = chunks._replace(files=files, block_checksums=NO_CHECKSUMS)
+    return manifest.replaced(chunks=without), data

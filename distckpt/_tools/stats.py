@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -16,9 +17,8 @@ from distckpt._base.messages import natural_order, summarize_keys
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.stored_values import StoredTensor
-from distckpt._format.manifest import STATS_VALUES
+from distckpt._format.manifest import STATS_COUNTS, STATS_VALUES, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._format.tensor_stats import TensorStats, stats_of_key
 from distckpt._io.block_stats import BlockStats, block_stats, blocks_of, real_numbers, together
 from distckpt._operations.windows import Window, map_windows
 from distckpt._plan.selection import matches
@@ -26,6 +26,33 @@ from distckpt._plan.selection import matches
 _NUM_SAMPLED = 1000
 """Smallest sample for the histogram of a large tensor; it is at most twice as large."""
 NUM_BINS = 8
+
+
+@dataclass(frozen=True)
+class TensorStats:
+    """Statistics of one tensor.
+
+    They are about finite values only, but for the counts. A complex number counts as two.
+
+    Attributes:
+        num_elements: number of all elements; other numbers count NaN, infinite values and zeros.
+        norm: the L2 norm.
+        histogram: counts of values, of a sample where there are many, in bins of equal width from
+            `min` to `max`; empty where a save has stored the statistics.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_elements: int
+    num_nan: int
+    num_infinite: int
+    num_zero: int
+    norm: float
+    min: float
+    max: float
+    mean: float
+    histogram: tuple[int, ...]
 
 
 class WindowStats(NamedTuple):
@@ -124,7 +151,7 @@ def saved_stats(
         return None
     all_stats: list[TensorStats] = []
     for name in chosen_names(stored, keys):
-        stats = stats_of_key(stored.manifest, name)
+        stats = _stats_of_key(stored.manifest, name)
         if stats is None:
             return None
         all_stats.append(stats)
@@ -159,3 +186,30 @@ def chosen_names(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[s
             f"No tensor of {stored.location!r} matches {patterns}; there are {there}."
         )
     return matching
+
+
+def _stats_of_key(manifest: Manifest, key: str) -> TensorStats | None:
+    """Return the statistics that a save has stored of a tensor; None if it has none."""
+    if STATS_VALUES not in manifest.figures:
+        return None
+    key_id = manifest.key_index[key]
+    shape = manifest.global_shapes[key_id]
+    num_elements = math.prod(shape)
+    norm, mean, low, high = manifest.figures[STATS_VALUES][key_id].tolist()
+    if math.isnan(norm) and num_elements:
+        return None
+    num_nan, num_infinite, num_zero = manifest.figures[STATS_COUNTS][key_id].tolist()
+    return TensorStats(
+        key,
+        manifest.dtypes[key_id],
+        shape,
+        num_elements=num_elements,
+        num_nan=num_nan,
+        num_infinite=num_infinite,
+        num_zero=num_zero,
+        norm=norm if num_elements else 0.0,
+        min=low,
+        max=high,
+        mean=mean,
+        histogram=(),
+    )

@@ -38,7 +38,7 @@ def chunks_of(stored: StoredCheckpoint, key: str) -> list[Chunk]:
     manifest = stored.manifest
     rows = stored.chunks_of(key)
     ndim = len(stored.global_shape(key))
-    table = manifest.rows(np.arange(rows.start, rows.stop))
+    table = manifest.chunks.rows(np.arange(rows.start, rows.stop))
     regions = table.offsets[:, :ndim].tolist(), table.shapes[:, :ndim].tolist()
     places = (table.file_ids.tolist(), table.first_bytes.tolist(), table.num_bytes.tolist())
     chunks = []

@@ -84,7 +84,7 @@ def _ranks_of_groups(
         group_of[ids] = group
     ranks_by_group: list[IntArray] = [np.zeros(0, np.int64)] * len(members)
     known: dict[bytes, IntArray] = {}
-    for chunks in manifest.parts():
+    for chunks in manifest.chunks.parts():
         pairs = group_of[chunks.key_ids] * num_files + chunks.file_ids
         # They are nearly sorted, which np.unique makes no use of.
         pairs.sort(kind="stable")

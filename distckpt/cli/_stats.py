@@ -12,10 +12,9 @@ from typing import NamedTuple
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._base.messages import key_pattern, summarize_keys, without_numbers
 from distckpt._checkpoint.opening import opened
-from distckpt._format.tensor_stats import TensorStats
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt._tools.stats import saved_stats
+from distckpt._tools.stats import TensorStats, saved_stats
 from distckpt.cli._arguments import is_in_parts
 from distckpt.cli._output import Output, count_text, size_text
 

@@ -9,10 +9,8 @@ can do more.
 from distckpt._base.public import set_public_home
 from distckpt._format.hf_names import (
     derive_base_prefix_from_path,
-    group_keys_by_shard_size,
     index_filename,
     index_json,
-    optimize_shard_layout,
     output_filenames,
     shard_filename,
 )
@@ -21,6 +19,7 @@ from distckpt.hf._consolidation import (
     consolidate_safetensors_files,
     consolidate_safetensors_files_on_every_rank,
 )
+from distckpt.hf._shard_layout import group_keys_by_shard_size, optimize_shard_layout
 
 __all__ = [
     "HuggingFaceConsolidationStrategy",

@@ -29,7 +29,6 @@ from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._commit import posix
 from distckpt._format.marker import marker_of
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._format.tensor_stats import TensorStats
 from distckpt._geometry.region import IntArray
 from distckpt._io.block_stats import BlockStats
 from distckpt._operations.file_checks import (
@@ -58,7 +57,13 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
 from distckpt._tools.diff import Compared, DiffReport, check_arguments, plan_diff, report_of_diff
-from distckpt._tools.stats import WindowStats, measure_window, stats_of_windows, tensors_to_measure
+from distckpt._tools.stats import (
+    TensorStats,
+    WindowStats,
+    measure_window,
+    stats_of_windows,
+    tensors_to_measure,
+)
 from distckpt._tools.tensor_differences import Change, compare_window
 from distckpt.tasks._facts import check_sources, facts_of, facts_of_copies
 from distckpt.tasks._work import Attempt, Piece, Work, piece_bytes

@@ -21,8 +21,9 @@ import xxhash
 import distckpt
 from distckpt import CheckpointingException, ShardedTensor, tasks
 from distckpt._checkpoint.opening import open_undisturbed
-from distckpt._format import checksum_files, manifest, planned_manifest
+from distckpt._format import manifest, planned_manifest
 from distckpt._ranks.collectives import Ranks
+from distckpt._tools.remove_tensors import with_checksums
 from distckpt.cli import main
 from distckpt.megatron.core import write_marker
 from tests.support.forged_files import files_in, marker_of, widened
@@ -227,7 +228,7 @@ def write_manifest(path, data, changes):
 def without_parts(path, target):
     """Write the same checkpoint with all chunks, and their checksums, in the manifest itself."""
     stored = open_undisturbed(Ranks.alone(), str(path))
-    found = checksum_files.with_checksums(stored)
+    found = with_checksums(stored)
     files = list(found.files)
     kept = [
         number

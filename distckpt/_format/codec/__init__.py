@@ -57,7 +57,6 @@ from distckpt._format.codec.encode import (
     KEY,
     UnknownObject,
     Writer,
-    encode_all,
     encode_inline,
     encode_node,
     encoders,
@@ -75,6 +74,7 @@ from distckpt._format.codec.tree import (
     Registration,
     default_functions,
     entry_name,
+    error_about_classes,
     require,
     to_text,
     type_name,
@@ -102,12 +102,15 @@ def encode(obj: object, *, refuses_left_out: bool = False) -> bytes:
     """
     writer = Writer()
     writer.refuses_left_out = refuses_left_out
+    writer.unregistered = {}
     try:
-        tree = to_text(encode_all(obj, writer))
+        tree = to_text(encode_node(obj, writer))
     except RecursionError as error:
         raise writer.unsupported(
             obj, "the call stack is too deep here", "Nest containers less deeply."
         ) from error
+    if writer.unregistered:
+        raise error_about_classes(writer.unregistered)
     try:
         return _join_blob(tree, writer)
     except ValueError as error:

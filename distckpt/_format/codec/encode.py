@@ -36,7 +36,6 @@ from distckpt._format.codec.tree import (
     Json,
     Raw,
     advice_to_register,
-    error_about_classes,
     is_plain_dtype,
     is_tagged,
     nodes,
@@ -130,19 +129,6 @@ _Encoder = Callable[[Any, Writer], Json]
 def encode_node(obj: object, writer: Writer) -> Json:
     """Return the tree of an object; other bytes go to `writer.entries`."""
     return _encoder_of(obj, writer)(obj, writer)
-
-
-def encode_all(obj: object, writer: Writer) -> Json:
-    """Return the tree of an object, see `encode_node`.
-
-    The error about a class that is not registered names all such classes.
-    """
-    refusals: dict[type, tuple[str, UnsupportedObjectError]] = {}
-    writer.unregistered = refusals
-    tree = encode_node(obj, writer)
-    if not refusals:
-        return tree
-    raise error_about_classes(refusals)
 
 
 def _encoder_of(obj: object, writer: Writer) -> _Encoder:

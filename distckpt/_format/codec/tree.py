@@ -210,52 +210,52 @@ def default_functions(cls: Any) -> _Functions:
 
 
 def _functions_of_dataclass(cls: Any) -> _Functions:
-    fields = dataclasses.fields(cls)
-    defaults: dict[str, Callable[[], object]] = {}
-    for field in fields:
-        if field.default is not dataclasses.MISSING:
-            defaults[field.name] = functools.partial(getattr, field, "default")
-        if field.default_factory is not dataclasses.MISSING:
-            defaults[field.name] = field.default_factory
-    names = [field.name for field in fields]
-    return _functions_of_fields(names, defaults, functools.partial(_rebuild_dataclass, cls))
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+
+    def default_of(name: str) -> object:
+        factory = fields[name].default_factory
+        return fields[name].default if factory is dataclasses.MISSING else factory()
+
+    def rebuild(values: dict[str, object]) -> object:
+        obj = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(obj, name, value)  # Frozen dataclasses refuse setattr.
+        return obj
+
+    return _functions_of_fields(list(fields), default_of, rebuild)
 
 
 def _functions_of_namedtuple(cls: Any) -> _Functions:
-    defaults = {
-        name: functools.partial(cls._field_defaults.get, name) for name in cls._field_defaults
-    }
-    return _functions_of_fields(cls._fields, defaults, lambda values: cls._make(values.values()))
+    def default_of(name: str) -> object:
+        return cls._field_defaults.get(name, dataclasses.MISSING)
 
-
-def _rebuild_dataclass(cls: Any, values: dict[str, object]) -> object:
-    obj = object.__new__(cls)
-    for name, value in values.items():
-        object.__setattr__(obj, name, value)  # Frozen dataclasses refuse setattr.
-    return obj
+    return _functions_of_fields(cls._fields, default_of, lambda values: cls._make(values.values()))
 
 
 def _functions_of_fields(
     names: Sequence[str],
-    defaults: Mapping[str, Callable[[], object]],
+    default_of: Callable[[str], object],
     rebuild: Callable[[dict[str, object]], object],
 ) -> _Functions:
-    """Return to_state and from_state of a class stored by fields."""
+    """Return to_state and from_state of a class stored by fields.
+
+    A field without a default has the default `MISSING`.
+    """
 
     def to_state(obj: object) -> object:
         return types.SimpleNamespace(**{name: getattr(obj, name) for name in names})
 
     def from_state(state: object) -> object:
         stored = vars(state)
-        unknown = [name for name in stored if name not in names]
-        missing = [name for name in names if name not in stored and name not in defaults]
+        fields = {}
+        for name in names:
+            fields[name] = stored[name] if name in stored else default_of(name)
+        unknown = [name for name in stored if name not in fields]
+        missing = [name for name in names if fields[name] is dataclasses.MISSING]
         require(
             not unknown and not missing,
             f"stored fields without a place: {unknown}; not stored: {missing}",
         )
-        fields = {}
-        for name in names:
-            fields[name] = stored[name] if name in stored else defaults[name]()
         return rebuild(fields)
 
     return to_state, from_state

@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distckpt._format.chunk_table import NO_CHECKSUMS
 from distckpt._format.columns import pack_table
-from distckpt._format.lazy_columns import LazyColumn, Part, SortedRows, starts_of_keys
+from distckpt._format.lazy_columns import LazyChunks, LazyColumn, Part
 
 
 def tables(random, num_keys, is_shuffled):
@@ -41,13 +42,23 @@ def test_regions_find_the_chunks_that_they_meet(seed, num_keys, is_shuffled, num
     key_ids, offsets, shapes = (np.concatenate(column) for column in columns.values())
     axes = {"key_ids": None, "offsets": 2, "shapes": 2}
     lazy = {name: LazyColumn.of(parts, name, num_axes) for name, num_axes in axes.items()}
-    starts = starts_of_keys(lazy["key_ids"], num_keys)
+    any_column = lazy["key_ids"]
+    chunks = LazyChunks(
+        "location",
+        files=[],
+        **lazy,
+        file_ids=any_column,
+        first_bytes=any_column,
+        num_bytes=any_column,
+        block_checksums=NO_CHECKSUMS,
+        checks=None,
+    )
+    starts = chunks.key_starts(num_keys)
     assert np.array_equal(starts, np.searchsorted(key_ids, np.arange(num_keys + 1)))
 
     wanted = random.integers(0, num_keys, 20)
     low, size = random.integers(0, 40, (20, 2)), random.integers(0, 20, (20, 2))
-    rows = SortedRows.of(starts, lazy["offsets"], lazy["shapes"])
-    firsts, stops = rows.near(wanted, low, size)
+    firsts, stops = chunks.rows_near(wanted, low, size, starts)
     num_found = 0
     for key, corner, extent, first, stop in zip(wanted, low, size, firsts, stops, strict=True):
         meets = (

@@ -59,7 +59,7 @@ def test_chunks_are_found_by_key():
     assert manifest.chunk_rows(2) == slice(3, 5)
     assert manifest.chunk_region(1) == Region((2, 0), (2, 6))
     assert manifest.chunk_region(2) == Region((), ())
-    assert manifest.block_starts.tolist() == [0, 1, 2, 3, 10, 18]
+    assert manifest.first_blocks.tolist() == [0, 1, 2, 3, 10]
 
 
 def test_manifest_is_a_safetensors_file_of_plain_arrays():

@@ -21,7 +21,7 @@ from safetensors.numpy import load
 
 import distckpt
 from distckpt import CorruptCheckpointError, tasks
-from distckpt._format import checksum_files, manifest, planned_manifest
+from distckpt._format import manifest, planned_manifest, stored_checkpoint
 from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.file_table import FileTable
 from distckpt._format.lazy_columns import LazyColumn, Segment
@@ -42,7 +42,7 @@ VALUES = np.random.default_rng(3).integers(0, 256, (NUM_TENSORS, NUM_RANKS, ROW_
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    for module in (manifest, checksum_files):
+    for module in (manifest, stored_checkpoint):
         monkeypatch.setattr(module, "CHUNKS_AT_ONCE", AT_ONCE)
     monkeypatch.setattr(planned_manifest, "PART_ROWS", AT_ONCE)
     # What is compared at a time is as small as all of this.
@@ -86,7 +86,7 @@ def write_checkpoint(path, has_parts=True, first_byte=None):
         {},
     )
     if has_parts:
-        chunks, parts = planned_manifest.divided(chunks)
+        chunks, parts = planned_manifest.with_parts(chunks, {})
         assert len(parts) == NUM_CHUNKS // AT_ONCE
         for name, content in parts.items():
             (path / name).write_bytes(content)

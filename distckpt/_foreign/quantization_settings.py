@@ -1,20 +1,18 @@
-"""Settings of quantized tensors: read from configurations, kept in the manifest."""
+"""Settings of quantized tensors, read from the configurations beside them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from distckpt._base.errors import CorruptCheckpointError
+from distckpt._format.code_names import CONFIG_NAMES, FIELDS, configurations_in, is_shape
 from distckpt._format.marker import read_file
+from distckpt._quantization.detect import GROUPS
 from distckpt._storage import locations
+from distckpt.rules._mapped import TensorSpec
 
-CONFIG_NAMES = ("config.json", "hf_quant_config.json")
-"""Files that may describe the quantization of tensors in their directory; NVIDIA ModelOpt writes
-the second one.
-"""
 _MAX_CONFIG_BYTES = 64 << 20
 _METHODS = (
     "fp8",
@@ -32,45 +30,6 @@ _ALGORITHMS = frozenset({"rotation", "quarot", "svdquant"})
 """Algorithms of AMD Quark that change more than the weights. They change inputs of layers as well,
 or add products of matrices.
 """
-FIELDS = ("quantization_config", "compression_config", "quantization")
-"""Fields of a configuration that describe quantized tensors."""
-
-
-def are_settings(value: object) -> bool:
-    """Return whether a value is a result of `settings_of`."""
-    if not isinstance(value, dict):
-        return False
-    blocks = value.get("blocks")
-    bits = value.get("num_bits")
-    if not isinstance(blocks, list) or not isinstance(bits, list):
-        return False
-    if any(type(number) is not int for number in bits):
-        return False
-    shapes = value.get("shapes", {})
-    if not isinstance(shapes, dict) or not all(map(is_shape, shapes.values())):
-        return False
-    for block in blocks:
-        if not isinstance(block, list) or not block_of({"block_structure": block}):
-            return False
-    return True
-
-
-def is_shape(value: object) -> bool:
-    """Return whether a value is the shape of a non-empty tensor."""
-    return isinstance(value, list) and all(type(size) is int and size > 0 for size in value)
-
-
-def block_of(weights: Mapping[str, Any]) -> list[int] | None:
-    """Return the rows and columns that share a scale, or None.
-
-    A configuration names them, or something else.
-    """
-    block = weights.get("weight_block_size") or weights.get("block_structure")
-    if not block:
-        block = [1, weights.get("group_size")]
-    if is_shape(block) and len(block) == 2:
-        return list(block)
-    return None
 
 
 def read_settings(location: str) -> dict[str, Any] | None:
@@ -94,19 +53,6 @@ def read_settings(location: str) -> dict[str, Any] | None:
     return settings_of(configs)
 
 
-def configurations_in(config: Mapping[str, Any]) -> list[Any]:
-    """Return a configuration and those inside it, without quantization.
-
-    Text models and towers have configurations inside.
-    """
-    parts = [config]
-    for part in parts:
-        for field, value in part.items():
-            if isinstance(value, dict) and field not in FIELDS:
-                parts.append(value)
-    return parts
-
-
 def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return the quantization settings of configurations, None for nothing.
 
@@ -120,20 +66,23 @@ def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
         weights that are named, the bits of those that are "asymmetric", and whether weights are
         also "transformed": True, or the field that says so.
     """
-    statements: list[_Statement] = []
-    for file, config in configs.items():
-        statements += _quantizations(file, config)
-    if not statements:
-        return None
+    files: list[str] = []
+    inner_configs: list[Mapping[str, Any]] = []
+    quantizations: list[Mapping[str, Any]] = []
     weights: list[Mapping[str, Any]] = []
-    for statement in statements:
-        weights += _weights_of(statement.quantization)
-    inner_configs = [statement.config for statement in statements]
+    for file, config in configs.items():
+        for inner, quantization in _quantizations(config):
+            files.append(file)
+            inner_configs.append(inner)
+            quantizations.append(quantization)
+            weights += _weights_of(quantization)
+    if not files:
+        return None
     return {
-        "file": statements[0].file,
+        "file": files[0],
         "dtype": _dtype_in([*configs.values(), *inner_configs]),
         **_settings_of_weights(weights),
-        "transformed": _transform_of([statement.quantization for statement in statements]),
+        "transformed": _transform_of(quantizations),
     }
 
 
@@ -146,27 +95,21 @@ def _settings_of_weights(weights: Sequence[Mapping[str, Any]]) -> dict[str, Any]
         if weight.get("symmetric") is False:
             asymmetric.append(weight.get("num_bits"))
     return {
-        "blocks": list(filter(None, map(block_of, weights))),
+        "blocks": list(filter(None, map(_block_of, weights))),
         "num_bits": num_bits,
         "asymmetric": asymmetric,
     }
 
 
-@dataclass(frozen=True)
-class _Statement:
-    """A statement about quantized tensors in a file, and its configuration."""
-
-    file: str
-    config: Mapping[str, Any]
-    quantization: Mapping[str, Any]
-
-
-def _quantizations(file: str, config: Mapping[str, Any]) -> Iterator[_Statement]:
+def _quantizations(
+    config: Mapping[str, Any],
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Yield the statements about quantized tensors, each after the configuration with it."""
     for part in configurations_in(config):
         for field in FIELDS:
             quantization = part.get(field)
             if isinstance(quantization, dict) and quantization:
-                yield _Statement(file, part, quantization)
+                yield part, quantization
 
 
 def _dtype_in(configs: Iterable[Mapping[str, Any]]) -> str | None:
@@ -197,6 +140,19 @@ def _transform_of(quantizations: Sequence[Mapping[str, Any]]) -> bool | str:
     return False
 
 
+def _block_of(weights: Mapping[str, Any]) -> list[int] | None:
+    """Return the rows and columns that share a scale, or None.
+
+    A configuration names them, or something else.
+    """
+    block = weights.get("weight_block_size") or weights.get("block_structure")
+    if not block:
+        block = [1, weights.get("group_size")]
+    if is_shape(block) and len(block) == 2:
+        return list(block)
+    return None
+
+
 def _names_of_algorithms(quantization: Mapping[str, Any]) -> set[str]:
     configs = quantization.get("algo_config")
     if not isinstance(configs, list):
@@ -214,3 +170,35 @@ def _weights_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         if isinstance(group, dict) and isinstance(group.get("weights"), dict):
             weights.append(group["weights"])
     return weights
+
+
+def unclear_shapes(tensors: Mapping[str, TensorSpec], settings: Mapping[str, Any]) -> list[str]:
+    """Return the keys of stored shapes that must be read.
+
+    Packed columns may be padded.
+    """
+    sizes: Sequence[int] = [block[1] for block in settings.get("blocks", [])]
+    if not sizes and "file" not in settings:
+        sizes = GROUPS
+    unclear = []
+    for key, info in tensors.items():
+        stem = key.removesuffix("_packed")
+        if stem == key or info.dtype != "I32" or f"{stem}_shape" not in tensors:
+            continue
+        if not _are_whole_groups(info, tensors.get(f"{stem}_scale"), sizes):
+            unclear.append(f"{stem}_shape")
+    return unclear
+
+
+def _are_whole_groups(codes: TensorSpec, scale: TensorSpec | None, sizes: Iterable[int]) -> bool:
+    """Return whether packed columns are groups of a known size.
+
+    There are several, so that none is padded.
+    """
+    if scale is None:
+        return False
+    columns = [8 * items for items in codes.shape[-1:]]
+    for count in scale.shape[-1:]:
+        if count > 1 and any([count * size] == columns for size in sizes):
+            return True
+    return False
