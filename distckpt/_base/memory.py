@@ -10,7 +10,6 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ def tensor_bytes(tensor: torch.Tensor) -> Bytes:
     num_bytes = tensor.nbytes
     if not num_bytes:
         return np.empty(0, np.uint8)
-    return np.asarray(_Memory(tensor, (num_bytes,), (1,)))
+    return np.asarray(_Memory(tensor.data_ptr(), (num_bytes,), (1,), tensor))
 
 
 def run_bytes(tensor: torch.Tensor, num_outer: int) -> Bytes:
@@ -45,12 +44,13 @@ def run_bytes(tensor: torch.Tensor, num_outer: int) -> Bytes:
     """
     num_bytes = math.prod(tensor.shape[num_outer:]) * tensor.itemsize
     strides = (*(step * tensor.itemsize for step in tensor.stride()[:num_outer]), 1)
-    return np.asarray(_Memory(tensor, (*tensor.shape[:num_outer], num_bytes), strides))
+    shape = (*tensor.shape[:num_outer], num_bytes)
+    return np.asarray(_Memory(tensor.data_ptr(), shape, strides, tensor))
 
 
 def memory_at(address: int, num_bytes: int) -> Bytes:
     """View memory as bytes. It belongs to tensors that the caller keeps."""
-    return np.asarray(_Address(address, (num_bytes,), (1,)))
+    return np.asarray(_Memory(address, (num_bytes,), (1,)))
 
 
 def blocks_at(address: int, num_blocks: int, block_bytes: int, pitch_bytes: int) -> Bytes:
@@ -58,42 +58,32 @@ def blocks_at(address: int, num_blocks: int, block_bytes: int, pitch_bytes: int)
 
     One begins every `pitch_bytes`. The memory belongs to tensors that the caller keeps.
     """
-    return np.asarray(_Address(address, (num_blocks, block_bytes), (pitch_bytes, 1)))
-
-
-class _Address:
-    """Numpy's access to memory at an address."""
-
-    __slots__ = ("__array_interface__",)
-
-    def __init__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> None:
-        self.__array_interface__ = {
-            "shape": shape,
-            "strides": strides,
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+    return np.asarray(_Memory(address, (num_blocks, block_bytes), (pitch_bytes, 1)))
 
 
 class _Memory:
-    """Numpy's access to the memory of a tensor.
+    """Numpy's access to memory at an address.
 
-    After `tensor.numpy()` its storage could never be resized again.
+    It keeps the tensor that owns the memory, whose storage could never be resized again after
+    `tensor.numpy()`.
     """
+
+    __slots__ = ("__array_interface__", "owner")
 
     def __init__(
         self,
-        tensor: torch.Tensor,
+        address: int,
         shape: Sequence[int],
         strides: Sequence[int],
+        owner: torch.Tensor | None = None,
+        typestr: str = "|u1",
     ) -> None:
-        self._tensor = tensor
+        self.owner = owner
         self.__array_interface__ = {
             "shape": shape,
             "strides": strides,
-            "typestr": "|u1",
-            "data": (tensor.data_ptr(), False),
+            "typestr": typestr,
+            "data": (address, False),
             "version": 3,
         }
 
@@ -197,10 +187,8 @@ def address_array(tensor: torch.Tensor) -> Any:
     """
     size = tensor.element_size()
     strides = tuple(step * size for step in tensor.stride())
-    place = {"version": 3, "shape": tuple(tensor.shape), "typestr": f"|V{size}", "strides": strides}
-    return np.asarray(
-        SimpleNamespace(__array_interface__={**place, "data": (tensor.data_ptr(), False)})
-    )
+    place = _Memory(tensor.data_ptr(), tuple(tensor.shape), strides, typestr=f"|V{size}")
+    return np.asarray(place)
 
 
 def addresses(tensor: torch.Tensor) -> npt.NDArray[np.int64]:

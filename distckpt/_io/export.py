@@ -18,7 +18,7 @@ from distckpt._geometry.region import flat_range_regions, whole
 from distckpt._geometry.units import Span, cut_region, units_of
 from distckpt._io.read import read_chunks_into
 from distckpt._io.tensor_source import TensorSource, Wanted
-from distckpt._io.write import Fill, NewFile, WriteSettings, write_files
+from distckpt._io.write import Fill, NewFile, WriteSettings
 from distckpt._plan.export import OutputFile, OutputTensor
 from distckpt._quantization.numbers import scratch
 
@@ -37,29 +37,12 @@ def num_export_threads(max_inflight_bytes: int) -> int:
     return min(NUM_THREADS, max(1, max_inflight_bytes // (_WINDOWS_PER_THREAD * UNIT_BYTES)))
 
 
-def write_output_file(
-    source: TensorSource,
-    file: OutputFile,
-    location: str,
-    num_threads: int,
-    progress: Callable[[int], None] | None = None,
-) -> dict[str, int]:
-    """Write one output file at a location that does not exist yet.
+def export_settings(num_threads: int, progress: Callable[[int], None]) -> WriteSettings:
+    """Return the write settings of an export's files.
 
     Each thread uses up to four windows of `UNIT_BYTES`. `progress` is called with numbers of bytes,
-    from several threads. Return the number of values that did not fit the dtype they were converted
-    to, for tensors that have such values.
+    from several threads.
     """
-    overflows: dict[str, int] = {}
-    settings = export_settings(num_threads, progress)
-    write_files([output_file(source, file, location, overflows)], settings)
-    return overflows
-
-
-def export_settings(
-    num_threads: int, progress: Callable[[int], None] | None = None
-) -> WriteSettings:
-    """Return the write settings of an export's files."""
     return WriteSettings(
         with_checksums=False, num_threads=num_threads, num_requests=num_threads, progress=progress
     )
@@ -71,7 +54,7 @@ def output_file(
     location: str,
     overflows: dict[str, int],
 ) -> NewFile:
-    """Describe an output file; `overflows` is filled meanwhile."""
+    """Describe a file for a location where none is yet; writing it fills `overflows`."""
     tensors, header = file.laid_out
     fill = filling(source, tensors, overflows)
     return NewFile(location, header, [tensor.num_bytes for tensor in tensors], fill)
