@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,22 +57,6 @@ def output_file(
     tensors, header = file.laid_out
     fill = filling(source, tensors, overflows)
     return NewFile(location, header, [tensor.num_bytes for tensor in tensors], fill)
-
-
-def counting_from(file: NewFile, start: int, uncounted: Fill) -> NewFile:
-    """Return a file that leaves some of its units uncounted.
-
-    Units that begin before `start` are filled by `uncounted`, which counts no overflows: another
-    process writes and counts them.
-    """
-    starts = list(itertools.accumulate(file.chunk_bytes, initial=len(file.header)))
-
-    def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
-        if unit and starts[unit[0].chunk] + unit[0].start < start:
-            return uncounted(unit, memory_of_thread)
-        return file.fill(unit, memory_of_thread)
-
-    return file._replace(fill=fill)
 
 
 def differing(

@@ -19,8 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from distckpt._base.memory import Bytes
-from distckpt._storage.remote import NO_BYTES, RemoteLocation, too_large
-from distckpt._storage.schemes import PROVIDERS
+from distckpt._storage.remote import NO_BYTES, PROVIDERS, RemoteLocation, too_large
 
 _Result = TypeVar("_Result")
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from distckpt._storage.schemes import PROVIDERS
-
 if TYPE_CHECKING:
     from distckpt._storage.remote import RemoteLocation
 
@@ -17,6 +15,8 @@ if TYPE_CHECKING:
 def at(location: str) -> RemoteLocation:
     """Return the interface to a URL."""
     # Imported when a URL is used: most programs have local paths only.
+    from distckpt._storage.remote import PROVIDERS
+
     if location.partition("://")[0] in PROVIDERS:
         from distckpt._storage.cloud import CloudLocation
 
