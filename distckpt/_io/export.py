@@ -12,7 +12,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.memory import Bytes, bounce_buffer
-from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
+from distckpt._base.threads import UNIT_BYTES, num_threads_within
 from distckpt._geometry.region import flat_range_regions, whole
 from distckpt._geometry.units import Span, cut_region, units_of
 from distckpt._io.read import read_chunks_into
@@ -33,7 +33,7 @@ _counting = threading.Lock()
 
 def num_export_threads(max_inflight_bytes: int) -> int:
     """Return the number of threads within a memory limit, at least one."""
-    return min(NUM_THREADS, max(1, max_inflight_bytes // (_WINDOWS_PER_THREAD * UNIT_BYTES)))
+    return num_threads_within(max_inflight_bytes // _WINDOWS_PER_THREAD)
 
 
 def export_settings(num_threads: int, progress: Callable[[int], None]) -> WriteSettings:

@@ -183,15 +183,13 @@ def _split(
     sizes: int | Sequence[int],
     dim: int = 0,
 ) -> tuple[_Recorder, ...]:
-    num = tensor.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, num - start) for start in range(0, num, sizes)]
+    axis = dim % tensor.ndim
     pieces = []
     start = 0
-    axis = dim % tensor.ndim
-    for size in sizes:
-        pieces.append(_Recorder.make(crop_axis(tensor.mapped, axis, start, start + size)))
-        start += size
+    for piece in torch.empty(tensor.shape, device="meta").split(sizes, axis):
+        stop = start + piece.shape[axis]
+        pieces.append(_Recorder.make(crop_axis(tensor.mapped, axis, start, stop)))
+        start = stop
     return tuple(pieces)
 
 
@@ -201,12 +199,6 @@ def _chunk(tensor: _Recorder, chunks: int, dim: int = 0) -> tuple[_Recorder, ...
 
 def _cat(tensors: Sequence[_Recorder], dim: int = 0) -> _Recorder:
     return _Recorder.make(join([tensor.mapped for tensor in tensors], dim % tensors[0].ndim))
-
-
-def _stack(tensors: Sequence[_Recorder], dim: int = 0) -> _Recorder:
-    shape = list(tensors[0].shape)
-    shape.insert(dim % (len(shape) + 1), 1)
-    return _Recorder.make(join([reshape(t.mapped, shape) for t in tensors], dim % len(shape)))
 
 
 def _with_axes_moved(operation: str) -> Callable[..., _Recorder]:
@@ -234,6 +226,11 @@ def _with_new_shape(operation: str) -> Callable[..., _Recorder]:
 
 _reshape = _with_new_shape("reshape")
 _squeeze = _with_new_shape("squeeze")
+_unsqueeze = _with_new_shape("unsqueeze")
+
+
+def _stack(tensors: Sequence[_Recorder], dim: int = 0) -> _Recorder:
+    return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim)
 
 
 def _unbind(tensor: _Recorder, dim: int = 0) -> tuple[_Recorder, ...]:

@@ -17,6 +17,9 @@ from distckpt.rules._mapped import MappedTensor
 Captures: TypeAlias = tuple[str, ...]
 """Text that each wildcard of a pattern matches, in order."""
 
+Produced: TypeAlias = Iterable[tuple[str, MappedTensor]]
+"""New tensors with their names."""
+
 _WILDCARD = re.compile(r"(\*\*?)")
 _PLACEHOLDER = re.compile(r"\{(\w+)(?:\+(\d+))?\}")
 
@@ -70,10 +73,18 @@ class OneKeyRule(Rule):
             yield Step((key,), tuple(self.convert(key, tensors[key], captures)))
 
     @abstractmethod
-    def convert(
-        self, key: str, tensor: MappedTensor, captures: Captures
-    ) -> Iterable[tuple[str, MappedTensor]]:
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Produced:
         """Make the new tensors of one tensor."""
+
+
+@dataclass(frozen=True)
+class OneNameRule(OneKeyRule):
+    """A rule that makes one tensor, named `to`, of each."""
+
+    to: str
+
+    def __post_init__(self) -> None:
+        check_names(self, (self.to,))
 
 
 @lru_cache(maxsize=1024)
