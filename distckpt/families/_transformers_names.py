@@ -178,15 +178,11 @@ class _Recorder(torch.Tensor):
         return result
 
 
-def _split(
-    tensor: _Recorder,
-    sizes: int | Sequence[int],
-    dim: int = 0,
-) -> tuple[_Recorder, ...]:
+def _split(tensor: _Recorder, sizes: int | list[int], dim: int = 0) -> tuple[_Recorder, ...]:
     axis = dim % tensor.ndim
     pieces = []
     start = 0
-    for piece in torch.empty(tensor.shape, device="meta").split(sizes, axis):
+    for piece in torch.split(torch.empty(tensor.shape, device="meta"), sizes, axis):
         stop = start + piece.shape[axis]
         pieces.append(_Recorder.make(crop_axis(tensor.mapped, axis, start, stop)))
         start = stop
