@@ -43,7 +43,7 @@ from measure import time_together
 from report import Cell, Report, figure, median, parser_of, ratio
 
 import distckpt
-from distckpt._ranks.processes import run_ranks
+from distckpt.cli._processes import run_ranks
 
 STEP_SIZE = 384
 COUNT_SECONDS = 0.02

@@ -41,7 +41,7 @@ from safetensors.torch import save_file
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._ranks.processes import run_ranks
+from distckpt.cli._processes import run_ranks
 
 Tensors = dict[str, torch.Tensor]
 

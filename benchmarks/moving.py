@@ -25,7 +25,7 @@ import distckpt
 from distckpt import ShardedTensor
 from distckpt._move.host_memory import share_memory
 from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.processes import run_ranks
+from distckpt.cli._processes import run_ranks
 
 WIDTH = 1024
 

@@ -19,7 +19,7 @@ from report import Cell, Report, median, parser_of
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._ranks.processes import run_ranks
+from distckpt.cli._processes import run_ranks
 
 
 def main() -> None:

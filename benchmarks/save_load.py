@@ -32,10 +32,10 @@ from contest.rounds import Settings, run_rank
 from contest.state import MAX_RANKS, llama_sizes
 from report import Report, parser_of
 
-from distckpt._base.memory import estimate_available_memory
-from distckpt._ranks.processes import run_ranks
 from distckpt._storage import locations
 from distckpt.cli._bench import scratch_folder
+from distckpt.cli._processes import run_ranks
+from distckpt.tensors import estimate_available_memory
 
 RANK_BYTES = 500_000_000
 """Memory of a process that has imported torch and the other libraries."""

@@ -32,7 +32,7 @@ from report import Cell, Report, figure, median, parser_of
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._ranks.processes import run_ranks
+from distckpt.cli._processes import run_ranks
 
 WIDTH = 4096
 NUM_TENSORS = 16

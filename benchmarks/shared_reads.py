@@ -27,7 +27,7 @@ from report import Cell, Report, median, parser_of
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._ranks.processes import run_ranks
+from distckpt.cli._processes import run_ranks
 
 MODES = ("off", "on", "auto")
 TENSOR_BYTES = 32 << 20

@@ -27,7 +27,7 @@ from contest.state import Part, State, local_bytes
 from measure import at_rest
 from report import Report, parser_of
 
-from distckpt._ranks.processes import run_ranks
+from distckpt.cli._processes import run_ranks
 
 NAMES = ("distckpt", "DCP FileSystemWriter", "safetensors")
 

@@ -6,7 +6,6 @@ here depends on `torch.distributed`.
 """
 
 from distckpt._base.dtypes import as_torch_dtype, estimate_array_nbytes
-from distckpt._base.memory import estimate_available_memory
 from distckpt._base.public import set_public_home
 from distckpt.streaming._tensors import (
     TensorFunction,
@@ -14,6 +13,7 @@ from distckpt.streaming._tensors import (
     apply_gather_functions,
     broadcast_tensor,
     chunk_tensor_by_memory,
+    estimate_available_memory,
     flatten_for_broadcast,
     is_gcs_path,
     parse_gcs_path,

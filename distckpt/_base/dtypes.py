@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,28 +45,15 @@ FROM_NAME: Mapping[str, torch.dtype] = LazyTable(
     lambda: {name: dtype for dtype, name in TO_NAME.items()}
 )
 
-ITEM_BYTES: dict[str, int] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "U16": 2,
-    "I16": 2,
-    "U32": 4,
-    "I32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F16": 2,
-    "BF16": 2,
-    "F32": 4,
-    "F64": 8,
-    "C64": 8,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2FNUZ": 1,
-    "F8_E8M0": 1,
-    "F4": 1,
-}
+
+def _item_bytes(attribute: str) -> int:
+    """Return the size of an item, whose bits the name of a dtype tells."""
+    bits = re.search(r"\d+", attribute)
+    # Booleans tell none. Elements of fewer bits are packed into a byte.
+    return 1 if bits is None else max(1, int(bits[0]) // 8)
+
+
+ITEM_BYTES: dict[str, int] = {name: _item_bytes(attribute) for attribute, name in _NAMES.items()}
 """safetensors name -> size of a torch item. Sizes alone need no import of torch, unlike
 `FROM_NAME`.
 """

@@ -26,7 +26,6 @@ DIRECT = getattr(os, "O_DIRECT", 0)
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_NUM_SAMPLES = 16
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
@@ -139,30 +138,6 @@ def fetch(fd: int, position: int, num_bytes: int) -> None:
     """Let the system bring part of a file into the page cache."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, position, num_bytes, os.POSIX_FADV_WILLNEED)
-
-
-def cached_fraction(fd: int, position: int, num_bytes: int) -> float:
-    """Estimate from samples the fraction of a file's range in memory.
-
-    1.0 where the system does not tell.
-    """
-    low = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    starts = range(0, position + num_bytes - low, max(mmap.PAGESIZE, num_bytes // _NUM_SAMPLES))
-    page = ctypes.c_size_t(mmap.PAGESIZE)
-    is_resident = np.zeros(len(starts), np.uint8)
-    try:
-        # To ask for bytes and see whether they come at once (RWF_NOWAIT) would make the system
-        # fetch them.
-        with mmap.mmap(fd, position + num_bytes - low, prot=mmap.PROT_READ, offset=low) as mapped:
-            address = np.frombuffer(mapped, np.uint8).ctypes.data
-            for index, start in enumerate(starts):
-                place = ctypes.c_void_p(address + start // mmap.PAGESIZE * mmap.PAGESIZE)
-                result = ctypes.c_void_p(is_resident.ctypes.data + index)
-                if _libc.mincore(place, page, result):
-                    return 1.0
-    except (OSError, ValueError):
-        return 1.0  # it cannot be mapped, or has become shorter
-    return float(np.mean(is_resident & 1))
 
 
 # --- Memory ---------------------------------------------------------------------------------------

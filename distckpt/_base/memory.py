@@ -7,10 +7,8 @@ stream of its own, so one thread's copy runs while another one's bytes are writt
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,7 +33,7 @@ def tensor_bytes(tensor: torch.Tensor) -> Bytes:
     num_bytes = tensor.nbytes
     if not num_bytes:
         return np.empty(0, np.uint8)
-    return np.asarray(_Memory(tensor, (num_bytes,), (1,)))
+    return np.asarray(_Memory(tensor.data_ptr(), (num_bytes,), (1,), tensor))
 
 
 def run_bytes(tensor: torch.Tensor, num_outer: int) -> Bytes:
@@ -45,12 +43,13 @@ def run_bytes(tensor: torch.Tensor, num_outer: int) -> Bytes:
     """
     num_bytes = math.prod(tensor.shape[num_outer:]) * tensor.itemsize
     strides = (*(step * tensor.itemsize for step in tensor.stride()[:num_outer]), 1)
-    return np.asarray(_Memory(tensor, (*tensor.shape[:num_outer], num_bytes), strides))
+    shape = (*tensor.shape[:num_outer], num_bytes)
+    return np.asarray(_Memory(tensor.data_ptr(), shape, strides, tensor))
 
 
 def memory_at(address: int, num_bytes: int) -> Bytes:
     """View memory as bytes. It belongs to tensors that the caller keeps."""
-    return np.asarray(_Address(address, (num_bytes,), (1,)))
+    return np.asarray(_Memory(address, (num_bytes,), (1,)))
 
 
 def blocks_at(address: int, num_blocks: int, block_bytes: int, pitch_bytes: int) -> Bytes:
@@ -58,42 +57,32 @@ def blocks_at(address: int, num_blocks: int, block_bytes: int, pitch_bytes: int)
 
     One begins every `pitch_bytes`. The memory belongs to tensors that the caller keeps.
     """
-    return np.asarray(_Address(address, (num_blocks, block_bytes), (pitch_bytes, 1)))
-
-
-class _Address:
-    """Numpy's access to memory at an address."""
-
-    __slots__ = ("__array_interface__",)
-
-    def __init__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> None:
-        self.__array_interface__ = {
-            "shape": shape,
-            "strides": strides,
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+    return np.asarray(_Memory(address, (num_blocks, block_bytes), (pitch_bytes, 1)))
 
 
 class _Memory:
-    """Numpy's access to the memory of a tensor.
+    """Numpy's access to memory at an address.
 
-    After `tensor.numpy()` its storage could never be resized again.
+    It keeps the tensor that owns the memory, whose storage could never be resized again after
+    `tensor.numpy()`.
     """
+
+    __slots__ = ("__array_interface__", "owner")
 
     def __init__(
         self,
-        tensor: torch.Tensor,
+        address: int,
         shape: Sequence[int],
         strides: Sequence[int],
+        owner: torch.Tensor | None = None,
+        typestr: str = "|u1",
     ) -> None:
-        self._tensor = tensor
+        self.owner = owner
         self.__array_interface__ = {
             "shape": shape,
             "strides": strides,
-            "typestr": "|u1",
-            "data": (tensor.data_ptr(), False),
+            "typestr": typestr,
+            "data": (address, False),
             "version": 3,
         }
 
@@ -197,10 +186,8 @@ def address_array(tensor: torch.Tensor) -> Any:
     """
     size = tensor.element_size()
     strides = tuple(step * size for step in tensor.stride())
-    place = {"version": 3, "shape": tuple(tensor.shape), "typestr": f"|V{size}", "strides": strides}
-    return np.asarray(
-        SimpleNamespace(__array_interface__={**place, "data": (tensor.data_ptr(), False)})
-    )
+    place = _Memory(tensor.data_ptr(), tuple(tensor.shape), strides, typestr=f"|V{size}")
+    return np.asarray(place)
 
 
 def addresses(tensor: torch.Tensor) -> npt.NDArray[np.int64]:
@@ -372,71 +359,3 @@ class Copier:
         """Return when all copies of this thread are done."""
         for layer in self._layers.values():
             layer.wait()
-
-
-# --- Available memory -----------------------------------------------------------------------------
-
-
-def estimate_available_memory(*, proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
-    """Estimate the host memory in bytes that this process can still take.
-
-    More would make the machine swap, or the process be killed. The estimate is the smaller of the
-    machine's available memory and the memory left by the limits of this process's control groups
-    (of containers and batch jobs; version 1 and 2). File cache that the kernel drops on demand
-    counts as available.
-
-    Args:
-        proc: directory of the proc file system.
-        cgroups: directory of the control groups.
-    """
-    free = [*_machine_memory(proc), *_cgroup_memory(proc, cgroups)]
-    if not free:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(0, min(free))
-
-
-def _machine_memory(proc: str) -> Iterator[int]:
-    for line in _lines(os.path.join(proc, "meminfo")):
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            yield int(value.split()[0]) * 1024
-
-
-def _cgroup_memory(proc: str, cgroups: str) -> Iterator[int]:
-    """Yield the memory that each applicable limit leaves.
-
-    The limits of the groups around its own bind a process, too.
-    """
-    for line in _lines(os.path.join(proc, "self", "cgroup")):
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            names = ("memory.max", "memory.current", "inactive_file")
-            for root in (cgroups, os.path.join(cgroups, "unified")):
-                yield from _memory_upward(root, path, *names)
-        elif "memory" in controllers.split(","):
-            root = os.path.join(cgroups, "memory")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _memory_upward(root, path, *names)
-
-
-def _memory_upward(
-    root: str, path: str, limit_name: str, usage_name: str, cache_name: str
-) -> Iterator[int]:
-    # In a container the root may be the group itself, and the path one that is visible outside
-    # only.
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for depth in range(len(parts), -1, -1):
-        group = os.path.join(root, *parts[:depth])
-        limit = "".join(_lines(os.path.join(group, limit_name)))
-        usage = "".join(_lines(os.path.join(group, usage_name)))
-        if limit.isdigit() and usage.isdigit():
-            stat = dict(line.split(" ", 1) for line in _lines(os.path.join(group, "memory.stat")))
-            yield int(limit) - int(usage) + int(stat.get(cache_name, 0))
-
-
-def _lines(path: str) -> Sequence[str]:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read().splitlines()
-    except OSError:
-        return ()

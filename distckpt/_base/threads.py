@@ -150,12 +150,9 @@ def wait_for_all(futures: Sequence[Future[Any]]) -> None:
             return
 
 
-def num_threads_within(max_inflight_bytes: int, num_threads: int = NUM_THREADS) -> int:
-    """Return the number of threads that may move a unit each.
-
-    It is at least one.
-    """
-    return max(1, min(num_threads, max_inflight_bytes // UNIT_BYTES))
+def num_threads_within(max_inflight_bytes: int) -> int:
+    """Return the number of threads that may move a unit each, at least one."""
+    return max(1, min(NUM_THREADS, max_inflight_bytes // UNIT_BYTES))
 
 
 def num_requests_within(max_inflight_bytes: int) -> int:

@@ -122,7 +122,6 @@ def fold(
     if not is_container(tree):
         return function(tree)
     children = tree.values() if isinstance(tree, dict) else tree
-    children = tree.values() if isinstance(tree, dict) else tree
     results = []
     for child in children:
         # To call `is_container` for each of many leaves, or `isinstance`, takes longer.
@@ -144,7 +143,6 @@ def on_the_way(tree: Any, position: Position) -> Iterator[Any]:
             return
         known = tree if isinstance(tree, dict) else range(len(tree))
         if key not in known:
-            return
             return
         tree = tree[key]
         yield tree
@@ -280,15 +278,14 @@ def map_leaves(
 
 def with_leaves(tree: Any, values: Iterator[Any], opaque: tuple[type, ...] = ()) -> Any:
     """Return a tree with other leaves, in the order in which `listed` lists them."""
-    if not isinstance(tree, CONTAINERS) or isinstance(tree, opaque):
+
+    def is_inner(node: Any) -> bool:
+        return isinstance(node, CONTAINERS) and not isinstance(node, opaque)
+
+    def next_value(_leaf: Any) -> Any:
         return next(values)
-    children = []
-    for _, child in children_of(tree):
-        if isinstance(child, CONTAINERS):
-            children.append(with_leaves(child, values, opaque))
-        else:
-            children.append(next(values))
-    return rebuilt(tree, children)
+
+    return fold(next_value, rebuilt, tree, is_inner)
 
 
 def map_nodes(

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._operations.export_plan import PlannedTensors
+from distckpt._operations.export_plan import ExportPlan
 from distckpt._ranks.collectives import Ranks
 from distckpt.rules._mapped import TensorSpec
 from distckpt.rules._rule import Rule
@@ -39,11 +39,11 @@ def rules_of_adapters(
 
 
 def adapted(
-    planned: PlannedTensors,
+    planned: ExportPlan,
     adapter: StoredCheckpoint,
     config: Mapping[str, Any] | None,
     tied: Collection[str],
-) -> PlannedTensors:
+) -> ExportPlan:
     """Return the tensors with an adapter merged in, see `_compute.merge_adapter`."""
     from distckpt._compute import merge_adapter
 
@@ -51,10 +51,10 @@ def adapted(
 
 
 def quantized(
-    planned: PlannedTensors,
+    planned: ExportPlan,
     quantize: str | Mapping[str, str],
     reference: StoredCheckpoint | None,
-) -> PlannedTensors:
+) -> ExportPlan:
     """Return the tensors with codes and scales in their places, see `_compute.quantize`."""
     from distckpt._compute import quantize as quantizing
 

@@ -15,7 +15,7 @@ from distckpt._compute.adapter import CONFIG_NAME, Adapter, plan_changes
 from distckpt._format.hf_names import SUFFIX
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._operations.export_plan import PlannedTensors
+from distckpt._operations.export_plan import ExportPlan
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.families._config import read_config
@@ -69,11 +69,11 @@ def _advice(location: str, names: list[str]) -> str:
 
 
 def adapted(
-    planned: PlannedTensors,
+    planned: ExportPlan,
     stored: StoredCheckpoint,
     model: Mapping[str, Any] | None,
     tied: Collection[str],
-) -> PlannedTensors:
+) -> ExportPlan:
     """Return the tensors with the changes of an adapter.
 
     Args:

@@ -12,7 +12,6 @@ from typing import Any
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt.families import _config as families
 from distckpt.families._blocks import Config
-from distckpt.families._on_disk import forms_on_disk
 from distckpt.rules._mapped import (
     MappedTensor,
     TensorSpec,
@@ -105,7 +104,7 @@ def names_in_memory(
         if in_memory is not None:
             names[name] = in_memory
     infos = {name: TensorSpec(assembled.tensors[name].shape, "F32") for name in names}
-    renamed = apply_rules(forms_on_disk(Config(model), on_disk), infos)
+    renamed = apply_rules(families.forms_on_disk(Config(model), on_disk), infos)
     whole = {}
     for new, mapped in renamed.items():
         if len(mapped.parts) == 1:

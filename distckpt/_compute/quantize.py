@@ -11,15 +11,15 @@ from dataclasses import replace
 from distckpt._compute.encoded_source import EncodedSource
 from distckpt._compute.quantize_plan import formats_by_pattern, quantize_outputs
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._operations.export_plan import PlannedTensors
+from distckpt._operations.export_plan import ExportPlan
 from distckpt._plan.decoded import find
 
 
 def quantized(
-    planned: PlannedTensors,
+    planned: ExportPlan,
     quantize: str | Mapping[str, str],
     reference: StoredCheckpoint | None,
-) -> PlannedTensors:
+) -> ExportPlan:
     """Return the planned tensors, with quantized ones replaced by parts.
 
     `quantize` says which tensors to quantize, or a reference directory has them quantized.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,13 +12,13 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.memory import Bytes, bounce_buffer
-from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
+from distckpt._base.threads import UNIT_BYTES, num_threads_within
 from distckpt._geometry.region import flat_range_regions, whole
 from distckpt._geometry.units import Span, cut_region, units_of
 from distckpt._io.read import read_parts
 from distckpt._io.read_parts import ReadPart
 from distckpt._io.tensor_source import TensorSource, Wanted
-from distckpt._io.write import Fill, NewFile, WriteSettings, write_files
+from distckpt._io.write import Fill, NewFile, WriteSettings
 from distckpt._plan.export import OutputFile, OutputTensor
 from distckpt._quantization.numbers import scratch
 
@@ -35,32 +34,15 @@ _counting = threading.Lock()
 
 def num_export_threads(max_inflight_bytes: int) -> int:
     """Return the number of threads within a memory limit, at least one."""
-    return min(NUM_THREADS, max(1, max_inflight_bytes // (_WINDOWS_PER_THREAD * UNIT_BYTES)))
+    return num_threads_within(max_inflight_bytes // _WINDOWS_PER_THREAD)
 
 
-def write_output_file(
-    source: TensorSource,
-    file: OutputFile,
-    location: str,
-    num_threads: int,
-    progress: Callable[[int], None] | None = None,
-) -> dict[str, int]:
-    """Write one output file at a location that does not exist yet.
+def export_settings(num_threads: int, progress: Callable[[int], None]) -> WriteSettings:
+    """Return the write settings of an export's files.
 
     Each thread uses up to four windows of `UNIT_BYTES`. `progress` is called with numbers of bytes,
-    from several threads. Return the number of values that did not fit the dtype they were converted
-    to, for tensors that have such values.
+    from several threads.
     """
-    overflows: dict[str, int] = {}
-    settings = export_settings(num_threads, progress)
-    write_files([output_file(source, file, location, overflows)], settings)
-    return overflows
-
-
-def export_settings(
-    num_threads: int, progress: Callable[[int], None] | None = None
-) -> WriteSettings:
-    """Return the write settings of an export's files."""
     return WriteSettings(
         with_checksums=False, num_threads=num_threads, num_requests=num_threads, progress=progress
     )
@@ -72,26 +54,10 @@ def output_file(
     location: str,
     overflows: dict[str, int],
 ) -> NewFile:
-    """Describe an output file; `overflows` is filled meanwhile."""
+    """Describe a file for a location where none is yet; writing it fills `overflows`."""
     tensors, header = file.laid_out
     fill = filling(source, tensors, overflows)
     return NewFile(location, header, [tensor.num_bytes for tensor in tensors], fill)
-
-
-def counting_from(file: NewFile, start: int, uncounted: Fill) -> NewFile:
-    """Return a file that leaves some of its units uncounted.
-
-    Units that begin before `start` are filled by `uncounted`, which counts no overflows: another
-    process writes and counts them.
-    """
-    starts = list(itertools.accumulate(file.chunk_bytes, initial=len(file.header)))
-
-    def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
-        if unit and starts[unit[0].chunk] + unit[0].start < start:
-            return uncounted(unit, memory_of_thread)
-        return file.fill(unit, memory_of_thread)
-
-    return file._replace(fill=fill)
 
 
 def differing(

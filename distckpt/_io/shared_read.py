@@ -117,8 +117,8 @@ def read_shared(
             with ranks.part("read"):
                 left, is_fast = _read_sample(sharing, pieces, table.num_bytes, targets, read)
         message.payload = (_FAST if is_fast else _SLOW) + table.take(left).to_bytes()
-    data = ranks.answer_each(
-        message, "plan shared reads", lambda: _plan_together(sharing, message.payloads, costs)
+    data = ranks.decide_each(
+        "plan shared reads", lambda: _plan_together(sharing, message.payloads, costs), message
     )
     if not data:
         return pieces.join(left)

@@ -52,29 +52,14 @@ Pairs = Sequence[tuple[OutputTensor, OutputTensor]]
 
 
 @dataclass(frozen=True)
-class PlannedTensors:
-    """The tensors of an export, and the source of their values.
-
-    Attributes:
-        source: reads the values.
-        outputs: the tensors, with the regions that they are made of.
-        made_of: names of computed tensors -> names of the tensors that they are computed from.
-        quantization: the `quantization_config` of the quantized tensors.
-    """
-
-    source: TensorSource
-    outputs: Sequence[OutputTensor]
-    made_of: Mapping[str, str] = field(default_factory=dict)
-    quantization: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
 class ExportPlan:
     """The planned content of an export.
 
     Attributes:
         source: reads the values of its tensors.
         outputs: its tensors, with the regions of stored tensors that they are made of.
+        made_of: names of computed tensors -> names of the tensors that they are computed from.
+        quantization: the `quantization_config` of the quantized tensors.
         files: its files with tensors.
         selected: the stored tensors that were selected.
         left_out: keys of tensors of optimizers that no pattern of `keys` selects.
@@ -83,8 +68,10 @@ class ExportPlan:
 
     source: TensorSource
     outputs: Sequence[OutputTensor]
-    files: Sequence[OutputFile]
     selected: Mapping[str, TensorSpec]
+    made_of: Mapping[str, str] = field(default_factory=dict)
+    quantization: Mapping[str, Any] | None = None
+    files: Sequence[OutputFile] = ()
     left_out: Sequence[str] = ()
     extra_files: ExtraFiles = field(default_factory=ExtraFiles)
 
@@ -176,15 +163,13 @@ def _plan(
 ) -> ExportPlan:
     stored = source.stored
     outputs = _outputs(options, selected, model, stored.manifest.aliases)
-    planned = _computed(PlannedTensors(source, outputs), options, model, adapter)
-    check_codes(stored, planned.outputs, planned.made_of)
-    check_have_axes(planned.outputs)
-    return ExportPlan(
-        planned.source,
-        planned.outputs,
-        _files(options, model, outputs, planned, is_coordinator),
-        selected,
-        extra_files=_extra_files(options, planned) if is_coordinator else ExtraFiles(),
+    plan = _computed(ExportPlan(source, outputs, selected), options, model, adapter)
+    check_codes(stored, plan.outputs, plan.made_of)
+    check_have_axes(plan.outputs)
+    return replace(
+        plan,
+        files=_files(options, model, outputs, plan, is_coordinator),
+        extra_files=_extra_files(options, plan) if is_coordinator else ExtraFiles(),
     )
 
 
@@ -222,7 +207,7 @@ def _files(
     options: ExportOptions,
     model: _Model,
     values: Sequence[OutputTensor],
-    planned: PlannedTensors,
+    plan: ExportPlan,
     logs_warnings: bool,
 ) -> list[OutputFile]:
     """Divide the tensors of an export among files.
@@ -231,20 +216,20 @@ def _files(
     """
     numbers = None
     if model.reference is not None:
-        numbers = _file_numbers(model.reference, values, planned, logs_warnings)
+        numbers = _file_numbers(model.reference, values, plan, logs_warnings)
         last = max(numbers.values(), default=1)
         for tensor in values:
             if all(part.key in model.tied_keys for part in tensor.mapped.parts):
                 numbers.setdefault(tensor.name, last)
     elif options.fqn_to_index_mapping is not None:
         mapping = options.fqn_to_index_mapping
-        names = {tensor.name for tensor in planned.outputs}
-        absent = set(mapping).difference(names, planned.source.stored.manifest.aliases)
+        names = {tensor.name for tensor in plan.outputs}
+        absent = set(mapping).difference(names, plan.source.stored.manifest.aliases)
         if absent and logs_warnings:
             text = "fqn_to_index_mapping names tensors that are not exported: %s"
             logger.warning(text, summarize_keys(absent))
-        return number_files(planned.outputs, mapping)
-    return plan_files(planned.outputs, options.max_file_bytes, numbers)
+        return number_files(plan.outputs, mapping)
+    return plan_files(plan.outputs, options.max_file_bytes, numbers)
 
 
 # --- The model ------------------------------------------------------------------------------------
@@ -339,20 +324,20 @@ def _outputs(
 
 
 def _computed(
-    planned: PlannedTensors,
+    plan: ExportPlan,
     options: ExportOptions,
     model: _Model,
     adapter: StoredCheckpoint | None,
-) -> PlannedTensors:
+) -> ExportPlan:
     """Put sources that compute values around the source of stored values."""
     if adapter is not None:
-        stored = planned.source.stored
+        stored = plan.source.stored
         config = model.config or _config_beside(model.reference or stored)
         tied = set(stored.manifest.aliases.values()) if options.tied == "drop" else set()
-        planned = wing("computed").adapted(planned, adapter, config, tied)
+        plan = wing("computed").adapted(plan, adapter, config, tied)
     if options.quantize:
-        planned = wing("computed").quantized(planned, options.quantize, model.reference)
-    return planned
+        plan = wing("computed").quantized(plan, options.quantize, model.reference)
+    return plan
 
 
 def _is_tie(rule: Rule, names: Collection[str]) -> bool:
@@ -405,7 +390,7 @@ def _stored_keys(outputs: Iterable[OutputTensor]) -> set[str]:
 def _file_numbers(
     reference: StoredCheckpoint,
     values: Sequence[OutputTensor],
-    planned: PlannedTensors,
+    plan: ExportPlan,
     logs_warnings: bool,
 ) -> dict[str, int]:
     """Number the files as in a reference directory.
@@ -416,12 +401,12 @@ def _file_numbers(
     """
     quantized = find(reference)
     numbers = _numbers_of(reference, quantized)
-    for tensor in planned.outputs:
-        origin = planned.made_of.get(tensor.name)
+    for tensor in plan.outputs:
+        origin = plan.made_of.get(tensor.name)
         if tensor.name not in numbers and origin in numbers:
             numbers[tensor.name] = numbers[origin]
     if logs_warnings:
-        names = {tensor.name for tensor in (*values, *planned.outputs)}
+        names = {tensor.name for tensor in (*values, *plan.outputs)}
         _warn_of_absent(reference, quantized, names)
     for tensor in values:
         expected = _expected_shape(reference, quantized, tensor)
@@ -477,7 +462,7 @@ def _expected_shape(
 # --- Other files ----------------------------------------------------------------------------------
 
 
-def _extra_files(options: ExportOptions, planned: PlannedTensors) -> ExtraFiles:
+def _extra_files(options: ExportOptions, plan: ExportPlan) -> ExtraFiles:
     """Choose the extra files: a directory's, with a configuration for the export."""
     directory = options.extra_files_from
     if directory is None and options.family is not None:
@@ -485,4 +470,4 @@ def _extra_files(options: ExportOptions, planned: PlannedTensors) -> ExtraFiles:
     taken = []
     if directory is not None:
         taken = list_extra_files(locations.normalize(directory), options.extra_code)
-    return adapt_config(taken, planned.outputs, planned.quantization, options.dtype)
+    return adapt_config(taken, plan.outputs, plan.quantization, options.dtype)

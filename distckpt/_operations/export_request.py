@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeAlias, TypeVar
 
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException
 from distckpt._base.messages import check_choice, check_file_bytes, check_num_bytes, check_path
@@ -21,18 +22,24 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.rules._rules import check_rules
 
+_Source = TypeVar("_Source")
+
 
 @dataclass(frozen=True)
-class SourceLocations:
-    """Locations of checkpoints, and of the adapter merged into them."""
+class Sources(Generic[_Source]):
+    """The checkpoints of an export, and the adapter merged into them."""
 
-    checkpoints: Sequence[str]
-    adapter: str | None = None
+    checkpoints: Sequence[_Source]
+    adapter: _Source | None = None
 
     @property
-    def all(self) -> list[str]:
-        """All locations that are read."""
+    def all(self) -> list[_Source]:
+        """Everything that is read."""
         return [*self.checkpoints, *([self.adapter] if self.adapter else [])]
+
+
+SourceLocations: TypeAlias = Sources[str]
+OpenedSources: TypeAlias = Sources[StoredCheckpoint]
 
 
 @dataclass(frozen=True)
@@ -52,19 +59,6 @@ class ExportRequest:
     options: ExportOptions
     num_threads: int
     started: float = field(default_factory=time.perf_counter)
-
-
-@dataclass(frozen=True)
-class OpenedSources:
-    """The open checkpoints of an export, and the adapter merged into it."""
-
-    checkpoints: Sequence[StoredCheckpoint]
-    adapter: StoredCheckpoint | None = None
-
-    @property
-    def all(self) -> list[StoredCheckpoint]:
-        """Everything that is read."""
-        return [*self.checkpoints, *([self.adapter] if self.adapter else [])]
 
 
 def check_request(

@@ -22,8 +22,9 @@ from distckpt._format.hf_names import (
     index_json,
 )
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.export import write_output_file
+from distckpt._io.export import export_settings, output_file
 from distckpt._io.extra_files import write_extra_files
+from distckpt._io.write import write_files
 from distckpt._operations.export_plan import ExportPlan
 from distckpt._operations.export_request import ExportRequest
 from distckpt._plan.export import OutputFile, assign_files
@@ -126,12 +127,13 @@ def _write_files(
     """Write the files of this rank; return the overflows of all ranks by tensor."""
     overflows: dict[str, int] = {}
     counter = ProgressCounter(request.options.progress, sum(file.num_bytes for file in mine))
+    settings = export_settings(request.num_threads, counter.add)
     with ranks.phase("write output files"), OpenFiles.for_many_reads() as open_files:
         output.check_is_seen()
         source = plan.source.with_files(open_files)
         for file in mine:
             path = locations.join(output.location, file.name)
-            overflows |= write_output_file(source, file, path, request.num_threads, counter.add)
+            write_files([output_file(source, file, path, overflows)], settings)
         output.sync()
         counter.finish()
     for other in ranks.all_gather(json.dumps(overflows).encode()):

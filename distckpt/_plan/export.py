@@ -384,19 +384,20 @@ def number_files(
 
     A single file has its number as well.
     """
-    by_name = {tensor.name: tensor for tensor in outputs}
-    groups = _numbered_groups(by_name, file_numbers, lowest)
+    _check_numbers([tensor.name for tensor in outputs], file_numbers, lowest)
+    groups: dict[int, list[OutputTensor]] = {}
+    for tensor in outputs:
+        groups.setdefault(file_numbers[tensor.name], []).append(tensor)
+    last = max(groups, default=lowest - 1)
     files = []
-    for number, names in enumerate(groups, start=lowest):
-        file_name = f"{BASE_PREFIX}-{number:05d}-of-{len(groups) + lowest - 1:05d}{SUFFIX}"
-        files.append(OutputFile(file_name, tuple(by_name[name] for name in names)))
-    return [file for file in files if file.tensors]
+    for number, tensors in sorted(groups.items()):
+        file_name = f"{BASE_PREFIX}-{number:05d}-of-{last:05d}{SUFFIX}"
+        files.append(OutputFile(file_name, tuple(tensors)))
+    return files
 
 
-def _numbered_groups(
-    names: Collection[str], file_numbers: Mapping[str, int], lowest: int
-) -> list[list[str]]:
-    """Return the names of the tensors of each file, from `lowest` on."""
+def _check_numbers(names: Sequence[str], file_numbers: Mapping[str, int], lowest: int) -> None:
+    """Refuse tensors without a number of a file."""
     unmapped = []
     for name in names:
         if name not in file_numbers:
@@ -412,11 +413,6 @@ def _numbered_groups(
             raise CheckpointingException(
                 f"Files are numbered from {lowest} to {MAX_FILES}, got {number!r} for {name!r}."
             )
-    last = max((file_numbers[name] for name in names), default=lowest - 1)
-    groups: list[list[str]] = [[] for _ in range(lowest, last + 1)]
-    for name in names:
-        groups[file_numbers[name] - lowest].append(name)
-    return groups
 
 
 def assign_files(files: Sequence[OutputFile], num_ranks: int) -> list[list[int]]:

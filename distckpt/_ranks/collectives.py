@@ -138,6 +138,10 @@ class Ranks(Exchanges):
         all raise the same CheckpointingException.
         """
         vote = Vote()
+        if self.size == 1:
+            yield vote
+            vote.largest = vote.number
+            return
         with self.telling(name, decision=decision, same=same) as told:
             yield vote
             told.payload = vote.number.to_bytes(8, "little", signed=True)
@@ -160,8 +164,8 @@ class Ranks(Exchanges):
         """Run the body, then send the coordinator its outcome and a payload.
 
         This is the first half of a phase, see there. The second half, `answering`, must follow at
-        once; `answer_each` if that is given. Where this rank or, on the coordinator, another one
-        has failed, all raise it here or there.
+        once, or `decide_each` if `answer_each` is given. Where this rank or, on the coordinator,
+        another one has failed, all raise it here or there.
         """
         if self.size == 1:
             told = Told({})
@@ -221,24 +225,7 @@ class Ranks(Exchanges):
         message = _FINE + told.answer
         if error is not None:
             message = _describe(error)
-        answer = self.broadcast(message, name)
-        if answer == _EXPLAIN:
-            self._raise_together_what_failed(told, None)
-        told.answer = self._result(answer, name, error)
-
-    def answer_each(self, told: Told, name: str, function: Callable[[], Sequence[bytes]]) -> bytes:
-        """Return this rank's result of a function on the coordinator.
-
-        The function works on behalf of all. This is the second half of a phase whose ranks get
-        different answers.
-        """
-        if self.size == 1:
-            return function()[0]
-        sent, error = self._attempt(name, function)
-        answer = self.scatter(sent, name)
-        if answer == _EXPLAIN:
-            self._raise_together_what_failed(told, None)
-        return self._result(answer, name, error)
+        told.answer = self._result(self.broadcast(message, name), name, error, told)
 
     @staticmethod
     @contextlib.contextmanager
@@ -285,12 +272,17 @@ class Ranks(Exchanges):
         (sent, *_), error = self._attempt(name, lambda: [function()])
         return self._result(self.broadcast(sent, name), name, error)
 
-    def decide_each(self, name: str, function: Callable[[], Sequence[bytes]]) -> bytes:
-        """Like `decide`, with a result for each rank."""
+    def decide_each(
+        self, name: str, function: Callable[[], Sequence[bytes]], told: Told | None = None
+    ) -> bytes:
+        """Like `decide`, with a result for each rank.
+
+        With `told`, this is the second half of a phase whose ranks get different answers.
+        """
         if self.size == 1:
             return function()[0]
         sent, error = self._attempt(name, function)
-        return self._result(self.scatter(sent, name), name, error)
+        return self._result(self.scatter(sent, name), name, error, told)
 
     def decide_json(self, name: str, function: Callable[[], Any]) -> Any:
         """Like `decide`, for values that JSON can hold."""
@@ -313,10 +305,17 @@ class Ranks(Exchanges):
                 raise
             return [_describe(error)] * self.size, error
 
-    def _result(self, message: bytes, name: str, error: BaseException | None) -> bytes:
-        """Return the result in a message of `_attempt`, or raise its error."""
+    def _result(
+        self, message: bytes, name: str, error: BaseException | None, told: Told | None = None
+    ) -> bytes:
+        """Return the result in a message of `_attempt`, or raise its error.
+
+        In the second half of a phase, a failure of its first half comes in its place.
+        """
         if message[:1] == _FINE:
             return message[1:]
+        if told is not None and message == _EXPLAIN:
+            self._raise_together_what_failed(told, None)
         outcomes = [json.loads(message), *[None] * (self.size - 1)]
         self.raise_together(error_to_raise(error, self.rank, outcomes, name, True), error)
 
@@ -336,7 +335,7 @@ class Ranks(Exchanges):
         """
         if self.size == 1:
             raise agreed from error
-        if mark_known(agreed, self._group) is error:
+        if mark_known(agreed, self.group) is error:
             raise agreed
         raise agreed from error
 
@@ -400,7 +399,7 @@ def _tell_others(process_group: Any, error: BaseException) -> None:
         texts = {(type(failure), str(failure)) for failure in agreed.failures.values()}
         if len(agreed.failures) < ranks.size or len(texts) > 1:
             raise
-    mark_known(error, ranks._group)
+    mark_known(error, ranks.group)
 
 
 class PhaseTimer:

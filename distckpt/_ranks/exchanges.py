@@ -80,10 +80,10 @@ class Exchanges:
     rank 0 of the group.
     """
 
-    _group: Any = None
+    group: Any = None
+    """The gloo group of the ranks; None for a process alone."""
     rank = 0
     size = 1
-    is_coordinator = True
 
     def __init__(self, process_group: Any = None) -> None:
         self.stop = threading.Event()
@@ -105,42 +105,40 @@ class Exchanges:
                 f"Global rank {dist.get_rank()} is not a member of the given process_group: only "
                 "its members may call."
             )
-        self.is_coordinator = self.rank == 0
         if self.size > 1:
             # From here on the other ranks wait for this one.
             interrupts.defer_signals()
             interrupts.hold(turns.setdefault(group, threading.Lock()))
-            self._group = cpu_group(group)
+            self.group = cpu_group(group)
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank plans and commits for all."""
+        return self.rank == 0
 
     def use_group(self, group: Any) -> None:
         """Go on in a group of `group_over`, used by one thread."""
         self.stop = threading.Event()
-        self._group = group
+        self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        self.is_coordinator = self.rank == 0
 
     def use_new_group(self, timeout: float) -> None:
         """Go on in a new gloo group of the same ranks.
 
         There they wait up to `timeout` seconds for each other.
         """
-        members = dist.get_process_group_ranks(self._group)
-        with contact(self._group, "make a process group"):
-            self._group = new_gloo_group(members, timedelta(seconds=timeout))
-
-    @property
-    def group(self) -> Any:
-        """The gloo group of the ranks; None for a process alone."""
-        return self._group
+        members = dist.get_process_group_ranks(self.group)
+        with contact(self.group, "make a process group"):
+            self.group = new_gloo_group(members, timedelta(seconds=timeout))
 
     @property
     def timeout(self) -> float:
         """Return the seconds that ranks wait for each other in an exchange."""
         # A backend of another program need not tell.
         with contextlib.suppress(AttributeError):
-            if self._group is not None:
-                backend = self._group._get_backend(torch.device("cpu"))
+            if self.group is not None:
+                backend = self.group._get_backend(torch.device("cpu"))
                 return float(backend.options._timeout.total_seconds())
         return math.inf
 
@@ -149,7 +147,7 @@ class Exchanges:
 
         An error with the same cause counts, too.
         """
-        return self._group is not None and getattr(error, "known_in", None) == name_of(self._group)
+        return self.group is not None and getattr(error, "known_in", None) == name_of(self.group)
 
     def are_in_step_after(self, error: BaseException) -> bool:
         """Return whether ranks may go on together after an error.
@@ -167,7 +165,7 @@ class Exchanges:
         """
         if self.size == 1:
             return [payload]
-        with contact(self._group, name):
+        with contact(self.group, name):
             return self._gather(payload, name)
 
     def gather_once(self, payloads: Sequence[bytes]) -> list[list[bytes]]:
@@ -181,7 +179,7 @@ class Exchanges:
             return [[payload] for payload in payloads]
         digests = b"".join(map(_digest_of, payloads))
         senders = np.empty((0, len(payloads)), np.int64)
-        with contact(self._group, "gather"):
+        with contact(self.group, "gather"):
             gathered = self._gather(digests, "gather")
             if gathered:
                 table = np.frombuffer(b"".join(gathered), np.int64)
@@ -202,7 +200,7 @@ class Exchanges:
         """
         if self.size == 1:
             return payloads[0]
-        with contact(self._group, name):
+        with contact(self.group, name):
             return self._scatter(payloads, name)
 
     def broadcast(self, payload: bytes, name: str = "broadcast") -> bytes:
@@ -212,7 +210,7 @@ class Exchanges:
         """
         if self.size == 1:
             return payload
-        with contact(self._group, name):
+        with contact(self.group, name):
             return self._broadcast_bytes(payload, name)
 
     def all_gather(self, payload: bytes, name: str = "all_gather") -> list[bytes]:
@@ -223,7 +221,7 @@ class Exchanges:
         """
         if self.size == 1:
             return [payload]
-        with contact(self._group, name):
+        with contact(self.group, name):
             joined = pack_parts(self._gather(payload, name))
             return unpack_parts(self._broadcast_bytes(joined, name))
 
@@ -240,9 +238,9 @@ class Exchanges:
         """Return the sum of all ranks' numbers at each place, everywhere."""
         total = torch.from_numpy(numbers.copy())
         if self.size > 1:
-            with contact(self._group, name):
-                work = dist.all_reduce(total, group=self._group, async_op=True)
-                self._complete(work, name, [total], self._group)
+            with contact(self.group, name):
+                work = dist.all_reduce(total, group=self.group, async_op=True)
+                self._complete(work, name, [total], self.group)
         result: IntArray = total.numpy()
         return result
 
@@ -257,11 +255,11 @@ class Exchanges:
 
         The sender uses the same tag; see `finish`.
         """
-        with contact(self._group, "exchange of tensors", of_all=False):
+        with contact(self.group, "exchange of tensors", of_all=False):
             if is_sent:
-                work = dist.isend(memory, group=self._group, tag=tag, group_dst=peer)
+                work = dist.isend(memory, group=self.group, tag=tag, group_dst=peer)
             else:
-                work = dist.irecv(memory, group=self._group, tag=tag, group_src=peer)
+                work = dist.irecv(memory, group=self.group, tag=tag, group_src=peer)
             return Transfer(work, memory)
 
     def finish(self, transfer: Transfer) -> None:
@@ -269,7 +267,7 @@ class Exchanges:
 
         Until then its memory must not change.
         """
-        with contact(self._group, "exchange of tensors", of_all=False):
+        with contact(self.group, "exchange of tensors", of_all=False):
             transfer.work.wait()
 
     def broadcast_into(self, memory: npt.NDArray[np.uint8], src: int) -> None:
@@ -278,14 +276,14 @@ class Exchanges:
         It has the same size everywhere.
         """
         if self.size > 1 and len(memory):
-            with contact(self._group, "broadcast of a tensor"):
+            with contact(self.group, "broadcast of a tensor"):
                 self._broadcast(torch.from_numpy(memory), src, "broadcast of a tensor")
 
     def _gather(self, payload: bytes, name: str) -> list[bytes]:
         if self.size <= groups.FAN_OUT:
-            return self._gather_in(self._group, payload, name)
+            return self._gather_in(self.group, payload, name)
         parts = [payload]
-        for group in tree_of(self._group):
+        for group in tree_of(self.group):
             gathered = self._gather_in(group, pack_parts(parts), name)
             if not gathered:
                 return []
@@ -296,9 +294,9 @@ class Exchanges:
 
     def _scatter(self, payloads: Sequence[bytes], name: str) -> bytes:
         if self.size <= groups.FAN_OUT:
-            return self._scatter_in(self._group, payloads, name)
+            return self._scatter_in(self.group, payloads, name)
         parts = payloads
-        tree = tree_of(self._group)
+        tree = tree_of(self.group)
         for height, group in reversed([*enumerate(tree)]):
             count = groups.FAN_OUT**height
             below = [parts[first : first + count] for first in range(0, len(parts), count)]
@@ -306,9 +304,9 @@ class Exchanges:
         return parts[0]
 
     def _broadcast_bytes(self, payload: bytes, name: str) -> bytes:
-        levels: Iterable[Any] = [self._group]
+        levels: Iterable[Any] = [self.group]
         if self.size > groups.FAN_OUT:
-            levels = reversed(tree_of(self._group))
+            levels = reversed(tree_of(self.group))
         for group in levels:
             payload = self._broadcast_in(group, payload, name)
         return payload
@@ -356,7 +354,7 @@ class Exchanges:
         return start + rest.numpy().tobytes()
 
     def _broadcast(self, tensor: torch.Tensor, src: int, name: str, group: Any = None) -> None:
-        group = group or self._group
+        group = group or self.group
         work = dist.broadcast(tensor, group=group, group_src=src, async_op=True)
         self._complete(work, name, [tensor], group)
 
@@ -368,13 +366,13 @@ class Exchanges:
                 with contextlib.suppress(RuntimeError):
                     work.wait(min(_POLL, timedelta(seconds=WAITING_LOG_SECONDS)))
                 if self.stop.is_set():
-                    raise mark_known(lost_contact({}, ABANDONED), self._group)
+                    raise mark_known(lost_contact({}, ABANDONED), self.group)
                 if time.monotonic() >= log_at:
                     log_at = math.inf
                     logger.warning(
                         "rank %d: %s",
                         self.rank,
-                        attendance_log_of(self._group).describe_wait(name),
+                        attendance_log_of(self.group).describe_wait(name),
                     )
             work.wait()  # raises the error of a collective that has failed
 

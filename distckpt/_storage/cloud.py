@@ -26,6 +26,7 @@ from distckpt._storage.file_state import FileState
 from distckpt._storage.fsspec_urls import check_settings, settings_of
 from distckpt._storage.remote import (
     NO_BYTES,
+    PROVIDERS,
     RETRY_SECONDS,
     NoConditionsError,
     RefusedError,
@@ -33,7 +34,6 @@ from distckpt._storage.remote import (
     Upload,
     too_large,
 )
-from distckpt._storage.schemes import PROVIDERS
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from distckpt._base.memory import Bytes
-from distckpt._storage.remote import NO_BYTES, RemoteLocation, too_large
-from distckpt._storage.schemes import PROVIDERS
+from distckpt._storage.remote import NO_BYTES, PROVIDERS, RemoteLocation, too_large
 
 _Result = TypeVar("_Result")
 
@@ -36,6 +35,8 @@ _TEMPORARY_ERRNOS = {
     errno.ECONNABORTED,
     getattr(errno, "EREMOTEIO", errno.EIO),
 }
+_ERRNOS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
+"""Numbers of errors that have none."""
 _TEMPORARY_STATUSES = {"408", "429", "500", "502", "503", "504"}
 """HTTP statuses of a store that is busy or temporarily broken."""
 _TEMPORARY_CLASSES = {
@@ -331,14 +332,10 @@ class FsspecLocation(RemoteLocation):
         return any(kind.__name__ in _TEMPORARY_CLASSES for kind in type(error).__mro__)
 
     def _translated(self, error: Exception) -> Exception:
-        if isinstance(error, OSError) and error.filename is not None:
-            return error
-        if isinstance(error, FileNotFoundError):
-            return FileNotFoundError(errno.ENOENT, str(error), self.location)
         if isinstance(error, OSError):
-            number = error.errno or errno.EIO
-            if isinstance(error, PermissionError):
-                number = error.errno or errno.EACCES
+            if error.filename is not None:
+                return error
+            number = error.errno or _ERRNOS.get(type(error), errno.EIO)
             return OSError(number, error.strerror or str(error), self.location)
         if type(error).__module__.partition(".")[0] in ("builtins", "distckpt"):
             # A bug, or an error of the content.

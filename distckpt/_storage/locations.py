@@ -17,6 +17,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
 from distckpt._base.libc import swap_names
 from distckpt._storage import object_store
@@ -128,20 +129,12 @@ def split(location: str) -> tuple[str, str]:
 
 def exists(location: str) -> bool:
     """Return whether a file or directory is there (listings are never cached)."""
-    if is_local(location):
-        return _mode_of(location, follow_symlinks=False) is not None
-    return object_store.at(location).kind() is not None
+    return _kind_of(location) is not None
 
 
 def isdir(location: str) -> bool:
-    """Return whether a location is a directory, or a non-empty prefix.
-
-    Prefixes are of an object store.
-    """
-    if is_local(location):
-        mode = _mode_of(location, follow_symlinks=True)
-        return mode is not None and stat.S_ISDIR(mode)
-    return object_store.at(location).kind() == "directory"
+    """Return whether a location is a directory, or a non-empty prefix of an object store."""
+    return _kind_of(location) == "directory"
 
 
 def isfile(location: str) -> bool:
@@ -149,25 +142,24 @@ def isfile(location: str) -> bool:
 
     On a disk, a link that leads nowhere counts, too.
     """
-    if is_local(location):
-        mode = _mode_of(location, follow_symlinks=True)
-        if mode is None:
-            return os.path.islink(location)
-        return not stat.S_ISDIR(mode)
-    return object_store.at(location).kind() == "file"
+    return _kind_of(location) == "file"
 
 
-def _mode_of(path: str, *, follow_symlinks: bool) -> int | None:
-    """Return the mode of a path, None if nothing is there.
+def _kind_of(location: str) -> Literal["file", "directory"] | None:
+    """Return the kind of a location, None if nothing is there.
 
     A disk that does not answer is an error.
     """
+    if not is_local(location):
+        return object_store.at(location).kind()
     try:
-        if follow_symlinks:
-            return os.stat(path).st_mode
-        return os.lstat(path).st_mode
+        mode = os.lstat(location).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return None
+    if stat.S_ISLNK(mode):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            mode = os.stat(location).st_mode
+    return "directory" if stat.S_ISDIR(mode) else "file"
 
 
 def list_names(location: str) -> list[str]:

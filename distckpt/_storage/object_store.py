@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from distckpt._storage.schemes import PROVIDERS
-
 if TYPE_CHECKING:
     from distckpt._storage.remote import RemoteLocation
 
@@ -17,6 +15,8 @@ if TYPE_CHECKING:
 def at(location: str) -> RemoteLocation:
     """Return the interface to a URL."""
     # Imported when a URL is used: most programs have local paths only.
+    from distckpt._storage.remote import PROVIDERS
+
     if location.partition("://")[0] in PROVIDERS:
         from distckpt._storage.cloud import CloudLocation
 
@@ -33,16 +33,9 @@ def remove_all(locations: Iterable[str]) -> None:
         at(listed[0]).remove_many(listed)
 
 
-def abort_uploads_to(location: str, paths: Collection[str]) -> None:
-    """Abort the unfinished uploads to some objects below a prefix."""
+def abort_uploads(location: str, paths: Collection[str] | None = None) -> None:
+    """Abort the unfinished uploads to an object or below a prefix, or to some objects there."""
     remote = at(location)
     for upload in remote.list_uploads():
-        if upload.location in paths:
+        if paths is None or upload.location in paths:
             remote.abort(upload)
-
-
-def abort_uploads(location: str) -> None:
-    """Abort the unfinished uploads to an object or below a prefix."""
-    remote = at(location)
-    for upload in remote.list_uploads():
-        remote.abort(upload)

@@ -29,6 +29,17 @@ _FIRST_DELAY = 0.2
 _LONGEST_DELAY = 15.0
 """Maximum of seconds before an attempt."""
 
+PROVIDERS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "az": "azure",
+    "abfs": "azure",
+    "abfss": "azure",
+}
+"""The object store that each scheme of URLs is for. All other schemes are fsspec's."""
+
 NO_BYTES: Bytes = np.zeros(0, np.uint8)
 
 _Result = TypeVar("_Result")

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.memory import estimate_available_memory
-from distckpt._ranks.processes import run_ranks
 from distckpt._storage import locations
 from distckpt.cli._output import Output, count_text, size_text
+from distckpt.cli._processes import run_ranks
 from distckpt.cli._storage_speed import TENSOR_BYTES, Task, measure
 from distckpt.cli._store_trial import try_requests
+from distckpt.streaming._tensors import estimate_available_memory
 
 logger = logging.getLogger(__name__)
 

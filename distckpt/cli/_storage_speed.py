@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import mmap
 import os
 import sys
 import time
@@ -14,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distckpt._base.libc import cached_fraction
 from distckpt._operations.load import load
 from distckpt._operations.save import save
 from distckpt._ranks.collectives import Ranks
@@ -24,6 +25,7 @@ from distckpt.mapping._sharded_tensor import ShardedTensor
 REQUEST_BYTES = 16 << 20
 OBJECT_BYTES = 64 << 20
 NUM_THREADS = 4
+_NUM_SAMPLES = 16
 TENSOR_SHAPE = (1024, 4096)
 TENSOR_BYTES = 16 << 20
 """Bytes of a tensor that one rank holds."""
@@ -230,4 +232,29 @@ def _drop_file(path: str) -> bool:
     with open(path, "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         num_bytes = os.fstat(file.fileno()).st_size
-        return num_bytes == 0 or not cached_fraction(file.fileno(), 0, num_bytes)
+        return num_bytes == 0 or not _cached_fraction(file.fileno(), 0, num_bytes)
+
+
+def _cached_fraction(fd: int, position: int, num_bytes: int) -> float:
+    """Estimate from samples the fraction of a file's range in memory.
+
+    1.0 where the system does not tell.
+    """
+    low = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    starts = range(0, position + num_bytes - low, max(mmap.PAGESIZE, num_bytes // _NUM_SAMPLES))
+    mincore = ctypes.CDLL(None).mincore
+    page = ctypes.c_size_t(mmap.PAGESIZE)
+    is_resident = np.zeros(len(starts), np.uint8)
+    try:
+        # To ask for bytes and see whether they come at once (RWF_NOWAIT) would make the system
+        # fetch them.
+        with mmap.mmap(fd, position + num_bytes - low, prot=mmap.PROT_READ, offset=low) as mapped:
+            address = np.frombuffer(mapped, np.uint8).ctypes.data
+            for index, start in enumerate(starts):
+                place = ctypes.c_void_p(address + start // mmap.PAGESIZE * mmap.PAGESIZE)
+                result = ctypes.c_void_p(is_resident.ctypes.data + index)
+                if mincore(place, page, result):
+                    return 1.0
+    except (OSError, ValueError):
+        return 1.0  # it cannot be mapped, or has become shorter
+    return float(np.mean(is_resident & 1))

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.threads import PART_BYTES
 from distckpt._storage import locations, object_store
-from distckpt._storage.remote import NoConditionsError, RemoteLocation
-from distckpt._storage.schemes import PROVIDERS
+from distckpt._storage.remote import PROVIDERS, NoConditionsError, RemoteLocation
 
 _DATA = b"written by distckpt bench"
 

@@ -12,11 +12,12 @@ from typing import Any, Literal, TypeAlias
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.messages import check_choice, check_path
 from distckpt._storage import locations
-from distckpt.families._blocks import MTP_NAMES, Config, IncompleteConfigError
+from distckpt.families._blocks import MTP_NAMES, Config, IncompleteConfigError, joined_experts
 from distckpt.families._megatron import megatron_rules
-from distckpt.families._on_disk import forms_on_disk
+from distckpt.families._towers import text_part
 from distckpt.families._transformers_names import transformers_rules, with_defaults
 from distckpt.rules._rule import Rule
+from distckpt.rules._rules import Rename, Transpose
 
 logger = logging.getLogger(__name__)
 
@@ -124,14 +125,14 @@ def config_for(
     check_path("family", family)
     if family is None:
         return None
-    if family == "auto" and directory is None:
+    if family != "auto":
+        return read_config(family)
+    if directory is None:
         raise ValueError(
             "family='auto' reads the config.json of `like`: give it, or the path of a config.json "
             "as family."
         )
-    if family == "auto" and directory is not None:
-        return read_config(directory)
-    return read_config(family)
+    return read_config(directory)
 
 
 def rules_for(
@@ -173,3 +174,54 @@ def _count_token_prediction(config: dict[str, Any], keys: Iterable[str]) -> None
         has_number = any(part.get(name) is not None for name in MTP_NAMES)
         if not (numbers and has_number):
             part[MTP_NAMES[0]] = max(numbers, default=-1) + 1
+
+
+# --- Forms of directories that `save_pretrained` does not write -----------------------------------
+
+
+_FUSED = re.compile(r"((?:.+\.)?layers\.)\d+(\..+)\.experts\.gate_up_proj")
+_TOWER = "vision_tower.vision_model."
+
+
+def forms_on_disk(config: Config, shapes: Shapes) -> list[Rule]:
+    """Return the rules from the form of `save_pretrained` to a directory's.
+
+    The shapes of the directory's tensors are given by name.
+    """
+    rules: list[Rule] = []
+    fused: dict[str, str] = {}
+    for name in shapes:
+        match = _FUSED.fullmatch(name)
+        if match is not None:
+            fused[f"{match[1]}*{match[2]}"] = name
+    for block, name in fused.items():
+        rules += joined_experts(block, shapes[name][0])
+        if config("model_type") == "qwen3_vl_moe" and _are_transposed(config, name, shapes):
+            for part in ("gate_up_proj", "down_proj"):
+                old = f"{block}.experts.{part}"
+                aside = f"{old}.transposed"
+                rules.append(
+                    Transpose(old, aside.replace("*", "{0}"), order=(0, 2, 1), optional=True)
+                )
+                rules.append(Rename(aside, old.replace("*", "{0}"), optional=True))
+    if any(name.startswith(_TOWER) for name in shapes):
+        parts = ("embeddings", "pre_layrnorm", "encoder", "post_layernorm")
+        for part in parts:
+            rules.append(Rename(f"vision_tower.{part}.**", f"{_TOWER}{part}.{{0}}", optional=True))
+    return rules
+
+
+def _are_transposed(
+    config: Config,
+    name: str,
+    shapes: Shapes,
+) -> bool:
+    """Return whether experts are stored as the model was published.
+
+    At least one of both matrices is not square.
+    """
+    text = text_part(config, "")
+    hidden = text.number_of("hidden_size", most=1 << 32)
+    inner = text.number_of("moe_intermediate_size", most=1 << 32)
+    down = shapes.get(name.replace("gate_up_proj", "down_proj"))
+    return (shapes[name][1:], down and down[1:]) == ((hidden, 2 * inner), (inner, hidden))

@@ -70,14 +70,28 @@ def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
         ) from error
 
 
-def _llama(config: Config) -> list[Rule]:
-    bias = _all_biases(config)
+def _usual(
+    config: Config,
+    mlps: list[Rule],
+    *,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    qk_norm: bool | str = False,
+) -> list[Rule]:
+    """Return the rules for layers of norms, grouped-query attention and MLPs."""
     return [
         *outside_layers(config),
         *norms(config.layers),
-        *attention(config, qkv_bias=bias, out_bias=bias, qk_norm=config("model_type") == "qwen3"),
-        *gated_mlp(config.layers, bias=bias),
+        *attention(config, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm),
+        *mlps,
     ]
+
+
+def _llama(config: Config) -> list[Rule]:
+    bias = _all_biases(config)
+    mlps = gated_mlp(config.layers, bias=bias)
+    is_normed = config("model_type") == "qwen3"
+    return _usual(config, mlps, qkv_bias=bias, out_bias=bias, qk_norm=is_normed)
 
 
 def _all_biases(config: Config) -> bool:
@@ -95,26 +109,16 @@ def _all_biases(config: Config) -> bool:
 
 
 def _qwen2(config: Config) -> list[Rule]:
-    return [
-        *outside_layers(config),
-        *norms(config.layers),
-        *attention(config, qkv_bias=True),
-        *gated_mlp(config.layers),
-    ]
+    return _usual(config, gated_mlp(config.layers), qkv_bias=True)
 
 
 def _mixtral(config: Config) -> list[Rule]:
-    return [
-        *outside_layers(config),
-        *norms(config.layers),
-        *attention(config),
-        *experts(
-            config.layers,
-            config.number_of("num_local_experts"),
-            "block_sparse_moe",
-            ("w1", "w3", "w2"),
-        ),
-    ]
+    num_experts = config.number_of("num_local_experts")
+    return _usual(config, _sparse_block(config.layers, num_experts))
+
+
+def _sparse_block(count: int, num_experts: int) -> list[Rule]:
+    return experts(count, num_experts, "block_sparse_moe", ("w1", "w3", "w2"))
 
 
 def _num_sparse(config: Config) -> int:
@@ -126,22 +130,16 @@ def _num_sparse(config: Config) -> int:
 def _qwen3_moe(config: Config) -> list[Rule]:
     _all_biases(config)
     num_sparse = _num_sparse(config)
-    return [
-        *outside_layers(config),
-        *norms(config.layers),
-        *attention(config, qk_norm=True),
+    mlps = [
         *gated_mlp(config.layers - num_sparse),
         *experts(num_sparse, config.number_of("num_experts", "num_local_experts")),
     ]
+    return _usual(config, mlps, qk_norm=True)
 
 
 def _qwen2_moe(config: Config) -> list[Rule]:
-    return [
-        *outside_layers(config),
-        *norms(config.layers),
-        *attention(config, qkv_bias=config("qkv_bias", default=True)),
-        *_with_gated_shared_expert(config),
-    ]
+    bias = config("qkv_bias", default=True)
+    return _usual(config, _with_gated_shared_expert(config), qkv_bias=bias)
 
 
 def _qwen3_next(config: Config) -> list[Rule]:
@@ -226,12 +224,7 @@ def _glm5(config: Config) -> list[Rule]:
 def _glm4_moe(config: Config) -> list[Rule]:
     bias = config("attention_bias", default=False)
     qk_norm = config("use_qk_norm", default=False)
-    return [
-        *outside_layers(config),
-        *norms(config.layers),
-        *attention(config, qkv_bias=bias, qk_norm=qk_norm),
-        *_after_dense(config),
-    ]
+    return _usual(config, _after_dense(config), qkv_bias=bias, qk_norm=qk_norm)
 
 
 def _gemma3(config: Config) -> list[Rule]:
@@ -254,26 +247,16 @@ def _gemma3(config: Config) -> list[Rule]:
 
 
 def _minimax_m2(config: Config) -> list[Rule]:
-    block = "block_sparse_moe"
     count = config.layers
-    return [
-        *outside_layers(config),
-        *norms(count),
-        *attention(config, qk_norm="of all heads"),
-        *experts(
-            count, config.number_of("num_local_experts", "num_experts"), block, ("w1", "w3", "w2")
-        ),
-        *move(count, {"mlp.router.expert_bias": f"{block}.e_score_correction_bias"}),
-    ]
+    bias = {"mlp.router.expert_bias": "block_sparse_moe.e_score_correction_bias"}
+    num_experts = config.number_of("num_local_experts", "num_experts")
+    mlps = [*_sparse_block(count, num_experts), *move(count, bias)]
+    return _usual(config, mlps, qk_norm="of all heads")
 
 
 def _olmoe(config: Config) -> list[Rule]:
-    return [
-        *outside_layers(config),
-        *norms(config.layers),
-        *attention(config, qk_norm="of all heads"),
-        *experts(config.layers, config.number_of("num_experts", "num_local_experts")),
-    ]
+    mlps = experts(config.layers, config.number_of("num_experts", "num_local_experts"))
+    return _usual(config, mlps, qk_norm="of all heads")
 
 
 def _gpt_oss(config: Config) -> list[Rule]:
@@ -286,10 +269,7 @@ def _gpt_oss(config: Config) -> list[Rule]:
     own = "model.layers.*.mlp.experts."
     new = "model.layers.{0}.mlp.experts."
     count = config.layers
-    return [
-        *outside_layers(config),
-        *norms(count),
-        *attention(config, qkv_bias=True, out_bias=True),
+    mlps = [
         *move(
             count,
             {"self_attention.core_attention.softmax_offset": "self_attn.sinks"},
@@ -302,6 +282,7 @@ def _gpt_oss(config: Config) -> list[Rule]:
         Interleave(f"{own}gate_then_up_bias", f"{new}gate_up_proj_bias", axis=1, count=count),
         Transpose(f"{own}down_proj_rows", f"{new}down_proj", order=(0, 2, 1), count=count),
     ]
+    return _usual(config, mlps, qkv_bias=True, out_bias=True)
 
 
 def _granitemoe(config: Config) -> list[Rule]:
@@ -330,10 +311,7 @@ def _llama4(config: Config) -> list[Rule]:
         "linear_fc1.weight": f"{block}experts.gate_up_rows",
         "linear_fc2.weight": f"{block}experts.down_rows",
     }
-    return [
-        *outside_layers(config),
-        *norms(config.layers),
-        *attention(config),
+    mlps = [
         *gated_mlp(config.layers - num_sparse, "mlp", "feed_forward"),
         *gated_mlp(num_sparse, "mlp.shared_experts", f"{block}shared_expert"),
         *move(num_sparse, {"mlp.router.weight": f"{block}router.weight"}),
@@ -341,15 +319,11 @@ def _llama4(config: Config) -> list[Rule]:
         Transpose(f"{own}gate_up_rows", f"{new}gate_up_proj", order=(0, 2, 1), count=num_sparse),
         Transpose(f"{own}down_rows", f"{new}down_proj", order=(0, 2, 1), count=num_sparse),
     ]
+    return _usual(config, mlps)
 
 
 def _dots1(config: Config) -> list[Rule]:
-    return [
-        *outside_layers(config),
-        *norms(config.layers),
-        *attention(config, qk_norm=True),
-        *_after_dense(config),
-    ]
+    return _usual(config, _after_dense(config), qk_norm=True)
 
 
 _NEMOTRON_KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}

@@ -5,7 +5,7 @@ They accompany text models of known families.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from distckpt._base.errors import CheckpointingException
@@ -13,6 +13,8 @@ from distckpt.families._blocks import Config, joined_experts
 from distckpt.rules._pieces import Concat, Split, Unstack
 from distckpt.rules._rule import Rule
 from distckpt.rules._rules import Rename, Transpose
+
+_LAYER = "vision_model.decoder.layers.*."
 
 
 class Composed(NamedTuple):
@@ -60,26 +62,31 @@ def _qwen3(config: Config) -> list[Rule]:
 
 
 def _qwen3_blocks(depth: int, heads: int) -> list[Rule]:
-    own = "vision_model.decoder.layers.*."
-    new = "model.visual.blocks.{0}."
-    rules: list[Rule] = []
-    for kind in ("weight", "bias"):
-        pieces = tuple(f"{new}attn.{name}.{kind}" for name in "qkv")
-        rules.append(
-            Split(f"{own}self_attention.linear_qkv.{kind}", pieces, groups=heads, count=depth)
-        )
-        every = tuple(piece.replace("{0}", "*") for piece in pieces)
-        rules.append(Concat(every, f"{new}attn.qkv.{kind}", count=depth))
+    new = "model.visual.blocks."
     names = {
         "self_attention.linear_proj": "attn.proj",
         "input_layernorm": "norm1",
         "pre_mlp_layernorm": "norm2",
     }
-    rules += [
-        Rename(f"{own}{old}.*", f"{new}{name}.{{1}}", count=2 * depth)
-        for old, name in names.items()
-    ]
-    rules.append(Rename(f"{own}mlp.**", f"{new}mlp.{{1}}", count=4 * depth))
+    rules = _blocks(f"{new}{{0}}.", "attn.{}", names, depth, heads)
+    for kind in ("weight", "bias"):
+        pieces = tuple(f"{new}*.attn.{name}.{kind}" for name in "qkv")
+        rules.append(Concat(pieces, f"{new}{{0}}.attn.qkv.{kind}", count=depth))
+    rules.append(Rename(f"{_LAYER}mlp.**", f"{new}{{0}}.mlp.{{1}}", count=4 * depth))
+    return rules
+
+
+def _blocks(
+    new: str, attention: str, names: Mapping[str, str], depth: int, heads: int
+) -> list[Rule]:
+    """Return the rules for attention of a tower's layers, and for their layers of `names`."""
+    rules: list[Rule] = []
+    for kind in ("weight", "bias"):
+        pieces = tuple(f"{new}{attention.format(name)}.{kind}" for name in "qkv")
+        fused = f"{_LAYER}self_attention.linear_qkv.{kind}"
+        rules.append(Split(fused, pieces, groups=heads, count=depth))
+    for old, name in names.items():
+        rules.append(Rename(f"{_LAYER}{old}.*", f"{new}{name}.{{1}}", count=2 * depth))
     return rules
 
 
@@ -163,14 +170,6 @@ def _llava_depth(config: Config) -> int:
 
 
 def _llava_layers(depth: int, heads: int) -> list[Rule]:
-    own = "vision_model.decoder.layers.*."
-    new = "vision_tower.encoder.layers.{0}."
-    rules: list[Rule] = []
-    for kind in ("weight", "bias"):
-        pieces = tuple(f"{new}self_attn.{name}_proj.{kind}" for name in "qkv")
-        rules.append(
-            Split(f"{own}self_attention.linear_qkv.{kind}", pieces, groups=heads, count=depth)
-        )
     names = {
         "self_attention.linear_proj": "self_attn.out_proj",
         "input_layernorm": "layer_norm1",
@@ -178,10 +177,7 @@ def _llava_layers(depth: int, heads: int) -> list[Rule]:
         "mlp.linear_fc1": "mlp.fc1",
         "mlp.linear_fc2": "mlp.fc2",
     }
-    return rules + [
-        Rename(f"{own}{old}.*", f"{new}{name}.{{1}}", count=2 * depth)
-        for old, name in names.items()
-    ]
+    return _blocks("vision_tower.encoder.layers.{0}.", "self_attn.{}_proj", names, depth, heads)
 
 
 def _llava_embeddings() -> list[Rule]:

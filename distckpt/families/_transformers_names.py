@@ -19,7 +19,6 @@ from distckpt.rules._mapped import (
     MappedTensor,
     TensorSpec,
     crop_axis,
-    drop_axis,
     identity,
     join,
     permute,
@@ -179,20 +178,14 @@ class _Recorder(torch.Tensor):
         return result
 
 
-def _split(
-    tensor: _Recorder,
-    sizes: int | Sequence[int],
-    dim: int = 0,
-) -> tuple[_Recorder, ...]:
-    num = tensor.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, num - start) for start in range(0, num, sizes)]
+def _split(tensor: _Recorder, sizes: int | list[int], dim: int = 0) -> tuple[_Recorder, ...]:
+    axis = dim % tensor.ndim
     pieces = []
     start = 0
-    axis = dim % tensor.ndim
-    for size in sizes:
-        pieces.append(_Recorder.make(crop_axis(tensor.mapped, axis, start, start + size)))
-        start += size
+    for piece in torch.split(torch.empty(tensor.shape, device="meta"), sizes, axis):
+        stop = start + piece.shape[axis]
+        pieces.append(_Recorder.make(crop_axis(tensor.mapped, axis, start, stop)))
+        start = stop
     return tuple(pieces)
 
 
@@ -204,38 +197,36 @@ def _cat(tensors: Sequence[_Recorder], dim: int = 0) -> _Recorder:
     return _Recorder.make(join([tensor.mapped for tensor in tensors], dim % tensors[0].ndim))
 
 
+def _with_axes_moved(operation: str) -> Callable[..., _Recorder]:
+    """Return an operation that puts axes in another order."""
+
+    def move(tensor: _Recorder, *arguments: Any, **options: Any) -> _Recorder:
+        # The size of each axis is its number.
+        numbered = torch.empty(tuple(range(tensor.ndim)), device="meta")
+        order = getattr(numbered, operation)(*arguments, **options).shape
+        return _Recorder.make(permute(tensor.mapped, order))
+
+    return move
+
+
+def _with_new_shape(operation: str) -> Callable[..., _Recorder]:
+    """Return an operation that keeps the order of elements."""
+
+    def give_shape(tensor: _Recorder, *arguments: Any, **options: Any) -> _Recorder:
+        plain = torch.empty(tensor.shape, device="meta")
+        shape = getattr(plain, operation)(*arguments, **options).shape
+        return _Recorder.make(reshape(tensor.mapped, shape))
+
+    return give_shape
+
+
+_reshape = _with_new_shape("reshape")
+_squeeze = _with_new_shape("squeeze")
+_unsqueeze = _with_new_shape("unsqueeze")
+
+
 def _stack(tensors: Sequence[_Recorder], dim: int = 0) -> _Recorder:
-    shape = list(tensors[0].shape)
-    shape.insert(dim % (len(shape) + 1), 1)
-    return _Recorder.make(join([reshape(t.mapped, shape) for t in tensors], dim % len(shape)))
-
-
-def _permute(tensor: _Recorder, *dims: Any) -> _Recorder:
-    order = dims[0] if isinstance(dims[0], Sequence) else dims
-    return _Recorder.make(permute(tensor.mapped, [axis % tensor.ndim for axis in order]))
-
-
-def _transpose(tensor: _Recorder, dim0: int, dim1: int) -> _Recorder:
-    order = list(range(tensor.ndim))
-    order[dim0] = dim1 % tensor.ndim
-    order[dim1] = dim0 % tensor.ndim
-    return _permute(tensor, order)
-
-
-def _reshape(tensor: _Recorder, *shape: Any) -> _Recorder:
-    new = torch.empty(tensor.shape, device="meta").reshape(*shape).shape
-    return _Recorder.make(reshape(tensor.mapped, new))
-
-
-def _squeeze(tensor: _Recorder, dim: int | None = None) -> _Recorder:
-    mapped = tensor.mapped
-    axes = range(tensor.ndim)
-    if dim is not None:
-        axes = range(dim % tensor.ndim, dim % tensor.ndim + 1)
-    for axis in reversed(axes):
-        if tensor.shape[axis] == 1:
-            mapped = drop_axis(mapped, axis)
-    return _Recorder.make(mapped)
+    return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim)
 
 
 def _unbind(tensor: _Recorder, dim: int = 0) -> tuple[_Recorder, ...]:
@@ -253,13 +244,13 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "concat": _cat,
     "contiguous": _same,
     "detach": _same,
-    "permute": _permute,
+    "permute": _with_axes_moved("permute"),
     "reshape": _reshape,
     "split": _split,
     "squeeze": _squeeze,
     "stack": _stack,
     "to": _same,
-    "transpose": _transpose,
+    "transpose": _with_axes_moved("transpose"),
     "unbind": _unbind,
     "view": _reshape,
 }

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.lazy import torch
@@ -29,6 +29,9 @@ from distckpt._geometry.region import (
 
 _FEW_PARTS = 8
 """Number of parts up to which intersecting one by one is faster."""
+
+Cut: TypeAlias = tuple[tuple[str, Region], ...]
+"""Regions `(key, region)` of sources."""
 
 
 class RegionCopy(NamedTuple):
@@ -82,7 +85,7 @@ class MappedTensor:
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[RegionCopy, ...]
-    trimmed: tuple[tuple[str, Region], ...] = ()
+    trimmed: Cut = ()
     padding: tuple[Region, ...] = ()
     is_copy: bool = False
 
@@ -344,7 +347,7 @@ def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> Mapped
             parts.append(
                 inner._replace(target=Region(offset, inner.target.shape), add=inner.add + part.add)
             )
-    trimmed: tuple[tuple[str, Region], ...] = ()
+    trimmed: Cut = ()
     for key in dict.fromkeys(part.key for part in mapped.parts):
         trimmed += sources[key].trimmed
     return MappedTensor(mapped.shape, mapped.dtype, tuple(parts), trimmed)
@@ -371,7 +374,7 @@ def join(pieces: Sequence[MappedTensor], axis: int) -> MappedTensor:
     They agree in dtype and in all other axes.
     """
     parts: list[RegionCopy] = []
-    trimmed: tuple[tuple[str, Region], ...] = ()
+    trimmed: Cut = ()
     end = 0
     for piece in pieces:
         for part in piece.parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distckpt._base.errors import LoadMismatchError
@@ -21,6 +21,8 @@ from distckpt.rules._mapped import (
 from distckpt.rules._rule import (
     Captures,
     OneKeyRule,
+    OneNameRule,
+    Produced,
     Rule,
     Step,
     check_names,
@@ -54,9 +56,7 @@ class Unstack(OneKeyRule):
     def __post_init__(self) -> None:
         check_names(self, (self.to,), has_index=True)
 
-    def convert(
-        self, key: str, tensor: MappedTensor, captures: Captures
-    ) -> Iterable[tuple[str, MappedTensor]]:
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Produced:
         axis = normalize_axis(self, key, tensor, self.axis)
         num = tensor.shape[axis]
         if self.size not in (None, num):
@@ -99,9 +99,7 @@ class Split(OneKeyRule):
         if self.groups < 1:
             raise ValueError(f"{self}: there is one group or more")
 
-    def convert(
-        self, key: str, tensor: MappedTensor, captures: Captures
-    ) -> Iterable[tuple[str, MappedTensor]]:
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Produced:
         axis = normalize_axis(self, key, tensor, self.axis)
         num = tensor.shape[axis]
         sizes = self.sizes or (num // self.groups // len(self.to),) * len(self.to)
@@ -144,9 +142,7 @@ class SplitQKV(OneKeyRule):
         ):
             raise ValueError(f"{self}: give three names, and a num_heads that num_kv_heads divides")
 
-    def convert(
-        self, key: str, tensor: MappedTensor, captures: Captures
-    ) -> Iterable[tuple[str, MappedTensor]]:
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Produced:
         sizes = (self.num_heads // self.num_kv_heads * self.head_dim, self.head_dim, self.head_dim)
         if tensor.shape[:1] != (self.num_kv_heads * sum(sizes),):
             raise misfit(
@@ -317,7 +313,7 @@ class Stack(Rule):
 
 
 @dataclass(frozen=True)
-class Interleave(OneKeyRule):
+class Interleave(OneNameRule):
     """Interleave the rows of consecutive pieces.
 
     The rows of a gate and an up projection are an example.
@@ -329,16 +325,10 @@ class Interleave(OneKeyRule):
         num: number of pieces of equal size.
     """
 
-    to: str
     axis: int = 0
     num: int = 2
 
-    def __post_init__(self) -> None:
-        check_names(self, (self.to,))
-
-    def convert(
-        self, key: str, tensor: MappedTensor, captures: Captures
-    ) -> Iterable[tuple[str, MappedTensor]]:
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Produced:
         axis = normalize_axis(self, key, tensor, self.axis)
         if tensor.shape[axis] % self.num:
             raise misfit(

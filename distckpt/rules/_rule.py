@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,9 @@ from distckpt.rules._mapped import MappedTensor
 
 Captures: TypeAlias = tuple[str, ...]
 """Text that each wildcard of a pattern matches, in order."""
+
+Produced: TypeAlias = Iterable[tuple[str, MappedTensor]]
+"""New tensors with their names."""
 
 _WILDCARD = re.compile(r"(\*\*?)")
 _PLACEHOLDER = re.compile(r"\{(\w+)(?:\+(\d+))?\}")
@@ -69,10 +73,18 @@ class OneKeyRule(Rule):
             yield Step((key,), tuple(self.convert(key, tensors[key], captures)))
 
     @abstractmethod
-    def convert(
-        self, key: str, tensor: MappedTensor, captures: Captures
-    ) -> Iterable[tuple[str, MappedTensor]]:
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Produced:
         """Make the new tensors of one tensor."""
+
+
+@dataclass(frozen=True)
+class OneNameRule(OneKeyRule):
+    """A rule that makes one tensor, named `to`, of each."""
+
+    to: str
+
+    def __post_init__(self) -> None:
+        check_names(self, (self.to,))
 
 
 @lru_cache(maxsize=1024)
@@ -100,18 +112,16 @@ def _matcher(pattern: str) -> Callable[[str], Captures | None]:
 
 
 def _match(pieces: Sequence[str], key: str) -> Captures | None:
-    """Match in time that grows with pieces times the key's length."""
-    # For each piece, and each position where it may begin: the end at which the rest still matches;
-    # -1 for none.
-    tables: list[list[int]] = []
-    following = [-1] * len(key) + [len(key)]
+    """Match in time that hardly exceeds pieces times the key's length."""
+    # For each piece, from the end of the pattern on: the positions where the rest may begin.
+    starts = [[len(key)]]
     for piece in reversed(pieces):
-        tables.append(_ends_of(piece, key, following))
-        following = tables[-1]
+        ends = starts[-1]
+        starts.append([at for at in range(len(key) + 1) if _end_of(piece, key, at, ends) >= 0])
     position = 0
     captures = []
-    for piece, ends in zip(pieces, reversed(tables), strict=True):
-        end = ends[position]
+    for piece, ends in zip(pieces, reversed(starts[:-1]), strict=True):
+        end = _end_of(piece, key, position, ends)
         if end < 0:
             return None
         if piece in ("*", "**"):
@@ -120,28 +130,20 @@ def _match(pieces: Sequence[str], key: str) -> Captures | None:
     return tuple(captures)
 
 
-def _ends_of(piece: str, key: str, following: Sequence[int]) -> list[int]:
-    if piece in ("*", "**"):
-        return _ends_of_wildcard(piece, key, following)
-    ends = []
-    for start in range(len(key) + 1):
-        end = start + len(piece)
-        ends.append(end if key.startswith(piece, start) and following[end] >= 0 else -1)
-    return ends
-
-
-def _ends_of_wildcard(piece: str, key: str, following: Sequence[int]) -> list[int]:
-    size = len(key)
-    ends = [-1] * (size + 1)
-    last = size if following[size] >= 0 else -1
-    for start in range(size - 1, -1, -1):
-        is_dot = piece == "*" and key[start] == "."
-        if not is_dot:
-            ends[start] = last
-        # An earlier beginning may end here, unless it can end further on.
-        if is_dot or last < 0:
-            last = start if following[start] >= 0 else -1
-    return ends
+def _end_of(piece: str, key: str, start: int, ends: Sequence[int]) -> int:
+    """Return the last of some positions where a piece may end, -1 for none."""
+    first = start + 1
+    last = len(key)
+    if piece == "*":
+        last = start + len(key[start:].partition(".")[0])
+    elif piece != "**":
+        first = last = start + len(piece)
+        if not key.startswith(piece, start):
+            return -1
+    place = bisect.bisect_right(ends, last)
+    if place and ends[place - 1] >= first:
+        return ends[place - 1]
+    return -1
 
 
 def find_matches(pattern: str, keys: Mapping[str, object]) -> Iterator[tuple[str, Captures]]:

@@ -32,9 +32,10 @@ from distckpt.rules._mapped import (
 from distckpt.rules._rule import (
     Captures,
     OneKeyRule,
+    OneNameRule,
+    Produced,
     Rule,
     Step,
-    check_names,
     check_packed,
     fill_name,
     misfit,
@@ -43,7 +44,7 @@ from distckpt.rules._rule import (
 
 
 @dataclass(frozen=True)
-class Rename(OneKeyRule):
+class Rename(OneNameRule):
     """Give a tensor another name.
 
     Attributes:
@@ -53,15 +54,9 @@ class Rename(OneKeyRule):
             axis.
     """
 
-    to: str
     shape: tuple[int | None, ...] | None = field(default=None, repr=False)
 
-    def __post_init__(self) -> None:
-        check_names(self, (self.to,))
-
-    def convert(
-        self, key: str, tensor: MappedTensor, captures: Captures
-    ) -> Iterable[tuple[str, MappedTensor]]:
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Produced:
         if self.shape is not None and not _has_shape(tensor, self.shape):
             raise misfit(self, key, tensor, f"it should have shape {self.shape}")
         return [(fill_name(self.to, captures), tensor)]
@@ -74,7 +69,7 @@ def _has_shape(tensor: MappedTensor, shape: Sequence[int | None]) -> bool:
 
 
 @dataclass(frozen=True)
-class Transpose(OneKeyRule):
+class Transpose(OneNameRule):
     """Put the axes of a tensor in another order.
 
     Attributes:
@@ -83,17 +78,14 @@ class Transpose(OneKeyRule):
         order: axis `j` of the result is axis `order[j]` of the tensor.
     """
 
-    to: str
     order: tuple[int, ...] = (1, 0)
 
     def __post_init__(self) -> None:
-        check_names(self, (self.to,))
+        super().__post_init__()
         if sorted(self.order) != list(range(len(self.order))):
             raise ValueError(f"{self}: `order` must name every axis from 0 on once")
 
-    def convert(
-        self, key: str, tensor: MappedTensor, captures: Captures
-    ) -> Iterable[tuple[str, MappedTensor]]:
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Produced:
         if len(self.order) != len(tensor.shape):
             raise misfit(self, key, tensor, f"it should have {len(self.order)} axes")
         check_packed(self, key, tensor, moves_last_axis=self.order[-1:] != (len(self.order) - 1,))
@@ -101,7 +93,7 @@ class Transpose(OneKeyRule):
 
 
 @dataclass(frozen=True)
-class Copy(OneKeyRule):
+class Copy(OneNameRule):
     """Give tensors a second name, under which they are exported too.
 
     A load reads the first only. Later rules must leave the copies alone.
@@ -111,14 +103,7 @@ class Copy(OneKeyRule):
         to: name of the copy.
     """
 
-    to: str
-
-    def __post_init__(self) -> None:
-        check_names(self, (self.to,))
-
-    def convert(
-        self, key: str, tensor: MappedTensor, captures: Captures
-    ) -> Iterable[tuple[str, MappedTensor]]:
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Produced:
         return [(key, tensor), (fill_name(self.to, captures), replace(tensor, is_copy=True))]
 
 
@@ -126,9 +111,7 @@ class Copy(OneKeyRule):
 class Drop(OneKeyRule):
     """Leave tensors out; they are missing on the way back, too."""
 
-    def convert(
-        self, key: str, tensor: MappedTensor, captures: Captures
-    ) -> Iterable[tuple[str, MappedTensor]]:
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Produced:
         return []
 
 
@@ -150,9 +133,7 @@ class Trim(OneKeyRule):
     size: int
     is_vocabulary: bool = field(default=False, repr=False)
 
-    def convert(
-        self, key: str, tensor: MappedTensor, captures: Captures
-    ) -> Iterable[tuple[str, MappedTensor]]:
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Produced:
         axis = normalize_axis(self, key, tensor, self.axis)
         if not 0 <= self.size <= tensor.shape[axis]:
             raise misfit(self, key, tensor, f"axis {axis} cannot be trimmed to size {self.size}")
@@ -179,9 +160,7 @@ class Add(OneKeyRule):
 
     value: float
 
-    def convert(
-        self, key: str, tensor: MappedTensor, captures: Captures
-    ) -> Iterable[tuple[str, MappedTensor]]:
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Produced:
         if tensor.dtype not in ("F64", "F32", "F16", "BF16"):
             raise misfit(
                 self, key, tensor, "numbers are added to floating point tensors of 16 bits and more"

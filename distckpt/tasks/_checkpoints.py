@@ -24,7 +24,7 @@ from distckpt._format.marker import (
     write_marker,
 )
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.export import counting_from, num_export_threads
+from distckpt._io.export import num_export_threads
 from distckpt._io.save_shards import report_of_written, write_manifest
 from distckpt._io.write import NewFile, WriteSettings, in_folder, write_files, write_span
 from distckpt._ranks.collectives import Ranks
@@ -38,7 +38,7 @@ from distckpt._tools.reshard_plan import (
     options_of,
     plan_reshard,
 )
-from distckpt.tasks._exports import add_up, other_files, proof_of, remove_others
+from distckpt.tasks._exports import add_up, counting_from, other_files, proof_of, remove_others
 from distckpt.tasks._facts import check_sources, facts_of
 from distckpt.tasks._work import Attempt, Piece, Work, cut_files
 

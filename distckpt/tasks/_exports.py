@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from distckpt._base.memory import Bytes
 from distckpt._base.options import ExportOptions
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.file_states import states_of
@@ -19,14 +21,14 @@ from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, continued_output
 from distckpt._compute.merge import check_is_apart, check_terms, plan_opened_sum
 from distckpt._format.hf_names import INDEX_NAME, SINGLE_NAME, belongs_to_export
+from distckpt._geometry.units import Span
 from distckpt._io.export import (
-    counting_from,
     export_settings,
     num_export_threads,
     output_file,
 )
 from distckpt._io.tensor_source import TensorSource
-from distckpt._io.write import WriteSettings, write_files, write_span
+from distckpt._io.write import Fill, NewFile, WriteSettings, write_files, write_span
 from distckpt._operations.consolidate import plan_opened
 from distckpt._operations.export_plan import ExportPlan
 from distckpt._operations.export_request import (
@@ -208,6 +210,22 @@ class _ExportWork(Work):
 
     def report(self, results: Sequence[Any], seconds: float) -> ExportReport:
         return report_of_export(self._plan, add_up(results), seconds)
+
+
+def counting_from(file: NewFile, start: int, uncounted: Fill) -> NewFile:
+    """Return a file that leaves some of its units uncounted.
+
+    Units that begin before `start` are filled by `uncounted`, which counts no overflows: another
+    process writes and counts them.
+    """
+    starts = list(itertools.accumulate(file.chunk_bytes, initial=len(file.header)))
+
+    def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
+        if unit and starts[unit[0].chunk] + unit[0].start < start:
+            return uncounted(unit, memory_of_thread)
+        return file.fill(unit, memory_of_thread)
+
+    return file._replace(fill=fill)
 
 
 def remove_others(directory: str, names: Container[str]) -> None:

@@ -421,7 +421,7 @@ def _size_of(path: str) -> int:
 def abort_uploads(place: str, files: Sequence[str]) -> None:
     """Abort uploads of killed processes to files that are whole."""
     if files and not locations.is_local(place):
-        object_store.abort_uploads_to(place, [locations.join(place, name) for name in files])
+        object_store.abort_uploads(place, [locations.join(place, name) for name in files])
 
 
 def _complete(work: Work, journal: Journal, results: Sequence[Any]) -> None:

@@ -302,4 +302,4 @@ def _remove_output(place: str, nonce: str, files: Sequence[str]) -> None:
         return  # complete, by a process that was killed before it could note that
     paths = [locations.join(place, name) for name in files]
     object_store.remove_all(paths)
-    object_store.abort_uploads_to(place, paths)
+    object_store.abort_uploads(place, paths)

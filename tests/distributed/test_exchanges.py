@@ -174,7 +174,7 @@ def answer_each(rank, fan_out, failing):
             if rank == failing:
                 raise ValueError(f"no number from {rank}")
             told.payload = bytes([10 * rank])
-        return ranks.answer_each(told, "answer", lambda: answers(told))
+        return ranks.decide_each("answer", lambda: answers(told), told)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(groups, "FAN_OUT", fan_out)

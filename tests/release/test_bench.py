@@ -22,8 +22,8 @@ import psutil
 import pytest
 import torch
 
-from distckpt._ranks import processes
 from distckpt.cli import _bench as bench
+from distckpt.cli import _processes as processes
 from tests.support.cli_command import call, call_error
 from tests.support.programs import Program, fork_spawned
 from tests.support.s3_server import (

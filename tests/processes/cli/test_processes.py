@@ -8,9 +8,9 @@ import signal
 import pytest
 import torch
 
-from distckpt._ranks import processes
 from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.processes import run_ranks
+from distckpt.cli import _processes as processes
+from distckpt.cli._processes import run_ranks
 from distckpt.megatron.core import CheckpointingException
 from tests.support.programs import fork_spawned
 
