@@ -128,7 +128,7 @@ class Work(ABC):
         return self.place
 
     def proof(self, attempt: Attempt, directory: str) -> Any:
-        """Return a proof that identifies the complete output, see `_exports.proof_of`.
+        """Return a proof that identifies the complete output, see `_outputs`.
 
         None where there is none.
         """
