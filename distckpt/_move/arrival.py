@@ -12,8 +12,8 @@ from distckpt._base.messages import KeyFault, summarize_faults
 from distckpt._format.fingerprint import PRIME
 from distckpt._geometry.region import Region
 from distckpt._io.fingerprints import LiveRegion, sum_over_ranks, sums_of
-from distckpt._move.pieces import Pieces, PieceTable
-from distckpt._move.rank_plan import RankPlan
+from distckpt._move.pieces import Piece, Pieces
+from distckpt._move.plan import RankPlan
 from distckpt._ranks.collectives import Ranks
 
 
@@ -49,13 +49,13 @@ def check_arrival(
 
 
 def _sent(plan: RankPlan, sources: Pieces) -> Iterator[LiveRegion]:
-    for slot, row, dtype, *place in plan.sent.tolist():
-        region, view = _place(sources.table, row, sources.views[row], place)
+    for slot, row, dtype, offset, shape in plan.sent:
+        region, view = _place(sources.table[row], sources.views[row], offset, shape)
         add = sources.adds[row]
         moved = view
         if add:
             moved = view - add
-        taken_as = FROM_NAME[plan.dtypes[dtype]]
+        taken_as = FROM_NAME[dtype]
         values = moved
         if moved.dtype != taken_as:
             values = _one_nan(moved.to(taken_as))
@@ -63,23 +63,20 @@ def _sent(plan: RankPlan, sources: Pieces) -> Iterator[LiveRegion]:
 
 
 def _arrived(
-    plan: RankPlan, table: PieceTable, views: Sequence[torch.Tensor]
+    plan: RankPlan, table: Sequence[Piece], views: Sequence[torch.Tensor]
 ) -> Iterator[LiveRegion]:
-    for slot, row, is_cast, *place in plan.arrived.tolist():
-        region, view = _place(table, row, views[row], place)
+    for slot, row, is_cast, offset, shape in plan.arrived:
+        region, view = _place(table[row], views[row], offset, shape)
         yield LiveRegion(2 * slot + 1, region, _one_nan(view) if is_cast else view)
 
 
 def _place(
-    table: PieceTable, row: int, view: torch.Tensor, place: Sequence[int]
+    piece: Piece, view: torch.Tensor, offset: Sequence[int], shape: Sequence[int]
 ) -> tuple[Region, torch.Tensor]:
     """Return a region of a piece in its tensor, and its values."""
-    region = table.region(row)
-    ndim = len(region.shape)
-    half = len(place) // 2
-    within = Region(tuple(place[:ndim]), tuple(place[half : half + ndim]))
-    offset = tuple(map(int.__add__, region.offset, within.offset))
-    return Region(offset, within.shape), view[within.slices()] if ndim else view
+    within = Region(tuple(offset), tuple(shape))
+    start = tuple(map(int.__add__, piece.region.offset, within.offset))
+    return Region(start, within.shape), view[within.slices()] if shape else view
 
 
 def _one_nan(values: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._geometry.region import IntArray, Region
+from distckpt._geometry.region import Region
 from distckpt._io.exchange import copy_values
 from distckpt._move.host_memory import HostMemory
 from distckpt._move.pieces import Pieces
-from distckpt._move.rank_plan import RankPlan
+from distckpt._move.plan import RankPlan
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import Transfer
 
@@ -93,53 +94,40 @@ class _Carrier:
         return started
 
     def _copy(self) -> None:
-        for source, target, *places in self._plan.copies.tolist():
-            at, to, shape = _split(places, 3)
+        for source, target, at, to, shape in self._plan.copies:
             view = _part(self._sources.views[source], at, shape)
             place = _part(self._targets[target], to, shape)
             copy_values(_moved(view, self._sources.adds[source]), place)
 
     def _pack(self, wave: int) -> None:
-        for _, start, source, *places in self._packs.get(wave, ()):
-            view = _part(self._sources.views[source], *_split(places, 2))
+        for _, start, source, at, shape in self._packs.get(wave, ()):
+            view = _part(self._sources.views[source], at, shape)
             buffer = self._memory.buffer(self._ranks.rank, False, wave)
             copy_values(
-                _moved(view, self._sources.adds[source]),
-                _unit(buffer[start:], view.dtype, view.shape),
+                _moved(view, self._sources.adds[source]), _unit(buffer[start:], view.dtype, shape)
             )
 
     def _take(self, wave: int, is_landed: bool) -> None:
         for _, holder, has_landed, start, dtype, target, *places in self._takes.get(wave, ()):
             if has_landed != is_landed:
                 continue
-            to, shape, at, unit_shape = _split(places, 4)
+            to, shape, at, unit_shape = places
             place = _part(self._targets[target], to, shape)
             buffer = self._memory.buffer(holder, is_landed, wave)
-            unit = _unit(
-                buffer[start:], FROM_NAME[self._plan.dtypes[dtype]], unit_shape[: place.ndim]
-            )
+            unit = _unit(buffer[start:], FROM_NAME[dtype], unit_shape)
             copy_values(_part(unit, at, shape), place)
 
 
-def _by_wave(rows: IntArray) -> dict[int, list[list[int]]]:
-    by_wave: defaultdict[int, list[list[int]]] = defaultdict(list)
-    for row in rows.tolist():
+def _by_wave(rows: Iterable[Sequence[Any]]) -> dict[int, list[Sequence[Any]]]:
+    by_wave: defaultdict[int, list[Sequence[Any]]] = defaultdict(list)
+    for row in rows:
         by_wave[row[0]].append(row)
     return by_wave
 
 
-def _split(numbers: list[int], count: int) -> list[list[int]]:
-    """Divide a list into `count` lists of the same length."""
-    length = len(numbers) // count
-    return [numbers[i * length : (i + 1) * length] for i in range(count)]
-
-
 def _part(view: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """Return a region of a tensor.
-
-    The region may have further axes, of one index.
-    """
-    region = Region(tuple(offset[: view.ndim]), tuple(shape[: view.ndim]))
+    """Return a region of a tensor."""
+    region = Region(tuple(offset), tuple(shape))
     if region.shape == tuple(view.shape):
         return view
     return view[region.slices()]

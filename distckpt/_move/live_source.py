@@ -17,6 +17,8 @@ from distckpt._base.messages import summarize_keys
 from distckpt._base.options import MoveOptions
 from distckpt._base.tree import CONTAINERS, dotted, map_leaves
 from distckpt._format import codec
+from distckpt._format.columns import compress, decompress
+from distckpt._geometry.region import Region
 from distckpt._io.read_values import warn_of_overflows
 from distckpt._models import objects
 from distckpt._models.bound_state import BoundState
@@ -26,9 +28,8 @@ from distckpt._move.agreements import Agreement, Agreements
 from distckpt._move.assignment import MoveSettings
 from distckpt._move.carry import carry
 from distckpt._move.host_memory import HostMemory
-from distckpt._move.pieces import Pieces, PieceTable, pieces_of
-from distckpt._move.plan import plan_moves
-from distckpt._move.rank_plan import RankPlan
+from distckpt._move.pieces import Piece, Pieces, pieces_of, table_of
+from distckpt._move.plan import RankPlan, plan_moves
 from distckpt._move.staging import Staged
 from distckpt._move.values import united_values, warn_of_differences
 from distckpt._operations.shard_source import FamilyName, ShardSource
@@ -99,9 +100,9 @@ def _described(
         family_rules = rules_for(config_for(family, at), keys)
         rules = [*rules, *_without_separate_ties(family_rules, tensors)]
     pieces = pieces_of(tensors, rules, drops=True)
-    kinds = {cell.key: cell.global_shape for cell in cells.values()}
-    header = json.dumps([kinds, bool(common), [_keys_of(pieces, pair) for pair in _tied(pieces)]])
-    description = header.encode() + b"\n" + pieces.table.to_bytes()
+    objects_by_key = {cell.key: cell.global_shape for cell in cells.values()}
+    ties = [_keys_of(pieces, pair) for pair in _tied(pieces)]
+    description = _packed(objects_by_key, bool(common), ties, pieces.table)
     return GivenState(pieces, _encoded(cells, common), description)
 
 
@@ -140,7 +141,7 @@ def _tied(pieces: Pieces) -> list[tuple[int, int]]:
 
 
 def _keys_of(pieces: Pieces, rows: Sequence[int]) -> list[str]:
-    return [pieces.table.kinds[pieces.table.kind_ids[row]].key for row in rows]
+    return [pieces.key(row) for row in rows]
 
 
 def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
@@ -305,11 +306,10 @@ class LiveSource(ShardSource):
         _warn_of_differences(targets, staged.commit(apart))
 
     def _warn_of_overflows(self, targets: Pieces, staged: Staged) -> None:
-        keys = [targets.table.kinds[number].key for number in targets.table.kind_ids.tolist()]
         warn_of_overflows(
-            (key, self._entries[key].dtype, view.detach())
-            for key, view in zip(keys, staged.views, strict=True)
-            if key in self._entries
+            (piece.kind.key, self._entries[piece.kind.key].dtype, view.detach())
+            for piece, view in zip(targets.table, staged.views, strict=True)
+            if piece.kind.key in self._entries
         )
 
     def _check_fallback(self, gaps: Sequence[ShardedTensor]) -> None:
@@ -338,16 +338,14 @@ class LiveSource(ShardSource):
         return sorted(set(overlapping(targets.views)) - tied, key=lambda pair: pair[::-1])
 
     def _agree_on_plan(self, targets: Pieces, settings: MoveSettings) -> RankPlan:
-        header = json.dumps([self._held.number, settings]).encode()
-
         def decide(descriptions: Sequence[bytes]) -> list[bytes]:
-            sources = [_table_of(description) for description in self._held.descriptions]
-            requests = [_table_of(description) for description in descriptions]
+            sources = [table_of(_unpacked(given)[-1]) for given in self._held.descriptions]
+            requests = [table_of(_unpacked(taken)[-1]) for taken in descriptions]
             plans = [plan.to_bytes() for plan in plan_moves(sources, requests, settings)]
             _warn_of_untaken(sources, requests, self._ties)
             return plans
 
-        description = header + b"\n" + targets.table.to_bytes()
+        description = _packed(self._held.number, settings, targets.table)
         agreed = self.agreements.reach(self.ranks, "plan the move", description, decide)
         return RankPlan.from_bytes(agreed.result)
 
@@ -359,8 +357,14 @@ def _decoded(data: bytes) -> Any:
 _COMMON = ShardedObject(COMMON_KEY, None, (1,), (0,))
 
 
-def _table_of(description: bytes) -> PieceTable:
-    return PieceTable.from_bytes(description.partition(b"\n")[2])
+def _packed(*values: Any) -> bytes:
+    """Encode a description, which ends with pieces."""
+    return compress(json.dumps(values, default=int).encode())
+
+
+def _unpacked(description: bytes) -> list[Any]:
+    values: list[Any] = json.loads(decompress(description))
+    return values
 
 
 def _join(descriptions: Sequence[bytes]) -> list[bytes]:
@@ -369,12 +373,12 @@ def _join(descriptions: Sequence[bytes]) -> list[bytes]:
     has_values = False
     ties = []
     for description in descriptions:
-        cells, has_common, tied = json.loads(description.partition(b"\n")[0])
+        cells, has_common, tied, rows = _unpacked(description)
         has_values |= bool(cells) or has_common
         ties += tied
         kinds.update({key: (None, shape) for key, shape in cells.items()})
-        for kind in _table_of(description).kinds:
-            kinds.setdefault(kind.key, (kind.dtype, kind.shape))
+        for (key, dtype, shape, _), *_ in rows:
+            kinds.setdefault(key, (dtype, shape))
     return [json.dumps([kinds, has_values, ties]).encode()] * len(descriptions)
 
 
@@ -386,15 +390,14 @@ def _read_joined(agreed: Agreement) -> tuple[dict[str, StoredEntry], bool, list[
     return entries, has_values, ties
 
 
-def _keys_of_tables(tables: Sequence[PieceTable]) -> set[str]:
-    keys: set[str] = set()
-    for table in tables:
-        keys.update(kind.key for kind in table.kinds)
-    return keys
+def _keys_of_tables(tables: Sequence[Sequence[Piece]]) -> set[str]:
+    return {piece.kind.key for table in tables for piece in table}
 
 
 def _warn_of_untaken(
-    sources: Sequence[PieceTable], targets: Sequence[PieceTable], ties: Sequence[Sequence[str]]
+    sources: Sequence[Sequence[Piece]],
+    targets: Sequence[Sequence[Piece]],
+    ties: Sequence[Sequence[str]],
 ) -> None:
     """Warn of given tensors that no rank takes under any name."""
     taken = _keys_of_tables(targets)
@@ -427,14 +430,10 @@ def _warn_of_differences(targets: Pieces, pairs: Sequence[tuple[int, int]]) -> N
 def _gaps(plan: RankPlan, targets: Pieces, staged: Staged) -> list[ShardedTensor]:
     """Describe the regions of targets that no rank holds."""
     shards = []
-    for row, *place in plan.gaps.tolist():
-        kind = targets.table.kinds[targets.table.kind_ids[row]]
-        ndim = len(kind.shape)
-        region = targets.table.region(row)
-        at = place[:ndim]
-        shape = tuple(place[len(place) // 2 :][:ndim])
-        view = staged.views[row]
-        part = view[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]
+    for row, at, shape in plan.gaps:
+        kind, region, *_ = targets.table[row]
+        part = staged.views[row][Region(at, shape).slices()]
         offset = tuple(map(int.__add__, region.offset, at))
-        shards.append(ShardedTensor(kind.key, part, part.dtype, shape, kind.shape, offset, None))
+        whole = kind.shape
+        shards.append(ShardedTensor(kind.key, part, part.dtype, tuple(shape), whole, offset, None))
     return shards

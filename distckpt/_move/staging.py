@@ -48,9 +48,9 @@ class Staged(NamedTuple):
             if is_staged:
                 view = torch.empty_like(view, memory_format=_DENSE)
             views.append(view)
-        for row, kind in enumerate(targets.table.kind_ids.tolist()):
-            if targets.table.kinds[kind].may_differ:
-                views[row].detach().zero_()
+        for view, piece in zip(views, targets.table, strict=True):
+            if piece.kind.may_differ:
+                view.detach().zero_()
         return cls(targets, views)
 
     @torch.no_grad()
@@ -100,11 +100,10 @@ def _refuse_repeated_memory(targets: Pieces) -> None:
     """Refuse targets with several elements at one address, as in expanded tensors."""
     for row, view in enumerate(targets.views):
         if repeats_memory(view):
-            key = targets.table.kinds[targets.table.kind_ids[row]].key
             raise InvalidShardingError(
-                f"Key {key!r} is to be filled in memory where several of its elements are one "
-                f"(shape {tuple(view.shape)}, strides {view.stride()}): give it a tensor that is "
-                "not expanded or overlapping."
+                f"Key {targets.key(row)!r} is to be filled in memory where several of its elements "
+                f"are one (shape {tuple(view.shape)}, strides {view.stride()}): give it a tensor "
+                "that is not expanded or overlapping."
             )
 
 
