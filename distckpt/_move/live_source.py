@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.memory import overlapping
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import MoveOptions
-from distckpt._base.tree import CONTAINERS, dotted, map_leaves
+from distckpt._base.tree import CONTAINERS, HOLE, dotted, map_leaves
 from distckpt._format import codec
 from distckpt._format.columns import compress, decompress
 from distckpt._geometry.region import Region
@@ -26,12 +27,10 @@ from distckpt._models.dtensor import has_parts
 from distckpt._models.optimizer.describe import OptimizerState
 from distckpt._move.agreements import Agreement, Agreements
 from distckpt._move.assignment import MoveSettings
-from distckpt._move.carry import carry
+from distckpt._move.carry import Staged, carry, check_arrival
 from distckpt._move.host_memory import HostMemory
 from distckpt._move.pieces import Piece, Pieces, pieces_of, table_of
 from distckpt._move.plan import RankPlan, plan_moves
-from distckpt._move.staging import Staged
-from distckpt._move.values import united_values, warn_of_differences
 from distckpt._operations.shard_source import FamilyName, ShardSource
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
@@ -150,8 +149,8 @@ def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
     def described(path: tuple[Any, ...], leaf: Any) -> Any:
         if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or has_parts(leaf):
             return leaf
-        copy = OpenReplicaId((0, rank))
-        return ShardedTensor.from_rank_offsets(dotted(path), leaf, replica_id=copy)
+        replica_id = OpenReplicaId((0, rank))
+        return ShardedTensor.from_rank_offsets(dotted(path), leaf, replica_id=replica_id)
 
     state: ShardedStateDict = map_leaves(described, state_dict, _is_walked)
     return state
@@ -241,13 +240,10 @@ class LiveSource(ShardSource):
             else:
                 cells.append(shard)
         self._fill(pieces_of(tensors, rules))
-        values = dict(zip(map(id, cells), self.read_objects(cells), strict=True))
+        values = iter(self.read_objects(cells))
         filled = []
         for shard in shards:
-            if isinstance(shard, ShardedTensor):
-                filled.append(shard.data)
-            else:
-                filled.append(values[id(shard)])
+            filled.append(shard.data if isinstance(shard, ShardedTensor) else next(values))
         return filled
 
     def _all_values(self) -> dict[str, Any]:
@@ -261,13 +257,14 @@ class LiveSource(ShardSource):
             for rank, data in enumerate(sent):
                 if not data:
                     continue
-                items, values = _decoded(data)
+                decoded: Any = codec.decode(data)
+                items, values = decoded
                 self._values = {**dict(items), **self._values}
                 first_with.setdefault(values, rank)
-            values_by_rank = {rank: _decoded(values) for values, rank in first_with.items()}
+            values_by_rank = {rank: codec.decode(values) for values, rank in first_with.items()}
             if self.ranks.is_coordinator and len(values_by_rank) > 1:
-                warn_of_differences(values_by_rank)
-            common = united_values(values_by_rank)
+                _warn_of_different_values(values_by_rank)
+            common = _united_values(values_by_rank)
             if common or self.fallback is None:
                 self._values[_COMMON.unique_key] = common
         return self._values
@@ -299,8 +296,6 @@ class LiveSource(ShardSource):
             self.fallback.read(gaps, ())
         carry(ranks, plan, memory, self.given.pieces, staged.views)
         if plan.compared:
-            from distckpt._move.arrival import check_arrival
-
             check_arrival(ranks, plan, self.given.pieces, targets, staged.views)
         self._warn_of_overflows(targets, staged)
         _warn_of_differences(targets, staged.commit(apart))
@@ -348,10 +343,6 @@ class LiveSource(ShardSource):
         description = _packed(self._held.number, settings, targets.table)
         agreed = self.agreements.reach(self.ranks, "plan the move", description, decide)
         return RankPlan.from_bytes(agreed.result)
-
-
-def _decoded(data: bytes) -> Any:
-    return codec.decode(data)
 
 
 _COMMON = ShardedObject(COMMON_KEY, None, (1,), (0,))
@@ -437,3 +428,47 @@ def _gaps(plan: RankPlan, targets: Pieces, staged: Staged) -> list[ShardedTensor
         whole = kind.shape
         shards.append(ShardedTensor(kind.key, part, part.dtype, tuple(shape), whole, offset, None))
     return shards
+
+
+# --- Values that are no tensors -------------------------------------------------------------------
+
+
+def _united_values(values_by_rank: Mapping[int, Any]) -> Any:
+    """Unite nested dicts of values; the first rank that gives a value counts."""
+    united: Any = {}
+    for values in values_by_rank.values():
+        united = _united(united, values)
+    return united
+
+
+def _united(first: Any, other: Any) -> Any:
+    if first is HOLE:
+        return other
+    if not (isinstance(first, dict) and isinstance(other, dict)):
+        return first
+    united = copy.copy(first)
+    for key, value in other.items():
+        united[key] = _united(united[key], value) if key in united else value
+    return united
+
+
+def _warn_of_different_values(values_by_rank: Mapping[int, Any]) -> None:
+    """Warn of values that differ between ranks."""
+    first_values: dict[str, tuple[int, str]] = {}
+    differing: dict[tuple[int, int], list[str]] = {}
+    for rank, values in values_by_rank.items():
+        for path, (digest, value) in codec.leaves(values).items():
+            if value is HOLE:
+                continue
+            first, digest_of_first = first_values.setdefault(path, (rank, digest))
+            if digest != digest_of_first:
+                differing.setdefault((first, rank), []).append(path)
+    for (first, rank), paths in differing.items():
+        logger.warning(
+            "ranks %d and %d give different values for %s: all ranks get that of rank %d. Were "
+            "they at the same step?",
+            first,
+            rank,
+            summarize_keys(paths),
+            first,
+        )

@@ -66,7 +66,7 @@ class Pieces(NamedTuple):
         return self.table[row].kind.key
 
 
-def table_of(rows: Sequence[Sequence[Sequence[Any]]]) -> list[Piece]:
+def table_of(rows: Sequence[Sequence[Any]]) -> list[Piece]:
     """Return the pieces that a rank has sent, from JSON."""
     pieces = []
     for (key, dtype, shape, may_differ), (offset, size), is_main, is_buffer in rows:

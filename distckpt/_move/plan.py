@@ -29,9 +29,14 @@ from distckpt._format.code_names import (
 from distckpt._format.columns import compress, decompress
 from distckpt._geometry.region import Region, intersect
 from distckpt._geometry.units import cut_region
-from distckpt._move.assignment import Assignment, MoveSettings, Unit
+from distckpt._move.assignment import (
+    Assignment,
+    Holders,
+    MoveSettings,
+    Unit,
+    holders_by_key,
+)
 from distckpt._move.fan_out import FanOut, Hop
-from distckpt._move.held import Holders, holders_by_key
 from distckpt._move.pieces import Kind, Piece
 
 UNITS_PER_BUCKET = 4

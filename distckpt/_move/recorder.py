@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
-from distckpt._move.loader_memory import Memory, Read, Step
-from distckpt._move.views import Layout, factored
+from distckpt._move.loader_memory import Layout, Memory, Read, Step, factored
 
 aten = torch.ops.aten
 
@@ -150,7 +149,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if packet in _COPIES:
                 return self._copy(func, args, kwargs)
             if packet is aten.repeat:
-                return self._repeat(*args)
+                with self:
+                    return self._repeat(*args)
             return self.refuse(func, known)
 
     def _stored_tensors(self, arguments: Any) -> list[torch.Tensor]:
@@ -158,18 +158,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [leaf for leaf in tree_leaves(arguments) if _is_tensor(leaf) and self._names(leaf)]
 
     def _repeat(self, source: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
-        """Copy several times, as views and a copy do it."""
-        shape = (1,) * (len(repeats) - source.ndim) + tuple(source.shape)
-        apart: list[int] = []
-        for length in shape:
-            apart.extend((1, length))
-        repeated: list[int] = []
-        for pair in zip(repeats, shape, strict=True):
-            repeated.extend(pair)
-        sizes = []
-        for num, size in zip(repeats, shape, strict=True):
-            sizes.append(num * size)
-        return source.reshape(apart).expand(repeated).reshape(sizes)
+        """Copy several times along each axis, as a view and joins do it."""
+        new_axes = (1,) * (len(repeats) - source.ndim)
+        repeated = source.reshape(new_axes + tuple(source.shape))
+        for axis, count in enumerate(repeats):
+            parts = [repeated] * count or [repeated.narrow(axis, 0, 0)]
+            repeated = torch.cat(parts, axis)
+        return repeated
 
     def _view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         source = args[0]
@@ -183,10 +178,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Make a new tensor from one or several."""
         sources = [leaf for leaf in tree_leaves(args) if _is_tensor(leaf)]
-        make = _called
-        if _has_recorded(sources):
-            make = self._make
-        made = make(func, args, kwargs)
+        if any(isinstance(source, Recorded) for source in sources):
+            made = self._make(func, args, kwargs)
+        else:
+            made = func(*args, **kwargs)
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         parts = _parts(func.overloadpacket, made, sources, dim)
         for part, source in zip(parts, sources, strict=True):
@@ -337,14 +332,6 @@ def _is_view_of(view: torch.Tensor, meta: torch.Tensor) -> bool:
     """
     storages = view.untyped_storage(), meta.untyped_storage()
     return storages[0]._cdata == storages[1]._cdata and view.itemsize == meta.itemsize
-
-
-def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return func(*args, **kwargs)
-
-
-def _has_recorded(tensors: Sequence[torch.Tensor]) -> bool:
-    return any(isinstance(tensor, Recorded) for tensor in tensors)
 
 
 def _meta_of(value: Any) -> Any:

@@ -27,7 +27,7 @@ from distckpt._base.options import (
 from distckpt._move.agreements import Agreements
 from distckpt._move.host_memory import HostMemory, bucket_bytes_of, share_memory
 from distckpt._move.inbox import Start, check_host, name_host
-from distckpt._move.moving import MoveRequest, run_move
+from distckpt._move.redistribute import MoveRequest, run_move
 from distckpt._move.roll_call import MAX_TARGETS, Leader, Member
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.groups import group_over, open_store

@@ -40,7 +40,7 @@ from distckpt._tools.reshard_plan import (
 )
 from distckpt.tasks._facts import facts_of
 from distckpt.tasks._outputs import FileWork, overflows_of
-from distckpt.tasks._work import Attempt, Work
+from distckpt.tasks._work import Work
 
 
 def resharding(
@@ -95,13 +95,13 @@ class _ReshardWork(FileWork):
         more = {"objects and common state": objects, "the layout": plan.layout.digest()}
         self.facts = facts_of({**options.of_all_ranks(), **more}, [stored], plan.content.outputs)
 
-    def files(self, attempt: Attempt) -> list[str]:
-        suffix = self.output(attempt).folder_suffix
+    def files(self) -> list[str]:
+        suffix = self.output().folder_suffix
         planned = self._plan.save.manifest
         assert planned is not None
         return [in_folder(file.name, suffix) for file in planned.chunks.files]
 
-    def names(self, attempt: Attempt) -> Collection[str]:
+    def names(self) -> Collection[str]:
         return (*posix.SUBDIRECTORIES, MANIFEST_NAME, CONFIG_FNAME)
 
     def check(self) -> None:
@@ -115,13 +115,13 @@ class _ReshardWork(FileWork):
             file = tensor_file(source.stored, self._plan, self._files[name], overflows)
         return file.below(output.location, output.folder_suffix)
 
-    def add_rest(self, attempt: Attempt, results: Sequence[Any]) -> None:
+    def add_rest(self, results: Sequence[Any]) -> None:
         if not self.is_local:
             return
-        output = self.output(attempt)
+        output = self.output()
         marker, written = self._write_manifest(output, results)
         output.check_files(written)
-        for name in self.damaged(attempt):
+        for name in self.damaged():
             path = locations.join(output.location, name)
             raise CorruptCheckpointError(
                 f"{path!r} was changed while the checkpoint was written: its header is not the "
@@ -148,8 +148,8 @@ class _ReshardWork(FileWork):
         config = CheckpointingConfig(BACKEND, VERSION)
         return {**self._plan.notes, **fields, **config_fields(config)}, files
 
-    def commit(self, attempt: Attempt, results: Sequence[Any]) -> None:
-        output = self.output(attempt)
+    def commit(self, results: Sequence[Any]) -> None:
+        output = self.output()
         if self.is_local:
             output.commit(None)
             return
@@ -157,9 +157,9 @@ class _ReshardWork(FileWork):
         marker, written = self._write_manifest(output, results)
         output.commit(marker, written)
 
-    def proof(self, attempt: Attempt, directory: str) -> Any:
-        suffix = self.output(attempt).folder_suffix
-        names = [*self.files(attempt), MANIFEST_NAME, f"manifest{suffix}.safetensors"]
+    def proof(self, directory: str) -> Any:
+        suffix = self.output().folder_suffix
+        names = [*self.files(), MANIFEST_NAME, f"manifest{suffix}.safetensors"]
         # Checksums, and parts of the manifest, are in files that only the end has named.
         folder = in_folder("objects/", suffix).rstrip("/")
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

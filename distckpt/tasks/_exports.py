@@ -33,7 +33,7 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.tasks._facts import facts_of, facts_of_extra_files
 from distckpt.tasks._outputs import FileWork, overflows_of
-from distckpt.tasks._work import Attempt, Work
+from distckpt.tasks._work import Work
 
 
 def consolidation(
@@ -125,7 +125,7 @@ class _ExportWork(FileWork):
             for piece in self.pieces
         ]
 
-    def files(self, attempt: Attempt) -> list[str]:
+    def files(self) -> list[str]:
         extra = self._plan.extra_files
         copied = [locations.split(path)[1] for path in extra.copied]
         return [*self._files, *copied, *extra.written, INDEX_NAME]
@@ -141,11 +141,11 @@ class _ExportWork(FileWork):
         path = locations.join(output.location, name)
         return output_file(source, self._files[name], path, overflows)
 
-    def add_rest(self, attempt: Attempt, results: Sequence[Any]) -> None:
-        complete_export(self._plan, self.checkpoints, self.output(attempt))
+    def add_rest(self, results: Sequence[Any]) -> None:
+        complete_export(self._plan, self.checkpoints, self.output())
 
-    def commit(self, attempt: Attempt, results: Sequence[Any]) -> None:
-        self.output(attempt).commit_beside_others(belongs_to_export)
+    def commit(self, results: Sequence[Any]) -> None:
+        self.output().commit_beside_others(belongs_to_export)
 
     def report(self, results: Sequence[Any], seconds: float) -> ExportReport:
         return report_of_export(self._plan, overflows_of(results), seconds)

@@ -24,7 +24,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from distckpt._base.options import sealed, unsealed
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._commit import hidden_directories
 from distckpt._storage import locations
-from distckpt.tasks._work import Attempt, Part, Piece, Work
+from distckpt.tasks._work import Part, Piece, Work
 
 logger = logging.getLogger(__name__)
 
@@ -96,19 +96,12 @@ class Journal:
 
     Attributes:
         location: of its directory.
-        attempt: the same, with the hash of the work's facts.
+        nonce: a hash of the work's facts.
     """
 
     def __init__(self, location: str) -> None:
         self.location = location
-        self.attempt = Attempt(location, hidden_directories.nonce_of(location))
-
-    @classmethod
-    def of(cls, work: Work) -> Journal:
-        """Return the journal of some work, which need not exist."""
-        text = json.dumps({"facts": dict(work.facts), "pieces": _as_lists(work.pieces)})
-        nonce = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return cls(_beside(work.place, nonce))
+        self.nonce = hidden_directories.nonce_of(location)
 
     def _path(self, name: str) -> str:
         return locations.join(self.location, name)
@@ -164,8 +157,8 @@ class Journal:
             "verb": work.verb,
             "sources": list(work.sources),
             "facts": dict(work.facts),
-            "pieces": _as_lists(work.pieces),
-            "files": work.files(self.attempt),
+            "pieces": [[piece.name, piece.start, piece.stop] for piece in work.pieces],
+            "files": work.files(),
         }
         self._write(HEADER, content)
 
@@ -350,16 +343,7 @@ def _done_name(proof: Any) -> str:
     return f"done-{digest}.json"
 
 
-def _as_lists(pieces: Sequence[Piece]) -> list[list[Any]]:
-    return [[piece.name, piece.start, piece.stop] for piece in pieces]
-
-
 # --- Journals of a location -----------------------------------------------------------------------
-
-
-def _beside(place: str, nonce: str) -> str:
-    parent, name = locations.split(place)
-    return locations.join(parent, f".{name}.parts-{nonce}")
 
 
 def journals_beside(place: str) -> list[Journal]:

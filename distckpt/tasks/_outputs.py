@@ -21,7 +21,7 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
 from distckpt.tasks._facts import check_sources
-from distckpt.tasks._work import Attempt, Piece, Work, cut_files
+from distckpt.tasks._work import Piece, Work, cut_files
 
 
 class OutputWork(Work):
@@ -46,25 +46,25 @@ class OutputWork(Work):
         """Whether the output is not on an object store."""
         return locations.is_local(self.place)
 
-    def output(self, attempt: Attempt) -> Output:
+    def output(self) -> Output:
         """Return the output, in its place before it appears."""
-        return continued_output(self.place, attempt.nonce, attempt.journal, self.settings)
+        return continued_output(self.place, self.nonce, self.journal, self.settings)
 
-    def directory(self, attempt: Attempt) -> str:
-        return self.output(attempt).location
+    def directory(self) -> str:
+        return self.output().location
 
-    def is_begun(self, attempt: Attempt) -> bool:
-        return not self.is_local or locations.isdir(self.directory(attempt))
+    def is_begun(self) -> bool:
+        return not self.is_local or locations.isdir(self.directory())
 
-    def begin(self, attempt: Attempt, is_new: bool) -> None:
+    def begin(self, is_new: bool) -> None:
         if self.is_local:
-            output = self.output(attempt)
+            output = self.output()
             output.begin_again()
             if is_new:
                 output.check_space()
 
-    def damaged(self, attempt: Attempt) -> list[str]:
-        directory = self.directory(attempt)
+    def damaged(self) -> list[str]:
+        directory = self.directory()
         damaged = []
         for name, header in self.headers.items():
             path = locations.join(directory, name)
@@ -74,30 +74,30 @@ class OutputWork(Work):
                     damaged.append(name)
         return damaged
 
-    def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
+    def complete(self, results: Sequence[Any]) -> None:
         check_sources(self.facts, self.checkpoints)
         if self.is_local:
             # Something else may have come to the place meanwhile.
             self.check()
             # Remains of an interrupted completion. Another process may be about to let the rest
             # appear.
-            directory = self.directory(attempt)
-            remaining = self.names(attempt)
+            directory = self.directory()
+            remaining = self.names()
             for name in locations.list_names(directory):
                 if name not in remaining:
                     locations.remove_tree(locations.join(directory, name))
-        self.add_rest(attempt, results)
+        self.add_rest(results)
 
-    def names(self, attempt: Attempt) -> Collection[str]:
+    def names(self) -> Collection[str]:
         """Return the names in the directory of the complete output."""
-        return self.files(attempt)
+        return self.files()
 
     @abstractmethod
-    def add_rest(self, attempt: Attempt, results: Sequence[Any]) -> None:
+    def add_rest(self, results: Sequence[Any]) -> None:
         """Check the files of the pieces, and write the others."""
 
-    def proof(self, attempt: Attempt, directory: str) -> Any:
-        return self.proof_of(directory, self.files(attempt))
+    def proof(self, directory: str) -> Any:
+        return self.proof_of(directory, self.files())
 
     def proof_of(self, directory: str, names: Iterable[str]) -> Any:
         """Return a proof that identifies the complete output in a directory.
@@ -140,9 +140,9 @@ class FileWork(OutputWork):
         """Describe a file; `overflows` is filled while it is written."""
 
     def run(
-        self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
+        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
     ) -> Iterator[tuple[int, Any]]:
-        output = self.output(attempt)
+        output = self.output()
         settings = replace(self.write_settings, progress=add_bytes)
         with (
             reading(Ranks.alone(), self.checkpoints),

@@ -60,7 +60,7 @@ from distckpt._tools.diff import Compared, DiffReport, check_arguments, plan_dif
 from distckpt._tools.stats import WindowStats, measure_window, stats_of_windows, tensors_to_measure
 from distckpt._tools.tensor_differences import Change, compare_window
 from distckpt.tasks._facts import check_sources, facts_of, facts_of_copies
-from distckpt.tasks._work import Attempt, Piece, Work, cut_files, piece_bytes
+from distckpt.tasks._work import Piece, Work, cut_files, piece_bytes
 
 
 def place_of(verb: str, journal: str | os.PathLike[str]) -> str:
@@ -178,7 +178,7 @@ class _Unopened(Work):
         self._problem = problem
 
     def run(
-        self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
+        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
     ) -> Iterator[tuple[int, Any]]:
         return iter(())
 
@@ -230,7 +230,7 @@ class _VerifyWork(Work):
         return list_blocks(self._stored, file_ids, self._num_threads, keeps_checksums=True)
 
     def run(
-        self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
+        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
     ) -> Iterator[tuple[int, Any]]:
         num_checks = len(self._of_files) + len(self._of_spans)
         with OpenFiles() as open_files:
@@ -266,7 +266,13 @@ class _VerifyWork(Work):
             blocks = self._blocks_of(file_ids)
             low = _number_of(blocks, first, spans[0].start)
             high = _number_of(blocks, last, spans[-1].stop)
-            part = Blocks(*(column[low:high] for column in blocks[:5]))
+            part = Blocks(
+                blocks.chunks[low:high],
+                blocks.file_ids[low:high],
+                blocks.starts[low:high],
+                blocks.stops[low:high],
+                blocks.expected[low:high],
+            )
             units = units_of_blocks(part, stored.location)
             bad_here, num_read = check_units(stored, part, units, self._num_threads, add_bytes)
             for number, message in bad_here:
@@ -287,7 +293,7 @@ class _VerifyWork(Work):
         except (CorruptCheckpointError, OSError) as error:
             return [], str(error)
 
-    def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
+    def complete(self, results: Sequence[Any]) -> None:
         check_sources(self.facts, [self._stored])
 
     def report(self, results: Sequence[Any], seconds: float) -> VerifyReport:
@@ -340,7 +346,7 @@ _BadBlock: TypeAlias = tuple[int, int, str]
 def _number_of(blocks: Blocks, file_id: int, first_byte: int) -> int:
     """Return the number of the first block of a file that does not begin before a byte."""
     low, high = np.searchsorted(blocks.file_ids, [file_id, file_id + 1]).tolist()
-    return low + int(np.searchsorted(blocks.starts[low:high], first_byte))
+    return int(low + np.searchsorted(blocks.starts[low:high], first_byte))
 
 
 # --- Windows of tensors ---------------------------------------------------------------------------
@@ -372,13 +378,13 @@ class _WindowWork(Work):
         """Return the result of a window from JSON."""
 
     def run(
-        self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
+        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
     ) -> Iterator[tuple[int, Any]]:
         with reading(Ranks.alone(), self.checkpoints):
             for number in assigned:
                 yield number, self.windows.results(number, self.compute, add_bytes)
 
-    def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
+    def complete(self, results: Sequence[Any]) -> None:
         check_sources(self.facts, self.checkpoints)
 
     def decoded_by_tensor(self, results: Sequence[Any]) -> list[list[Any]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from distckpt._storage import locations
+from distckpt._commit.conditional_put import SAVE
+from distckpt._format.hf_names import INDEX_NAME
+from distckpt._format.marker import marker_of
+from distckpt._storage import locations, object_store
 from distckpt.tasks._journal import Journal, Worker, journals_beside, other_owner
 from distckpt.tasks._run import abort_uploads
 
@@ -87,26 +89,13 @@ def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
     )
 
 
-def _abandon_uploaded(
-    journal: Journal, place: str, remove_output: Callable[[str, str, Sequence[str]], None]
-) -> None:
-    header = journal.header()
-    if header is None:
-        return
-    if journal.is_done():
-        abort_uploads(place, header["files"])
-    else:
-        remove_output(place, journal.attempt.nonce, header["files"])
-
-
-def abandon(place: str, remove_output: Callable[[str, str, Sequence[str]], None]) -> list[str]:
+def abandon(place: str) -> list[str]:
     """Remove the journals of all work in parts for an output location.
 
     The files it has written go as well, unless they are complete. Return the locations of the
     journals.
 
-    No process may be at work there. On an object store, where files are in their final place
-    already, `remove_output` is called with the place, the nonce and the names of files.
+    No process may be at work there.
 
     Raises:
         OSError: a journal could not be removed; the rest was.
@@ -115,13 +104,28 @@ def abandon(place: str, remove_output: Callable[[str, str, Sequence[str]], None]
     left: list[str] = []
     for journal in journals_beside(place):
         if not locations.is_local(place):
-            _abandon_uploaded(journal, place, remove_output)
+            _abandon_uploaded(journal, place)
         locations.remove_tree(journal.location)
         is_left = locations.is_local(place) and os.path.lexists(journal.location)
         (left if is_left else removed).append(journal.location)
     if left:
         _refuse_left(left[0])
     return removed
+
+
+def _abandon_uploaded(journal: Journal, place: str) -> None:
+    """Remove incomplete files from their place on an object store, and uploads."""
+    header = journal.header()
+    if header is None:
+        return
+    files = header["files"]
+    is_there = locations.exists(locations.join(place, INDEX_NAME))
+    # A process may have been killed before it could note that all is complete.
+    is_complete = is_there or (marker_of(place) or {}).get(SAVE) == journal.nonce
+    if not journal.is_done() and not is_complete:
+        object_store.remove_all([locations.join(place, name) for name in files])
+    if journal.is_done() or not is_complete:
+        abort_uploads(place, files)
 
 
 def _refuse_left(location: str) -> None:

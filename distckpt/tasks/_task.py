@@ -11,10 +11,7 @@ from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.messages import check_count
 from distckpt._base.options import ExportOptions, Progress, with_changes
 from distckpt._commit import posix
-from distckpt._commit.conditional_put import SAVE
-from distckpt._format.hf_names import INDEX_NAME
-from distckpt._format.marker import marker_of
-from distckpt._storage import locations, object_store
+from distckpt._storage import locations
 from distckpt.tasks._run import PartReport, finish, run_part
 from distckpt.tasks._status import PartsStatus, statuses
 from distckpt.tasks._status import abandon as abandon_all
@@ -292,14 +289,4 @@ def abandon(output_dir: str | os.PathLike[str]) -> list[str]:
     Returns:
         The locations of the journals that were removed.
     """
-    return abandon_all(posix.resolve(output_dir), _remove_output)
-
-
-def _remove_output(place: str, nonce: str, files: Sequence[str]) -> None:
-    """Remove the files of parts from their place on an object store."""
-    is_there = locations.exists(locations.join(place, INDEX_NAME))
-    if is_there or (marker_of(place) or {}).get(SAVE) == nonce:
-        return  # complete, by a process that was killed before it could note that
-    paths = [locations.join(place, name) for name in files]
-    object_store.remove_all(paths)
-    object_store.abort_uploads_to(place, paths)
+    return abandon_all(posix.resolve(output_dir))

@@ -18,7 +18,7 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.tasks._facts import facts_of
 from distckpt.tasks._outputs import OutputWork
-from distckpt.tasks._work import Attempt, Piece, Work, piece_bytes
+from distckpt.tasks._work import Piece, Work, piece_bytes
 from distckpt.torch_dist._export import check_place, chunks_to_write
 from distckpt.torch_dist._write import (
     common_state_to_write,
@@ -66,7 +66,7 @@ class _TorchDistWork(OutputWork):
     def _common(self) -> dict[Any, Any]:
         return common_state_to_write(self._stored)
 
-    def files(self, attempt: Attempt) -> list[str]:
+    def files(self) -> list[str]:
         return [*(piece.name for piece in self.pieces), *_OTHER_FILES]
 
     def check(self) -> None:
@@ -75,9 +75,9 @@ class _TorchDistWork(OutputWork):
         _ = self._common
 
     def run(
-        self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
+        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
     ) -> Iterator[tuple[int, Any]]:
-        directory = self.directory(attempt)
+        directory = self.directory()
         with reading(Ranks.alone(), self.checkpoints):
             for number in assigned:
                 name = self.pieces[number].name
@@ -91,16 +91,16 @@ class _TorchDistWork(OutputWork):
                 add_bytes(self.pieces[number].num_bytes)
                 yield number, [(chunk, name, start, size) for chunk, _, start, size in written]
 
-    def add_rest(self, attempt: Attempt, results: Sequence[Any]) -> None:
-        write_metadata(self._stored, self._common, results, self.directory(attempt))
+    def add_rest(self, results: Sequence[Any]) -> None:
+        write_metadata(self._stored, self._common, results, self.directory())
         ends = []
         for written in results:
             ends.append(max((start + size for _, _, start, size in written), default=0))
         names = [piece.name for piece in self.pieces]
-        self.output(attempt).check_files(list(zip(names, ends, strict=True)))
+        self.output().check_files(list(zip(names, ends, strict=True)))
 
-    def commit(self, attempt: Attempt, results: Sequence[Any]) -> None:
-        self.output(attempt).commit(None)
+    def commit(self, results: Sequence[Any]) -> None:
+        self.output().commit(None)
 
     def report(self, results: Sequence[Any], seconds: float) -> None:
         return None
