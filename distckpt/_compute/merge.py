@@ -150,12 +150,6 @@ def check_terms(
     ema: float | None,
 ) -> tuple[list[str], list[float]]:
     """Return the locations and factors of the checkpoints."""
-    sources = _sources(checkpoints)
-    return sources, _factors(len(sources), weights, ema)
-
-
-def _sources(checkpoints: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Return the locations of the checkpoints."""
     if isinstance(checkpoints, str | os.PathLike) or not isinstance(checkpoints, Iterable):
         raise TypeError(f"merge takes a list of checkpoints, got {checkpoints!r}.")
     sources = [locations.normalize(checkpoint) for checkpoint in checkpoints]
@@ -163,7 +157,7 @@ def _sources(checkpoints: Sequence[str | os.PathLike[str]]) -> list[str]:
         raise ValueError(
             f"merge takes two checkpoints or more, got {sources} only: `consolidate` exports one."
         )
-    return sources
+    return sources, _factors(len(sources), weights, ema)
 
 
 def check_is_apart(output_dir: str | os.PathLike[str], sources: Sequence[str]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -77,43 +78,58 @@ class SummedSource(TensorSource):
         self, requests: Sequence[Request], views: Sequence[torch.Tensor], factor: float
     ) -> None:
         weights = [weight * factor for weight in self._weights]
-        for request, view in zip(requests, views, strict=True):
-            dtypes = [_term_dtype(term, request.key) for term in self._terms]
-            num_elements = _TERMS_BYTES // sum(dtype.itemsize for dtype in dtypes)
-            for piece in cut_region(request.region, max(1, num_elements)):
-                terms = self._read_terms(request._replace(region=piece), dtypes)
-                target = view[piece.relative_to(request.region.offset).slices()]
-                goal = target
-                if not target.is_contiguous():
-                    goal = scratch("rounded", target.shape, target.dtype)
-                if is_summed(FROM_NAME[self.stored.dtype_name(request.key)]):
-                    flat_terms = [values.view(-1) for values in terms]
-                    _fill_with_sum(goal.view(-1), flat_terms, weights, self._decay)
-                else:
-                    self._check_equal(request.key, terms)
-                    goal.copy_(terms[0])
-                if goal is not target:
-                    target.copy_(goal)
+        for dtypes, batch in _batches(self.stored, self._terms, requests, views):
+            requested = [request for request, _ in batch]
+            terms = _read_terms(self._terms, dtypes, requested)
+            view = batch[0][1]
+            is_direct = len(batch) == 1 and view.is_contiguous()
+            goal = view.view(-1) if is_direct else scratch("rounded", terms[0].shape, view.dtype)
+            if is_summed(FROM_NAME[self.stored.dtype_name(requested[0].key)]):
+                _fill_with_sum(goal, terms, weights, self._decay)
+            else:
+                _check_equal(self._terms, requested, terms)
+                goal.copy_(terms[0])
+            if not is_direct:
+                for (_, view), part in zip(batch, _divided(goal, requested), strict=True):
+                    view.copy_(part)
 
-    def _read_terms(self, request: Request, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """Return the values of each checkpoint, in scratch memory."""
-        terms = []
-        for number, (term, dtype) in enumerate(zip(self._terms, dtypes, strict=True)):
-            values = scratch(f"term {number}", request.region.shape, dtype)
-            read_values(term, plan_load(term, [request]), [values], num_threads=1)
-            terms.append(values)
-        return terms
 
-    def _check_equal(self, key: str, terms: Sequence[torch.Tensor]) -> None:
-        """Check that a tensor that cannot be added is equal in all checkpoints."""
-        first, *others = [as_integers(values) for values in terms]
-        for source, values in zip(self._terms[1:], others, strict=True):
-            if not torch.equal(first, values):
-                raise CheckpointingException(
-                    f"Key {key!r} is {source.dtype_name(key)}, of which there is no sum, and its "
-                    f"values in {source.location!r} differ from those in "
-                    f"{self._terms[0].location!r}: leave the key out with `keys`."
+def _batches(
+    view: StoredCheckpoint,
+    terms: Sequence[StoredCheckpoint],
+    requests: Sequence[Request],
+    targets: Sequence[torch.Tensor],
+) -> Iterator[tuple[list[torch.dtype], list[tuple[Request, torch.Tensor]]]]:
+    """Divide requests into batches that need little memory. Yield each batch with its dtypes."""
+    batch: list[tuple[Request, torch.Tensor]] = []
+    room = 0
+    kind = None
+    dtypes: list[torch.dtype] = []
+    for request, target in zip(requests, targets, strict=True):
+        count = request.region.num_elements
+        next_dtypes = [_term_dtype(term, request.key) for term in terms]
+        next_kind = (view.dtype_name(request.key), target.dtype, next_dtypes)
+        size = sum(dtype.itemsize for dtype in next_dtypes)
+        # Pieces of even size: each is a plan of its own.
+        for piece in cut_region(
+            request.region, -(-count // -(-count * size // _TERMS_BYTES)) if count else 1
+        ):
+            if piece.num_elements * size > room or next_kind != kind:
+                if batch:
+                    yield dtypes, batch
+                batch = []
+                room = _TERMS_BYTES
+                kind = next_kind
+                dtypes = next_dtypes
+            batch.append(
+                (
+                    request._replace(region=piece),
+                    target[piece.relative_to(request.region.offset).slices()],
                 )
+            )
+            room -= piece.num_elements * size
+    if batch:
+        yield dtypes, batch
 
 
 def _term_dtype(source: StoredCheckpoint, key: str) -> torch.dtype:
@@ -122,6 +138,33 @@ def _term_dtype(source: StoredCheckpoint, key: str) -> torch.dtype:
     if is_quantized:
         return torch.float32
     return FROM_NAME[source.dtype_name(key)]
+
+
+def _read_terms(
+    stored: Sequence[StoredCheckpoint],
+    dtypes: Sequence[torch.dtype],
+    requests: Sequence[Request],
+) -> list[torch.Tensor]:
+    """Return the values of each checkpoint, in scratch memory.
+
+    They are flat, one request after the other.
+    """
+    count = sum(request.region.num_elements for request in requests)
+    terms: list[torch.Tensor] = []
+    for number, (source, dtype) in enumerate(zip(stored, dtypes, strict=True)):
+        terms.append(scratch(f"term {number}", (count,), dtype))
+        views = _divided(terms[-1], requests)
+        read_values(source, plan_load(source, requests), views, num_threads=1)
+    return terms
+
+
+def _divided(values: torch.Tensor, requests: Sequence[Request]) -> list[torch.Tensor]:
+    """View flat memory as the regions of requests, in order."""
+    ends = itertools.accumulate(request.region.num_elements for request in requests)
+    views = []
+    for end, request in zip(ends, requests, strict=True):
+        views.append(values[end - request.region.num_elements : end].view(request.region.shape))
+    return views
 
 
 def _fill_with_sum(
@@ -159,3 +202,19 @@ def _real_parts(
         return target, terms
     parts = [values.to(torch.complex64).view(torch.float32) for values in terms]
     return target.view(target.dtype.to_real()), parts
+
+
+def _check_equal(
+    stored: Sequence[StoredCheckpoint], requests: Sequence[Request], terms: Sequence[torch.Tensor]
+) -> None:
+    """Check that tensors that cannot be added are equal in all checkpoints."""
+    first, *others = [_divided(as_integers(values), requests) for values in terms]
+    for source, values in zip(stored[1:], others, strict=True):
+        for request, one, other in zip(requests, first, values, strict=True):
+            if not torch.equal(one, other):
+                dtype = source.dtype_name(request.key)
+                raise CheckpointingException(
+                    f"Key {request.key!r} is {dtype}, of which there is no sum, and its values in "
+                    f"{source.location!r} differ from those in {stored[0].location!r}: leave the "
+                    "key out with `keys`."
+                )

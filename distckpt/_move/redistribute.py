@@ -174,11 +174,6 @@ class MoveRequest:
         return {"has_fallback": has_fallback, "verify": self.compares, **options}
 
     @property
-    def directory(self) -> str:
-        """The location of the fallback; empty if there is none."""
-        return "" if self.fallback is None else locations.normalize(self.fallback)
-
-    @property
     def as_load(self) -> LoadRequest:
         """The request for this rank's targets."""
         options = LoadOptions(
@@ -210,7 +205,9 @@ def run_move(
     """
     timer = PhaseTimer(request.verb, ranks.rank, request.place)
     load = request.as_load
-    directory = request.directory
+    directory = ""
+    if request.fallback is not None:
+        directory = locations.normalize(request.fallback)
     with timer.phase("plan"):
         given = describe_given(ranks, old_state, request.rules, request.family, directory)
         fallback = _fallback(ranks, load, directory)

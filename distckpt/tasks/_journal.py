@@ -164,9 +164,8 @@ class Journal:
 
     def recorded(self) -> set[int]:
         """Return the numbers of the pieces that are whole."""
-        matches = map(_RECORD.fullmatch, self._names())
         numbers = set()
-        for match in matches:
+        for match in map(_RECORD.fullmatch, self._names()):
             if match:
                 numbers.add(int(match[1]))
         return numbers
@@ -225,11 +224,7 @@ class Journal:
             locations.remove_file(self._path(name))
 
     def _done_names(self) -> list[str]:
-        names = []
-        for name in self._names():
-            if _DONE.fullmatch(name):
-                names.append(name)
-        return names
+        return list(filter(_DONE.fullmatch, self._names()))
 
     def is_done(self) -> bool:
         """Whether the work ended, unless it was killed just before."""
@@ -262,11 +257,7 @@ class Journal:
             locations.remove_tree(self._path(name))
 
     def _outputs(self) -> list[str]:
-        names = []
-        for name in self._names():
-            if hidden_directories.parse(name) is not None:
-                names.append(name)
-        return names
+        return list(filter(hidden_directories.parse, self._names()))
 
     # --- Who is at work
 

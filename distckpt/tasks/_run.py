@@ -323,12 +323,12 @@ def _finish(work: Work, journal: Journal) -> Any:
                 _complete(work, journal, results)
         except (OSError, CheckpointingException) as error:
             damaged = work.damaged()
-            lost = _lost(work, journal, damaged)
+            lost = _lost(work, damaged)
             # Where there are no locks, another process may have done the same meanwhile, and have
             # moved the files whose sizes were just read.
             if not is_complete(work, journal):
                 if lost:
-                    _cut(work, journal, damaged)
+                    _cut(work, damaged)
                     raise _again(work, journal, lost, error) from error
                 raise
         abort_uploads(work.place, work.files())
@@ -380,7 +380,7 @@ def _again(
     )
 
 
-def _lost(work: Work, journal: Journal, damaged: Sequence[str]) -> list[int]:
+def _lost(work: Work, damaged: Sequence[str]) -> list[int]:
     """Return whole pieces whose files were removed, cut or damaged since."""
     if not work.is_begun():
         return []
@@ -396,7 +396,7 @@ def _lost(work: Work, journal: Journal, damaged: Sequence[str]) -> list[int]:
     return lost
 
 
-def _cut(work: Work, journal: Journal, names: Iterable[str]) -> None:
+def _cut(work: Work, names: Iterable[str]) -> None:
     """Cut local files to their planned size; written again, longer ones would stay as long.
 
     They are not removed: another process may be writing them again already.
@@ -434,10 +434,7 @@ def _complete(work: Work, journal: Journal, results: Sequence[Any]) -> None:
     journal.note_done(work.proof(work.place))
 
 
-@contextlib.contextmanager
-def _alone(journal: Journal) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if locations.is_local(journal.location):
-            path = locations.join(journal.location, LOCK)
-            stack.enter_context(hidden_directories.locked_if_offered(path))
-        yield
+def _alone(journal: Journal) -> contextlib.AbstractContextManager[object]:
+    if locations.is_local(journal.location):
+        return hidden_directories.locked_if_offered(locations.join(journal.location, LOCK))
+    return contextlib.nullcontext()

@@ -132,11 +132,9 @@ def _with_location(name: str, value: Any) -> Any:
     if name == "checkpoints":
         return [locations.normalize(item) for item in value]
     if isinstance(value, ExportOptions):
-        values = {}
-        for item in _LOCATIONS_OF_OPTIONS:
-            values[item] = getattr(value, item)
         absolute: dict[str, Any] = {}
-        for item, path in values.items():
+        for item in _LOCATIONS_OF_OPTIONS:
+            path = getattr(value, item)
             if path not in (None, "auto"):
                 absolute[item] = locations.normalize(path)
         return replace(value, **absolute)
