@@ -12,7 +12,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
-from distckpt._compute.quantize_plan import EncodedPart
+from distckpt._compute.formats import EncodedPart
 from distckpt._geometry.region import Region, intersect, whole
 from distckpt._geometry.units import cut_region
 from distckpt._io.tensor_source import TensorSource, Wanted

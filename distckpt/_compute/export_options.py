@@ -27,7 +27,7 @@ _MAX_PROBED = 100
 
 def check_formats(quantize: str | Mapping[str, str]) -> None:
     """Check that the names of formats are known."""
-    from distckpt._compute.quantize_plan import formats_by_pattern
+    from distckpt._compute.formats import formats_by_pattern
 
     formats_by_pattern(quantize)
 
@@ -42,19 +42,20 @@ def quantized(
     `quantize` says which tensors to quantize, or a reference directory has them quantized.
     """
     from distckpt._compute.encoded_source import EncodedSource
-    from distckpt._compute.quantize_plan import formats_by_pattern, quantize_outputs
+    from distckpt._compute.formats import formats_by_pattern, quantize_outputs
 
     model = None
     if reference is not None:
         model = set(find(reference))
-    made = quantize_outputs(planned.outputs, formats_by_pattern(quantize), model)
-    made_of = {name: part.tensor.name for name, part in made.parts.items()}
+    formats = formats_by_pattern(quantize)
+    outputs, parts, config = quantize_outputs(planned.outputs, formats, model)
+    made_of = {name: part.tensor.name for name, part in parts.items()}
     return replace(
         planned,
-        source=EncodedSource(planned.source, made.parts),
-        outputs=made.outputs,
+        source=EncodedSource(planned.source, parts),
+        outputs=outputs,
         made_of={**planned.made_of, **made_of},
-        quantization=made.config,
+        quantization=config,
     )
 
 

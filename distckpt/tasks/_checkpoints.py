@@ -23,7 +23,6 @@ from distckpt._format.marker import (
     config_fields,
     write_marker,
 )
-from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.export import num_export_threads
 from distckpt._io.save_shards import report_of_written, write_manifest
 from distckpt._io.tensor_source import TensorSource
@@ -32,44 +31,36 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt._tools.reshard import ReshardReport, report_of_reshard, tensor_file
 from distckpt._tools.reshard_plan import (
-    ReshardPlan,
-    ReshardRequest,
     check_request,
     options_of,
     plan_reshard,
 )
 from distckpt.tasks._facts import facts_of
 from distckpt.tasks._outputs import FileWork, overflows_of
-from distckpt.tasks._work import Work
 
 
-def resharding(
-    source_dir: str | os.PathLike[str], checkpoint_dir: str | os.PathLike[str], **options: Any
-) -> Work:
-    """Plan the work of a call of `reshard` with these arguments."""
-    given = options_of(1, **options)
-    request = check_request(source_dir, checkpoint_dir, given)
-    if request.is_in_place:
-        raise CheckpointingException(
-            f"{request.source!r} cannot be rewritten in its own place in parts: parts that come "
-            "late would read the new one. Choose another directory."
-        )
-    ranks = Ranks.alone()
-    stored = open_undisturbed(ranks, request.source, verify=given.verify)
-    with reading(ranks, [stored]):
-        plan = plan_reshard(ranks, stored, request)
-    return _ReshardWork(stored, request, plan)
-
-
-class _ReshardWork(FileWork):
-    """A planned checkpoint; `stored` is its source."""
+class ReshardWork(FileWork):
+    """The work of `reshard` with these arguments."""
 
     verb = "reshard"
 
     def __init__(
-        self, stored: StoredCheckpoint, request: ReshardRequest, plan: ReshardPlan
+        self,
+        source_dir: str | os.PathLike[str],
+        checkpoint_dir: str | os.PathLike[str],
+        **arguments: Any,
     ) -> None:
-        options = request.options
+        options = options_of(1, **arguments)
+        request = check_request(source_dir, checkpoint_dir, options)
+        if request.is_in_place:
+            raise CheckpointingException(
+                f"{request.source!r} cannot be rewritten in its own place in parts: parts that "
+                "come late would read the new one. Choose another directory."
+            )
+        ranks = Ranks.alone()
+        stored = open_undisturbed(ranks, request.source, verify=options.verify)
+        with reading(ranks, [stored]):
+            plan = plan_reshard(ranks, stored, request)
         self._plan = plan
         self._overwrite = options.overwrite
         self._files = {file.name: file for file in plan.layout.all_files}

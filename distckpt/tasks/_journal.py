@@ -26,7 +26,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.options import sealed, unsealed
@@ -45,15 +45,6 @@ _NOTE = re.compile(r"part-[0-9a-f]{16}\.json")
 _HEADER_FORM = {"verb": str, "sources": list, "facts": dict, "pieces": list, "files": list}
 _RECORD_FORM = {"result": object, "seconds": float}
 _DONE_FORM = {"proof": object}
-_NOTE_FORM = {
-    "part": str,
-    "host": str,
-    "pid": int,
-    "piece": str,
-    "number": int,
-    "piece_bytes": int,
-    "num_bytes": int,
-}
 _SECONDS_BETWEEN = 5.0
 """Seconds between two notes of a process at work."""
 SECONDS_SILENT = 60.0
@@ -89,6 +80,10 @@ class Worker:
     def is_running(self) -> bool:
         """Whether it is at work, as far as can be known."""
         return self.seconds < SECONDS_SILENT
+
+
+_NOTE_FORM = get_type_hints(Worker)
+del _NOTE_FORM["seconds"]
 
 
 class Journal:

@@ -56,7 +56,7 @@ from distckpt._operations.windows import Window, map_some_windows, windows_of
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
-from distckpt._tools.diff import Compared, DiffReport, check_arguments, plan_diff, report_of_diff
+from distckpt._tools.diff import DiffReport, check_arguments, plan_diff, report_of_diff
 from distckpt._tools.stats import WindowStats, measure_window, stats_of_windows, tensors_to_measure
 from distckpt._tools.tensor_differences import Change, compare_window
 from distckpt.tasks._facts import check_sources, facts_of, facts_of_copies
@@ -357,12 +357,12 @@ class _WindowWork(Work):
 
     def __init__(
         self,
-        place: str,
+        journal: str | os.PathLike[str],
         checkpoints: Sequence[StoredCheckpoint],
         sides: Sequence[Sequence[StoredTensor]],
         options: Mapping[str, Any],
     ) -> None:
-        self.place = place
+        self.place = place_of(self.verb, journal)
         self.checkpoints = checkpoints
         self.sources = [stored.location for stored in checkpoints]
         self.windows = _Windows(sides)
@@ -398,23 +398,21 @@ class _WindowWork(Work):
 # --- stats ----------------------------------------------------------------------------------------
 
 
-def measurement(
-    checkpoint_dir: str | os.PathLike[str],
-    *,
-    journal: str | os.PathLike[str],
-    keys: Sequence[str] | None = None,
-) -> Work:
-    """Return the work of `distckpt stats` with these arguments."""
-    stored = open_undisturbed(Ranks.alone(), locations.normalize(checkpoint_dir))
-    return _StatsWork(stored, place_of("stats", journal), keys)
+class StatsWork(_WindowWork):
+    """The work of `distckpt stats` with these arguments."""
 
-
-class _StatsWork(_WindowWork):
     verb = "stats"
 
-    def __init__(self, stored: StoredCheckpoint, place: str, keys: Sequence[str] | None) -> None:
+    def __init__(
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        *,
+        journal: str | os.PathLike[str],
+        keys: Sequence[str] | None = None,
+    ) -> None:
+        stored = open_undisturbed(Ranks.alone(), locations.normalize(checkpoint_dir))
         self._tensors = tensors_to_measure(stored, keys)
-        super().__init__(place, [stored], [self._tensors], {"keys": keys})
+        super().__init__(journal, [stored], [self._tensors], {"keys": keys})
 
     def compute(self, window: Window, *values: torch.Tensor) -> Any:
         parts, sample = measure_window(self._tensors, window, *values)
@@ -432,37 +430,33 @@ class _StatsWork(_WindowWork):
 # --- diff -----------------------------------------------------------------------------------------
 
 
-def comparison(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
-    *,
-    journal: str | os.PathLike[str],
-    keys: str | Sequence[str] | None = None,
-    rename: Mapping[str, str] | None = None,
-    atol: float = 0.0,
-    rtol: float = 0.0,
-) -> Work:
-    """Return the work of `diff` with these arguments."""
-    check_arguments(keys, rename, atol, rtol)
-    ranks = Ranks.alone()
-    first, second = (open_undisturbed(ranks, locations.normalize(location)) for location in (a, b))
-    compared = plan_diff(first, second, keys, rename or {})
-    options = {"keys": keys, "rename": rename, "atol": atol, "rtol": rtol}
-    return _DiffWork(compared, place_of("diff", journal), options)
+class DiffWork(_WindowWork):
+    """The work of `diff` with these arguments."""
 
-
-class _DiffWork(_WindowWork):
     verb = "diff"
 
-    def __init__(self, compared: Compared, place: str, options: Mapping[str, Any]) -> None:
-        self._compared = compared
-        self._options = options
-        super().__init__(place, [compared.first, compared.second], compared.sides, options)
+    def __init__(
+        self,
+        a: str | os.PathLike[str],
+        b: str | os.PathLike[str],
+        *,
+        journal: str | os.PathLike[str],
+        keys: str | Sequence[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        atol: float = 0.0,
+        rtol: float = 0.0,
+    ) -> None:
+        check_arguments(keys, rename, atol, rtol)
+        ranks = Ranks.alone()
+        first = open_undisturbed(ranks, locations.normalize(a))
+        second = open_undisturbed(ranks, locations.normalize(b))
+        self._compared = plan_diff(first, second, keys, rename or {})
+        self._compare = functools.partial(compare_window, atol=atol, rtol=rtol)
+        options = {"keys": keys, "rename": rename, "atol": atol, "rtol": rtol}
+        super().__init__(journal, [first, second], self._compared.sides, options)
 
     def compute(self, window: Window, *values: torch.Tensor) -> Any:
-        atol = self._options["atol"]
-        rtol = self._options["rtol"]
-        return compare_window(window, *values, atol=atol, rtol=rtol)
+        return self._compare(window, *values)
 
     def decoded(self, result: Any) -> Change | None:
         if result is None:

@@ -18,7 +18,7 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.tasks._facts import facts_of
 from distckpt.tasks._outputs import OutputWork
-from distckpt.tasks._work import Piece, Work, piece_bytes
+from distckpt.tasks._work import Piece, piece_bytes
 from distckpt.torch_dist._export import check_place, chunks_to_write
 from distckpt.torch_dist._write import (
     common_state_to_write,
@@ -29,25 +29,25 @@ from distckpt.torch_dist._write import (
 _OTHER_FILES = (COMMON_NAME, METADATA_NAME, CONFIG_FNAME)
 
 
-def exporting(
-    checkpoint_dir: str | os.PathLike[str],
-    output_dir: str | os.PathLike[str],
-    *,
-    overwrite: bool = False,
-) -> Work:
-    """Return the work of `torch_dist.export` with these arguments."""
-    location = locations.normalize(checkpoint_dir)
-    target = posix.resolve(output_dir)
-    check_place(location, target)
-    return _TorchDistWork(open_undisturbed(Ranks.alone(), location), target, overwrite)
+class TorchDistWork(OutputWork):
+    """The work of `torch_dist.export` with these arguments.
 
-
-class _TorchDistWork(OutputWork):
-    """A conversion whose pieces are files of whole chunks."""
+    Its pieces are files of whole chunks.
+    """
 
     verb = "convert"
 
-    def __init__(self, stored: StoredCheckpoint, target: str, overwrite: bool) -> None:
+    def __init__(
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        output_dir: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        location = locations.normalize(checkpoint_dir)
+        target = posix.resolve(output_dir)
+        check_place(location, target)
+        stored = open_undisturbed(Ranks.alone(), location)
         self._stored = stored
         self.place = target
         self.checkpoints = [stored]

@@ -107,7 +107,7 @@ def test_the_module_for_users_of_dcp_imports_nothing_of_it():
 
 SELDOM = {
     "quantize='int8-channel'": {
-        "_compute.quantize_plan",
+        "_compute.formats",
         "_compute.encoded_source",
     },
     "merge_adapter='adapter'": {
