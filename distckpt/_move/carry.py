@@ -278,10 +278,7 @@ def check_arrival(
 def _sent(plan: RankPlan, sources: Pieces) -> Iterator[LiveRegion]:
     for slot, row, dtype, offset, shape in plan.sent:
         region, view = _place(sources.table[row], sources.views[row], offset, shape)
-        add = sources.adds[row]
-        moved = view
-        if add:
-            moved = view - add
+        moved = _moved(view, sources.adds[row])
         taken_as = FROM_NAME[dtype]
         values = moved
         if moved.dtype != taken_as:
@@ -301,9 +298,8 @@ def _place(
     piece: Piece, view: torch.Tensor, offset: Sequence[int], shape: Sequence[int]
 ) -> tuple[Region, torch.Tensor]:
     """Return a region of a piece in its tensor, and its values."""
-    within = Region(tuple(offset), tuple(shape))
-    start = tuple(map(int.__add__, piece.region.offset, within.offset))
-    return Region(start, within.shape), view[within.slices()] if shape else view
+    start = tuple(map(int.__add__, piece.region.offset, offset))
+    return Region(start, tuple(shape)), _part(view, offset, shape)
 
 
 def _one_nan(values: torch.Tensor) -> torch.Tensor:

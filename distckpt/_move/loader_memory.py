@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -258,27 +258,22 @@ class Memory:
 
     def num_written(self, view: Layout) -> int:
         """Count the elements of a view that were written."""
-        self.settle()
-        regions = []
-        for box in boxes(self.shape, view, view):
-            regions.append(box.region)
-        num_elements = 0
-        for piece in self.pieces:
-            for region in regions:
-                common = intersect(piece.region, region)
-                if common is not None:
-                    num_elements += common.num_elements
-        return num_elements
+        return num_elements(self.read(view, view))
 
     def names(self) -> list[str]:
         """Name the stored tensors that have elements here."""
         if self.key is not None:
             return [self.key]
-        keys: dict[str, None] = {}
+        keys = {}
         for piece in self.pieces:
-            if piece.stored is not None and piece.stored.key is not None:
-                keys[piece.stored.key] = None
+            if piece.stored is not None:
+                keys[str(piece.stored.key)] = None
         return list(keys)
+
+
+def num_elements(reads: Iterable[Read]) -> int:
+    """Return the number of elements that are read."""
+    return sum(math.prod(read.layout.shape) for read in reads)
 
 
 def _last_written(pieces: Sequence[Piece]) -> list[Piece]:

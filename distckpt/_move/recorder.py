@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
-from distckpt._move.loader_memory import Layout, Memory, Read, Step, factored
+from distckpt._move.loader_memory import Layout, Memory, Read, Step, factored, num_elements
 
 aten = torch.ops.aten
 
@@ -155,7 +155,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _stored_tensors(self, arguments: Any) -> list[torch.Tensor]:
         """Return the tensors among arguments that have stored elements."""
-        return [leaf for leaf in tree_leaves(arguments) if _is_tensor(leaf) and self._names(leaf)]
+        return [leaf for leaf in _tensors_in(arguments) if self._names(leaf)]
 
     def _repeat(self, source: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
         """Copy several times along each axis, as a view and joins do it."""
@@ -177,7 +177,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _copy(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Make a new tensor from one or several."""
-        sources = [leaf for leaf in tree_leaves(args) if _is_tensor(leaf)]
+        sources = _tensors_in(args)
         if any(isinstance(source, Recorded) for source in sources):
             made = self._make(func, args, kwargs)
         else:
@@ -207,7 +207,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse(func, [target])
         if not isinstance(target, Recorded) and not isinstance(value, Recorded):
             func(*args, **kwargs)
-        if _is_tensor(value) and self._names(value):
+        if isinstance(value, torch.Tensor) and self._names(value):
             self._note(target, value, func)
         elif isinstance(target, Recorded):
             self.refuse(func, [target])
@@ -255,8 +255,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         meta = _meta_of(value).expand(target.shape)
         reads = list(source.read(Layout.of(meta), Layout.of(_meta_of(target))))
-        num_read = sum(math.prod(read.layout.shape) for read in reads)
-        if isinstance(value, Recorded) and num_read != target.numel():
+        if isinstance(value, Recorded) and num_elements(reads) != target.numel():
             self.refuse(func, [value])
         return reads
 
@@ -321,8 +320,8 @@ def is_recorded(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor)
+def _tensors_in(arguments: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_view_of(view: torch.Tensor, meta: torch.Tensor) -> bool:

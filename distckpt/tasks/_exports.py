@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -103,11 +102,8 @@ class _ExportWork(FileWork):
         self.last_file = INDEX_NAME
         if [*self._files] == [SINGLE_NAME]:
             self.last_file = SINGLE_NAME
-        option_values = {}
-        for field in fields(options):
-            option_values[field.name] = getattr(options, field.name)
         self.facts = {
-            **facts_of({**option_values, **(more or {})}, self.checkpoints, plan.outputs),
+            **facts_of({**vars(options), **(more or {})}, self.checkpoints, plan.outputs),
             **facts_of_extra_files(plan.extra_files),
         }
 
