@@ -264,7 +264,7 @@ class Memory:
         """Name the stored tensors that have elements here."""
         if self.key is not None:
             return [self.key]
-        keys = {}
+        keys: dict[str, None] = {}
         for piece in self.pieces:
             if piece.stored is not None:
                 keys[str(piece.stored.key)] = None
