@@ -14,7 +14,7 @@ from distckpt._base.dtypes import FROM_NAME, is_summed
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._compute.adapter_targets import FIELDS, check_targets, ends_with
-from distckpt._compute.peft_names import OF_EXPERTS, PREFIX, names_in_memory
+from distckpt._compute.peft_names import OF_EXPERTS, PREFIX, names_in_memory, text_config
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.export import OutputTensor
 
@@ -439,9 +439,7 @@ def _check_tied(
 
 def _possible_embeddings(outputs: Mapping[str, OutputTensor], model: Mapping[str, Any]) -> set[str]:
     """Return the names of possible embeddings that are also the output layer."""
-    text = model
-    if isinstance(inner := model.get("text_config"), dict):
-        text = inner
+    text = text_config(model)
     if model.get("tie_word_embeddings", text.get("tie_word_embeddings")) is False:
         return set()
     counts = collections.Counter(output.shape for output in outputs.values())

@@ -11,7 +11,7 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import summarize_keys, without_numbers
-from distckpt._compute.peft_names import OF_EXPERTS
+from distckpt._compute.peft_names import OF_EXPERTS, text_config
 
 FIELDS: dict[str, type] = {
     "target_modules": str,
@@ -227,9 +227,7 @@ def _layer_number(module: str) -> int:
 
 def _first_shared_layer(model: Mapping[str, Any]) -> int | None:
     """Return the first layer that shares keys and values with another."""
-    text = model
-    if isinstance(inner := model.get("text_config"), dict):
-        text = inner
+    text = text_config(model)
     num_layers = text.get("num_hidden_layers")
     num_shared = text.get("num_kv_shared_layers")
     if type(num_layers) is int and type(num_shared) is int and num_shared:

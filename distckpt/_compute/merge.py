@@ -5,20 +5,27 @@ The result is a weighted sum, or a moving average.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from distckpt._base.errors import CheckpointExistsError, CheckpointingException
+import torch
+
+from distckpt._base.dtypes import FROM_NAME, TO_NAME, is_summed
+from distckpt._base.errors import CheckpointExistsError, CheckpointingException, LoadMismatchError
 from distckpt._base.interrupts import paused_garbage_collection
+from distckpt._base.messages import summarize_keys
 from distckpt._base.options import ExportOptions, with_changes
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.model_keys import left_out
 from distckpt._checkpoint.opening import holds_checkpoint
 from distckpt._commit import posix
-from distckpt._compute.merged import merged
 from distckpt._compute.summed_source import SummedSource
+from distckpt._format.chunk_table import ChunkTable
+from distckpt._format.manifest import Manifest
+from distckpt._format.marker import names_of_module, note_of_module
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._operations.export_plan import ExportPlan, plan_export
 from distckpt._operations.export_request import (
@@ -29,6 +36,9 @@ from distckpt._operations.export_request import (
     open_sources,
 )
 from distckpt._operations.export_write import ExportReport, write_and_commit
+from distckpt._plan.codes import check_scales_cast
+from distckpt._plan.decoded import decoded, hidden_keys
+from distckpt._plan.selection import select_tensors
 from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
 from distckpt._storage import locations
 
@@ -128,21 +138,10 @@ def plan_opened_sum(
     Collective operation: all ranks must call it.
     """
     with reading(ranks, opened.all):
-        source = _sum(ranks, opened.checkpoints, factors, ema, options)
+        with ranks.phase("compare the checkpoints"):
+            view, terms = _merged(opened.checkpoints, options.keys, options.tied == "write")
+        source = SummedSource(view, terms, factors, decay=1.0 if ema is None else float(ema))
         return plan_export(ranks, opened, source, options)
-
-
-def _sum(
-    ranks: Ranks,
-    checkpoints: Sequence[StoredCheckpoint],
-    factors: Sequence[float],
-    ema: float | None,
-    options: ExportOptions,
-) -> SummedSource:
-    with ranks.phase("compare the checkpoints"):
-        unused = [left_out(stored, options.keys) for stored in checkpoints]
-        view = merged(checkpoints, options.keys, unused, options.tied == "write")
-    return SummedSource(view.stored, view.terms, factors, decay=1.0 if ema is None else float(ema))
 
 
 def check_terms(
@@ -151,12 +150,6 @@ def check_terms(
     ema: float | None,
 ) -> tuple[list[str], list[float]]:
     """Return the locations and factors of the checkpoints."""
-    sources = _sources(checkpoints)
-    return sources, _factors(len(sources), weights, ema)
-
-
-def _sources(checkpoints: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Return the locations of the checkpoints."""
     if isinstance(checkpoints, str | os.PathLike) or not isinstance(checkpoints, Iterable):
         raise TypeError(f"merge takes a list of checkpoints, got {checkpoints!r}.")
     sources = [locations.normalize(checkpoint) for checkpoint in checkpoints]
@@ -164,7 +157,7 @@ def _sources(checkpoints: Sequence[str | os.PathLike[str]]) -> list[str]:
         raise ValueError(
             f"merge takes two checkpoints or more, got {sources} only: `consolidate` exports one."
         )
-    return sources
+    return sources, _factors(len(sources), weights, ema)
 
 
 def check_is_apart(output_dir: str | os.PathLike[str], sources: Sequence[str]) -> None:
@@ -207,3 +200,138 @@ def _factors_of_average(count: int, ema: float | None) -> list[float]:
         return []
     # The sum is multiplied with it before each further term.
     return [1.0, *[1 - float(ema)] * (count - 1)]
+
+
+# --- The tensors that all have --------------------------------------------------------------------
+
+
+def _merged(
+    checkpoints: Sequence[StoredCheckpoint], keys: str | Sequence[str] | None, write_tied: bool
+) -> tuple[StoredCheckpoint, Sequence[StoredCheckpoint]]:
+    """Return a checkpoint that describes the sums, and the terms, with quantized tensors as values.
+
+    The sums are of the tensors that match `keys`, which must be in all checkpoints, with the same
+    shapes. They have no chunks: only exports read them. Names are tied if they are tied in all
+    checkpoints.
+
+    Raises:
+        LoadMismatchError: a tensor is missing in one of the checkpoints, or has another shape
+            there.
+        CheckpointingException: a tensor has dtypes that cannot be added.
+    """
+    terms = [decoded(checkpoint) for checkpoint in checkpoints]
+    ids = []
+    for term, checkpoint in zip(terms, checkpoints, strict=True):
+        ids.append(_select(term, keys, left_out(checkpoint, keys)))
+    common = []
+    for name in ids[0]:
+        if all(name in others for others in ids):
+            common.append(name)
+    _check_all_are_common(terms, ids, common, write_tied)
+    aliases = _tied_in_all(common, ids)
+    names = []
+    for name in common:
+        if name not in aliases:
+            names.append(name)
+    dtypes = []
+    shapes = []
+    for name in names:
+        dtypes.append(_dtype_of_sum(name, terms))
+        shapes.append(terms[0].global_shape(name))
+    manifest = Manifest(names, dtypes, shapes, ChunkTable.empty(), aliases, has_checksums=False)
+    marker = note_of_module(names_of_module(terms[0].marker))
+    return StoredCheckpoint(terms[0].location, manifest, marker=marker), terms
+
+
+def _tied_in_all(names: Sequence[str], ids: Sequence[Mapping[str, int]]) -> dict[str, str]:
+    """Return the names that all checkpoints tie to an earlier name."""
+    firsts: dict[tuple[int, ...], str] = {}
+    aliases = {}
+    for name in names:
+        first = firsts.setdefault(tuple(own[name] for own in ids), name)
+        if first != name:
+            aliases[name] = first
+    return aliases
+
+
+def _select(
+    stored: StoredCheckpoint, keys: str | Sequence[str] | None, unused: Set[str]
+) -> dict[str, int]:
+    """Return the index of each name that matches, tied ones included."""
+    tensors = select_tensors(stored.manifest, keys, True, hidden_keys(stored), unused)
+    summed = []
+    for key, info in tensors.items():
+        if is_summed(FROM_NAME[info.dtype]):
+            summed.append(key)
+    check_scales_cast(stored, dict.fromkeys(summed, torch.float64))
+    manifest = stored.manifest
+    names = (*manifest.keys, *manifest.aliases)
+    ids = {}
+    for name in names:
+        if name in tensors:
+            ids[name] = manifest.key_index[name]
+    return ids
+
+
+def _check_all_are_common(
+    terms: Sequence[StoredCheckpoint],
+    ids: Sequence[Mapping[str, int]],
+    common: Sequence[str],
+    write_tied: bool,
+) -> None:
+    for term, own in zip(terms, ids, strict=True):
+        absent = set(own).difference(common)
+        if not write_tied:
+            # A name that is only tied to another one may be absent elsewhere, as in Hugging Face
+            # directories.
+            common_ids = {own[name] for name in common}
+            absent = {name for name in absent if own[name] not in common_ids}
+        if absent:
+            raise _not_found_everywhere(term, [name for name in own if name in absent], terms, ids)
+
+
+def _not_found_everywhere(
+    term: StoredCheckpoint,
+    absent: Sequence[str],
+    terms: Sequence[StoredCheckpoint],
+    ids: Sequence[Mapping[str, int]],
+) -> LoadMismatchError:
+    lacking = []
+    for other, names in zip(terms, ids, strict=True):
+        if absent[0] not in names:
+            lacking.append(other)
+    return LoadMismatchError(
+        f"Merging needs the same tensors in all checkpoints: {summarize_keys(absent)} of "
+        f"{term.location!r} cannot be found in {lacking[0].location!r}. Leave them out with "
+        "`keys`, or convert one of the checkpoints (`consolidate` with rules) so that their names "
+        "agree.",
+        missing=absent,
+    )
+
+
+def _dtype_of_sum(name: str, terms: Sequence[StoredCheckpoint]) -> str:
+    """Return the dtype of a merged tensor, which holds all values.
+
+    8-bit floats next to other dtypes do not count.
+    """
+    shapes = {}
+    dtypes = {}
+    for term in terms:
+        shapes[term.location] = term.global_shape(name)
+        dtypes[term.location] = FROM_NAME[term.dtype_name(name)]
+    if len(set(shapes.values())) > 1:
+        raise LoadMismatchError(
+            f"Key {name!r} has different shapes: {shapes}. Leave it out with `keys`."
+        )
+    different = set(dtypes.values())
+    if len(different) == 1:
+        return TO_NAME[different.pop()]
+    # Float16 has all values of 8-bit floats.
+    wide = {dtype for dtype in different if dtype.itemsize > 1} or {torch.float16}
+    of_sum = functools.reduce(torch.promote_types, wide)
+    if of_sum not in TO_NAME or not all(map(is_summed, different)):
+        raise CheckpointingException(
+            f"Key {name!r} has dtypes of which there is no sum: {dtypes}. Leave it out with "
+            "`keys`, or convert one of the checkpoints first."
+        )
+    return TO_NAME[of_sum]

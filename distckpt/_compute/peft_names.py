@@ -212,8 +212,16 @@ def _hidden_size(module: _Module, config: Mapping[str, Any]) -> int | None:
     is_latent = ".experts." in module.name and config.get("moe_latent_size")
     if is_latent or module.name.startswith("vision_"):
         return None
-    size: int | None = (config.get("text_config") or config).get("hidden_size")
+    size: int | None = text_config(config).get("hidden_size")
     return size
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a model's configuration about its language model."""
+    inner = config.get("text_config")
+    if isinstance(inner, dict):
+        return inner
+    return config
 
 
 def _pairs(

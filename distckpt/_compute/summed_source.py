@@ -10,7 +10,6 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME, as_integers, is_summed
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.memory import bounce_buffer
 from distckpt._base.threads import UNIT_BYTES
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.units import cut_region
@@ -151,13 +150,9 @@ def _read_terms(
     They are flat, one request after the other.
     """
     count = sum(request.region.num_elements for request in requests)
-    starts = list(
-        itertools.accumulate((-(-count * dtype.itemsize // 64) * 64 for dtype in dtypes), initial=0)
-    )
-    memory = torch.from_numpy(bounce_buffer("terms", starts[-1]))
     terms: list[torch.Tensor] = []
-    for source, dtype, start in zip(stored, dtypes, starts, strict=False):
-        terms.append(memory[start : start + count * dtype.itemsize].view(dtype))
+    for number, (source, dtype) in enumerate(zip(stored, dtypes, strict=True)):
+        terms.append(scratch(f"term {number}", (count,), dtype))
         read_requests(source, requests, _divided(terms[-1], requests))
     return terms
 

@@ -37,7 +37,9 @@ def num_export_threads(max_inflight_bytes: int) -> int:
     return num_threads_within(max_inflight_bytes // _WINDOWS_PER_THREAD)
 
 
-def export_settings(num_threads: int, progress: Callable[[int], None]) -> WriteSettings:
+def export_settings(
+    num_threads: int, progress: Callable[[int], None] | None = None
+) -> WriteSettings:
     """Return the write settings of an export's files.
 
     Each thread uses up to four windows of `UNIT_BYTES`. `progress` is called with numbers of bytes,

@@ -49,24 +49,15 @@ class Agreements:
         known = self._latest.pop(key, None)
         is_kept = ranks.all_equal(-1 - ranks.rank if known is None else known.number)
         if known is None or not is_kept:
-            known = _reached(ranks, name, description, decide)
+            (descriptions,) = ranks.gather_once([description])
+
+            def with_number() -> list[bytes]:
+                number = secrets.randbits(61).to_bytes(8, "big")
+                return [number + result for result in decide(descriptions)]
+
+            sent = ranks.decide_each(name, with_number)
+            known = Agreement(int.from_bytes(sent[:8], "big"), sent[8:], descriptions)
         self._latest[key] = known
         while len(self._latest) > _MAX_LATEST:
             del self._latest[next(iter(self._latest))]
         return known
-
-
-def _reached(
-    ranks: Ranks,
-    name: str,
-    description: bytes,
-    decide: Callable[[Sequence[bytes]], Sequence[bytes]],
-) -> Agreement:
-    (descriptions,) = ranks.gather_once([description])
-
-    def with_number() -> list[bytes]:
-        number = secrets.randbits(61).to_bytes(8, "big")
-        return [number + result for result in decide(descriptions)]
-
-    sent = ranks.decide_each(name, with_number)
-    return Agreement(int.from_bytes(sent[:8], "big"), sent[8:], descriptions)

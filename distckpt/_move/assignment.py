@@ -6,18 +6,115 @@ Pure functions.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._base.errors import LoadMismatchError
+from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.messages import KeyFault, did_you_mean, other_prefix, summarize_faults
-from distckpt._geometry.region import Region, intersect, intersect_many, subtract
-from distckpt._move.held import Holders, SourcePieces
-from distckpt._move.pieces import Kind
+from distckpt._geometry.region import (
+    IntArray,
+    Region,
+    intersect,
+    intersect_many,
+    regions_to_arrays,
+    subtract,
+)
+from distckpt._move.pieces import Kind, Piece
+from distckpt._state.validation import find_overlap
+
+
+class Held(NamedTuple):
+    """A piece that a rank gives, and its row in the table of the rank."""
+
+    rank: int
+    row: int
+    piece: Piece
+
+
+class Holders(NamedTuple):
+    """The nonempty pieces of one tensor on all ranks, in order of rank, with their regions."""
+
+    kind: Kind
+    held: Sequence[Held]
+    offsets: IntArray
+    shapes: IntArray
+
+
+def holders_by_key(tables: Sequence[Sequence[Piece]]) -> dict[str, Holders]:
+    """Return the holders of each tensor, given the pieces of all ranks.
+
+    Raises:
+        InvalidShardingError: ranks describe one tensor differently, or give the same elements as
+            main replicas of different shards.
+    """
+    held_by_key: dict[str, list[Held]] = {}
+    for rank, table in enumerate(tables):
+        for row, piece in enumerate(table):
+            held_by_key.setdefault(piece.kind.key, []).append(Held(rank, row, piece))
+    holders = {}
+    faults: list[KeyFault] = []
+    for key, held in held_by_key.items():
+        kind = _one_kind(held)
+        held = list(_that_count(held))
+        regions = [item.piece.region for item in held]
+        holders[key] = Holders(kind, held, *regions_to_arrays(regions, len(kind.shape)))
+        faults += _overlaps(holders[key])
+    if faults:
+        lines = "\n- ".join(summarize_faults(faults))
+        raise InvalidShardingError(f"Invalid sharding:\n- {lines}")
+    return holders
+
+
+def _one_kind(held: Sequence[Held]) -> Kind:
+    first, _, (known, *_) = held[0]
+    for rank, _, (kind, *_) in held:
+        if known[:3] != kind[:3]:
+            raise InvalidShardingError(
+                f"Rank {first} gives key {kind.key!r} as {known.dtype} of {known.shape}, and rank "
+                f"{rank} as {kind.dtype} of {kind.shape}: one tensor has the same dtype and global "
+                "shape on all ranks."
+            )
+    return known
+
+
+def _that_count(held: Sequence[Held]) -> Iterator[Held]:
+    """Leave out empty pieces, and copies of buffers, which may differ."""
+    regions = set()
+    for item in held:
+        region = item.piece.region
+        is_copy = item.piece.is_buffer and region in regions
+        regions.add(region)
+        if region.num_elements and not is_copy:
+            yield item
+
+
+def _overlaps(holders: Holders) -> Iterator[KeyFault]:
+    """Find elements that several ranks give as main replicas of different shards."""
+    # Tied tensors of one rank are the same memory.
+    mains = {}
+    for rank, _, piece in holders.held:
+        if piece.is_main:
+            mains[rank, piece.region] = piece.region
+    if len(mains) < 2:
+        return
+    overlap = find_overlap(*regions_to_arrays(list(mains.values())))
+    if overlap is None:
+        return
+    places = list(mains)
+    both = " and ".join(
+        f"{region} on rank {rank}" for rank, region in map(places.__getitem__, overlap)
+    )
+    text = (
+        f": two main replicas hold the same elements, {both}. If they are copies, number them "
+        "with replica_id (one has 0); if they are different tensors, give them different keys or "
+        "offsets."
+    )
+    yield KeyFault(holders.kind.key, text, text)
+
+
+# --- Who gives what -------------------------------------------------------------------------------
 
 
 class MoveSettings(NamedTuple):
@@ -83,19 +180,21 @@ class TargetRegion(NamedTuple):
 class Assignment:
     """The units that fill each target. One unit per machine serves all of its ranks."""
 
-    def __init__(self, sources: SourcePieces, settings: MoveSettings) -> None:
-        self.sources = sources
+    def __init__(
+        self, holders: Mapping[str, Holders], num_ranks: int, settings: MoveSettings
+    ) -> None:
+        self.holders = holders
         self.settings = settings
         self.units: dict[tuple[str, int, int, Region], Unit] = {}
         self.copies: list[tuple[int, str, int, int, Region]] = []
         self.gaps: list[TargetRegion] = []
         self.target_regions: list[TargetRegion] = []
-        self.given_bytes = [0] * sources.num_ranks
+        self.given_bytes = [0] * num_ranks
         self._units_by_host: defaultdict[tuple[int, str], list[Unit]] = defaultdict(list)
 
     def fill(self, key: str, kind: Kind, rank: int, row: int, region: Region) -> None:
         """Assign givers for the region of a piece that a rank takes."""
-        holders = self.sources.by_key.get(key)
+        holders = self.holders.get(key)
         if holders is None:
             self.gaps.append(TargetRegion(key, rank, row, region))
             return
@@ -140,21 +239,24 @@ class Assignment:
         for place, offset, shape in zip(
             places.tolist(), offsets.tolist(), shapes.tolist(), strict=True
         ):
-            giver = int(holders.ranks[place])
+            giver, row, _ = holders.held[place]
             distance = (hosts[giver] != hosts[rank], self.given_bytes[giver])
-            hit = (distance, giver, int(holders.rows[place]), Region(tuple(offset), tuple(shape)))
+            hit = (distance, giver, row, Region(tuple(offset), tuple(shape)))
             (own if giver == rank else others).append(hit)
         return own, others
 
     def _unit(self, key: str, giver: int, row: int, region: Region, host: int) -> Unit:
         identity = (key, giver, row, region)
         if identity not in self.units:
-            item = FROM_NAME[self.sources.by_key[key].kind.dtype].itemsize
-            self.units[identity] = Unit(*identity, item)
+            self.units[identity] = Unit(*identity, self.item_bytes(key))
             self.given_bytes[giver] += self.units[identity].num_bytes
         unit = self.units[identity]
         self._units_by_host[host, key].append(unit)
         return unit
+
+    def item_bytes(self, key: str) -> int:
+        """Return the size of an element of a given tensor."""
+        return FROM_NAME[self.holders[key].kind.dtype].itemsize
 
     def gifts(self) -> Iterator[tuple[int, int, tuple[int, str, int, Region]]]:
         """Yield all regions that are given.
@@ -178,9 +280,7 @@ class Assignment:
             faults.append(KeyFault(gap.key, text, text))
         lines = "\n- ".join(summarize_faults(faults))
         keys = {gap.key for gap in self.gaps}
-        prefix = other_prefix(
-            sorted(keys - self.sources.by_key.keys()), self.sources.by_key, "given"
-        )
+        prefix = other_prefix(sorted(keys - self.holders.keys()), self.holders, "given")
         way_out = (
             "Describe it on the rank that has it, or name a checkpoint that has it as fallback."
         )
@@ -192,11 +292,11 @@ class Assignment:
         raise LoadMismatchError(f"Not held by any rank:\n- {lines}\n{way_out}", unexpected=keys)
 
     def _lack(self, gap: TargetRegion) -> str:
-        holders = self.sources.by_key.get(gap.key)
+        holders = self.holders.get(gap.key)
         if holders is None:
-            hint = did_you_mean(gap.key, self.sources.by_key)
+            hint = did_you_mean(gap.key, self.holders)
             return f": rank {gap.rank} takes region {gap.region}, and no rank has this key{hint}"
-        who = ", ".join(map(str, np.unique(holders.ranks).tolist()))
+        who = ", ".join(map(str, sorted({rank for rank, _, _ in holders.held})))
         return (
             f": rank {gap.rank} takes region {gap.region}, which is in none of the shards of "
             f"rank {who}"

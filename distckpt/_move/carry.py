@@ -1,19 +1,25 @@
-"""Carrying out the plan of a move on one rank."""
+"""Carrying out the plan of a move on one rank: the memory to fill, the rounds, the comparison."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
-from distckpt._geometry.region import IntArray, Region
+from distckpt._base.dtypes import FROM_NAME, as_integers
+from distckpt._base.errors import CheckpointingException, InvalidShardingError
+from distckpt._base.memory import overlapping, repeats_memory
+from distckpt._base.messages import KeyFault, summarize_faults
+from distckpt._format.fingerprint import PRIME
+from distckpt._geometry.region import Region
 from distckpt._io.exchange import copy_values
+from distckpt._io.fingerprints import LiveRegion, sum_over_ranks, sums_of
 from distckpt._move.host_memory import HostMemory
-from distckpt._move.pieces import Pieces
-from distckpt._move.rank_plan import RankPlan
+from distckpt._move.pieces import Piece, Pieces
+from distckpt._move.plan import RankPlan
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import Transfer
 
@@ -93,53 +99,40 @@ class _Carrier:
         return started
 
     def _copy(self) -> None:
-        for source, target, *places in self._plan.copies.tolist():
-            at, to, shape = _split(places, 3)
+        for source, target, at, to, shape in self._plan.copies:
             view = _part(self._sources.views[source], at, shape)
             place = _part(self._targets[target], to, shape)
             copy_values(_moved(view, self._sources.adds[source]), place)
 
     def _pack(self, wave: int) -> None:
-        for _, start, source, *places in self._packs.get(wave, ()):
-            view = _part(self._sources.views[source], *_split(places, 2))
+        for _, start, source, at, shape in self._packs.get(wave, ()):
+            view = _part(self._sources.views[source], at, shape)
             buffer = self._memory.buffer(self._ranks.rank, False, wave)
             copy_values(
-                _moved(view, self._sources.adds[source]),
-                _unit(buffer[start:], view.dtype, view.shape),
+                _moved(view, self._sources.adds[source]), _unit(buffer[start:], view.dtype, shape)
             )
 
     def _take(self, wave: int, is_landed: bool) -> None:
         for _, holder, has_landed, start, dtype, target, *places in self._takes.get(wave, ()):
             if has_landed != is_landed:
                 continue
-            to, shape, at, unit_shape = _split(places, 4)
+            to, shape, at, unit_shape = places
             place = _part(self._targets[target], to, shape)
             buffer = self._memory.buffer(holder, is_landed, wave)
-            unit = _unit(
-                buffer[start:], FROM_NAME[self._plan.dtypes[dtype]], unit_shape[: place.ndim]
-            )
+            unit = _unit(buffer[start:], FROM_NAME[dtype], unit_shape)
             copy_values(_part(unit, at, shape), place)
 
 
-def _by_wave(rows: IntArray) -> dict[int, list[list[int]]]:
-    by_wave: defaultdict[int, list[list[int]]] = defaultdict(list)
-    for row in rows.tolist():
+def _by_wave(rows: Iterable[Sequence[Any]]) -> dict[int, list[Sequence[Any]]]:
+    by_wave: defaultdict[int, list[Sequence[Any]]] = defaultdict(list)
+    for row in rows:
         by_wave[row[0]].append(row)
     return by_wave
 
 
-def _split(numbers: list[int], count: int) -> list[list[int]]:
-    """Divide a list into `count` lists of the same length."""
-    length = len(numbers) // count
-    return [numbers[i * length : (i + 1) * length] for i in range(count)]
-
-
 def _part(view: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """Return a region of a tensor.
-
-    The region may have further axes, of one index.
-    """
-    region = Region(tuple(offset[: view.ndim]), tuple(shape[: view.ndim]))
+    """Return a region of a tensor."""
+    region = Region(tuple(offset), tuple(shape))
     if region.shape == tuple(view.shape):
         return view
     return view[region.slices()]
@@ -156,3 +149,167 @@ def _moved(view: torch.Tensor, add: float) -> torch.Tensor:
     if add:
         return view - add
     return view
+
+
+# --- The memory that is filled --------------------------------------------------------------------
+
+
+class Staged(NamedTuple):
+    """The targets of a rank.
+
+    Attributes:
+        targets: as the caller gave them.
+        views: the memory to fill for each: its own, or a copy.
+    """
+
+    targets: Pieces
+    views: list[torch.Tensor]
+
+    @classmethod
+    def of(
+        cls, sources: Pieces, targets: Pieces, atomic: bool, fresh: Collection[int] = ()
+    ) -> Staged:
+        """Choose the memory; with `atomic`, no target is changed before `commit`.
+
+        A target in memory that is given from is filled at the end in any case, as are `fresh` ones.
+        """
+        _refuse_repeated_memory(targets)
+        num_sources = len(sources.views)
+        staged = set(fresh)
+        if not atomic:
+            for first, second in overlapping([*sources.views, *targets.views]):
+                if first < num_sources <= second:
+                    staged.add(second - num_sources)
+        views = []
+        for row, view in enumerate(targets.views):
+            if atomic or row in staged:
+                view = torch.empty_like(view, memory_format=torch.contiguous_format)
+            views.append(view)
+        for view, piece in zip(views, targets.table, strict=True):
+            if piece.kind.may_differ:
+                view.detach().zero_()
+        return cls(targets, views)
+
+    @torch.no_grad()
+    def commit(self, pairs: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+        """Give the targets their values.
+
+        Return the pairs (first, second) among `pairs` whose second target changed elements of the
+        first.
+        """
+        earlier: dict[int, list[int]] = {}
+        for first, second in pairs:
+            earlier.setdefault(second, []).append(first)
+        changed: list[tuple[int, int]] = []
+        for row, (view, target) in enumerate(zip(self.views, self.targets.views, strict=True)):
+            firsts = earlier.get(row, [])
+            before = self._bits(firsts)
+            if view is not target:
+                copy_values(view, target)
+            same = map(torch.equal, before, self._bits(firsts))
+            marked = zip(firsts, same, strict=True)
+            changed += [(first, row) for first, is_same in marked if not is_same]
+        self._complete()
+        return changed
+
+    def _bits(self, rows: Iterable[int]) -> list[torch.Tensor]:
+        """Return copies of the values of targets, which NaN equals as well."""
+        views = (self.targets.views[row].detach() for row in rows)
+        return [as_integers(view.resolve_conj().resolve_neg().clone()) for view in views]
+
+    def _complete(self) -> None:
+        """Write the values that are not moved."""
+        for padding in self.targets.padding:
+            padding.zero_()
+        # Once, if several targets are the same memory.
+        adds = {}
+        for view, add in zip(self.targets.views, self.targets.adds, strict=True):
+            adds[(view.data_ptr(), view.shape, view.stride())] = (view, add)
+        for view, add in adds.values():
+            if add:
+                view.add_(add)
+
+
+def _refuse_repeated_memory(targets: Pieces) -> None:
+    """Refuse targets with several elements at one address, as in expanded tensors."""
+    for row, view in enumerate(targets.views):
+        if repeats_memory(view):
+            raise InvalidShardingError(
+                f"Key {targets.key(row)!r} is to be filled in memory where several of its elements "
+                f"are one (shape {tuple(view.shape)}, strides {view.stride()}): give it a tensor "
+                "that is not expanded or overlapping."
+            )
+
+
+# --- Whether all has arrived ----------------------------------------------------------------------
+
+
+def check_arrival(
+    ranks: Ranks, plan: RankPlan, sources: Pieces, targets: Pieces, views: Sequence[torch.Tensor]
+) -> None:
+    """Compare the values that each rank received with their givers' values.
+
+    Collective operation: all ranks must call it. They exchange one number for each tensor and rank.
+    `views` are the filled memory of the targets.
+
+    Raises:
+        CheckpointingException: they differ, on all ranks.
+    """
+    with ranks.phase("compute fingerprints"), torch.no_grad():
+        regions = [*_sent(plan, sources), *_arrived(plan, targets.table, views)]
+        # Givers and takers have slots of their own: each sum is of one side.
+        sums = sums_of(regions, 2 * len(plan.compared))
+    totals = sum_over_ranks(ranks, sums)
+    pairs = zip(plan.compared, totals[::2], totals[1::2], strict=True)
+    faults = []
+    for (rank, key), sent, arrived in pairs:
+        if (sent - arrived) % PRIME:
+            text = f" on rank {rank}"
+            faults.append(KeyFault(key, text, text))
+    if faults:
+        lines = "\n- ".join(summarize_faults(faults))
+        raise CheckpointingException(
+            f"What has arrived is not what was sent:\n- {lines}\nEither was changed during the "
+            "move, or two tensors with different values are one on the side that takes, or memory "
+            "or a connection is faulty. Move it again before it is used."
+        )
+
+
+def _sent(plan: RankPlan, sources: Pieces) -> Iterator[LiveRegion]:
+    for slot, row, dtype, offset, shape in plan.sent:
+        region, view = _place(sources.table[row], sources.views[row], offset, shape)
+        moved = _moved(view, sources.adds[row])
+        taken_as = FROM_NAME[dtype]
+        values = moved
+        if moved.dtype != taken_as:
+            values = _one_nan(moved.to(taken_as))
+        yield LiveRegion(2 * slot, region, values)
+
+
+def _arrived(
+    plan: RankPlan, table: Sequence[Piece], views: Sequence[torch.Tensor]
+) -> Iterator[LiveRegion]:
+    for slot, row, is_cast, offset, shape in plan.arrived:
+        region, view = _place(table[row], views[row], offset, shape)
+        yield LiveRegion(2 * slot + 1, region, _one_nan(view) if is_cast else view)
+
+
+def _place(
+    piece: Piece, view: torch.Tensor, offset: Sequence[int], shape: Sequence[int]
+) -> tuple[Region, torch.Tensor]:
+    """Return a region of a piece in its tensor, and its values."""
+    start = tuple(map(int.__add__, piece.region.offset, offset))
+    return Region(start, tuple(shape)), _part(view, offset, shape)
+
+
+def _one_nan(values: torch.Tensor) -> torch.Tensor:
+    """Give all NaN the same bits.
+
+    A conversion makes different ones at different places in memory.
+    """
+    if not values.dtype.is_floating_point:
+        return values
+    wide = values
+    if values.dtype.itemsize != 8:
+        wide = values.float()
+    return torch.where(wide.isnan(), torch.nan, wide).to(values.dtype)

@@ -15,9 +15,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
-from distckpt._geometry.region import Region
+from distckpt._geometry.region import Region, regions_to_arrays
 from distckpt._move.assignment import Unit, divide
 from distckpt._state.validation import find_overlap
 
@@ -153,9 +151,7 @@ def _join_overlaps(
 def _overlap(units: Sequence[Unit]) -> bool:
     if len(units) == 1:
         return False
-    offsets = np.array([unit.region.offset for unit in units])
-    shapes = np.array([unit.region.shape for unit in units])
-    return find_overlap(offsets, shapes) is not None
+    return find_overlap(*regions_to_arrays([unit.region for unit in units])) is not None
 
 
 def _parts(units: Iterable[Unit]) -> list[Unit]:

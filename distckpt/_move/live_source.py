@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,10 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.memory import overlapping
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import MoveOptions
-from distckpt._base.tree import CONTAINERS, dotted, map_leaves
+from distckpt._base.tree import CONTAINERS, HOLE, dotted, map_leaves
 from distckpt._format import codec
+from distckpt._format.columns import compress, decompress
+from distckpt._geometry.region import Region
 from distckpt._io.read_values import warn_of_overflows
 from distckpt._models import objects
 from distckpt._models.bound_state import BoundState
@@ -24,13 +27,10 @@ from distckpt._models.dtensor import has_parts
 from distckpt._models.optimizer.describe import OptimizerState
 from distckpt._move.agreements import Agreement, Agreements
 from distckpt._move.assignment import MoveSettings
-from distckpt._move.carry import carry
+from distckpt._move.carry import Staged, carry, check_arrival
 from distckpt._move.host_memory import HostMemory
-from distckpt._move.pieces import Pieces, PieceTable, pieces_of
-from distckpt._move.plan import plan_moves
-from distckpt._move.rank_plan import RankPlan
-from distckpt._move.staging import Staged
-from distckpt._move.values import united_values, warn_of_differences
+from distckpt._move.pieces import Piece, Pieces, pieces_of, table_of
+from distckpt._move.plan import RankPlan, plan_moves
 from distckpt._operations.shard_source import FamilyName, ShardSource
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
@@ -99,9 +99,9 @@ def _described(
         family_rules = rules_for(config_for(family, at), keys)
         rules = [*rules, *_without_separate_ties(family_rules, tensors)]
     pieces = pieces_of(tensors, rules, drops=True)
-    kinds = {cell.key: cell.global_shape for cell in cells.values()}
-    header = json.dumps([kinds, bool(common), [_keys_of(pieces, pair) for pair in _tied(pieces)]])
-    description = header.encode() + b"\n" + pieces.table.to_bytes()
+    objects_by_key = {cell.key: cell.global_shape for cell in cells.values()}
+    ties = [_keys_of(pieces, pair) for pair in _tied(pieces)]
+    description = _packed(objects_by_key, bool(common), ties, pieces.table)
     return GivenState(pieces, _encoded(cells, common), description)
 
 
@@ -140,7 +140,7 @@ def _tied(pieces: Pieces) -> list[tuple[int, int]]:
 
 
 def _keys_of(pieces: Pieces, rows: Sequence[int]) -> list[str]:
-    return [pieces.table.kinds[pieces.table.kind_ids[row]].key for row in rows]
+    return [pieces.key(row) for row in rows]
 
 
 def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
@@ -149,8 +149,8 @@ def with_shards(state_dict: ShardedStateDict, rank: int) -> ShardedStateDict:
     def described(path: tuple[Any, ...], leaf: Any) -> Any:
         if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or has_parts(leaf):
             return leaf
-        copy = OpenReplicaId((0, rank))
-        return ShardedTensor.from_rank_offsets(dotted(path), leaf, replica_id=copy)
+        replica_id = OpenReplicaId((0, rank))
+        return ShardedTensor.from_rank_offsets(dotted(path), leaf, replica_id=replica_id)
 
     state: ShardedStateDict = map_leaves(described, state_dict, _is_walked)
     return state
@@ -240,13 +240,10 @@ class LiveSource(ShardSource):
             else:
                 cells.append(shard)
         self._fill(pieces_of(tensors, rules))
-        values = dict(zip(map(id, cells), self.read_objects(cells), strict=True))
+        values = iter(self.read_objects(cells))
         filled = []
         for shard in shards:
-            if isinstance(shard, ShardedTensor):
-                filled.append(shard.data)
-            else:
-                filled.append(values[id(shard)])
+            filled.append(shard.data if isinstance(shard, ShardedTensor) else next(values))
         return filled
 
     def _all_values(self) -> dict[str, Any]:
@@ -260,13 +257,14 @@ class LiveSource(ShardSource):
             for rank, data in enumerate(sent):
                 if not data:
                     continue
-                items, values = _decoded(data)
+                decoded: Any = codec.decode(data)
+                items, values = decoded
                 self._values = {**dict(items), **self._values}
                 first_with.setdefault(values, rank)
-            values_by_rank = {rank: _decoded(values) for values, rank in first_with.items()}
+            values_by_rank = {rank: codec.decode(values) for values, rank in first_with.items()}
             if self.ranks.is_coordinator and len(values_by_rank) > 1:
-                warn_of_differences(values_by_rank)
-            common = united_values(values_by_rank)
+                _warn_of_different_values(values_by_rank)
+            common = _united_values(values_by_rank)
             if common or self.fallback is None:
                 self._values[_COMMON.unique_key] = common
         return self._values
@@ -298,18 +296,15 @@ class LiveSource(ShardSource):
             self.fallback.read(gaps, ())
         carry(ranks, plan, memory, self.given.pieces, staged.views)
         if plan.compared:
-            from distckpt._move.arrival import check_arrival
-
             check_arrival(ranks, plan, self.given.pieces, targets, staged.views)
         self._warn_of_overflows(targets, staged)
         _warn_of_differences(targets, staged.commit(apart))
 
     def _warn_of_overflows(self, targets: Pieces, staged: Staged) -> None:
-        keys = [targets.table.kinds[number].key for number in targets.table.kind_ids.tolist()]
         warn_of_overflows(
-            (key, self._entries[key].dtype, view.detach())
-            for key, view in zip(keys, staged.views, strict=True)
-            if key in self._entries
+            (piece.kind.key, self._entries[piece.kind.key].dtype, view.detach())
+            for piece, view in zip(targets.table, staged.views, strict=True)
+            if piece.kind.key in self._entries
         )
 
     def _check_fallback(self, gaps: Sequence[ShardedTensor]) -> None:
@@ -338,29 +333,29 @@ class LiveSource(ShardSource):
         return sorted(set(overlapping(targets.views)) - tied, key=lambda pair: pair[::-1])
 
     def _agree_on_plan(self, targets: Pieces, settings: MoveSettings) -> RankPlan:
-        header = json.dumps([self._held.number, settings]).encode()
-
         def decide(descriptions: Sequence[bytes]) -> list[bytes]:
-            sources = [_table_of(description) for description in self._held.descriptions]
-            requests = [_table_of(description) for description in descriptions]
+            sources = [table_of(_unpacked(given)[-1]) for given in self._held.descriptions]
+            requests = [table_of(_unpacked(taken)[-1]) for taken in descriptions]
             plans = [plan.to_bytes() for plan in plan_moves(sources, requests, settings)]
             _warn_of_untaken(sources, requests, self._ties)
             return plans
 
-        description = header + b"\n" + targets.table.to_bytes()
+        description = _packed(self._held.number, settings, targets.table)
         agreed = self.agreements.reach(self.ranks, "plan the move", description, decide)
         return RankPlan.from_bytes(agreed.result)
-
-
-def _decoded(data: bytes) -> Any:
-    return codec.decode(data)
 
 
 _COMMON = ShardedObject(COMMON_KEY, None, (1,), (0,))
 
 
-def _table_of(description: bytes) -> PieceTable:
-    return PieceTable.from_bytes(description.partition(b"\n")[2])
+def _packed(*values: Any) -> bytes:
+    """Encode a description, which ends with pieces."""
+    return compress(json.dumps(values, default=int).encode())
+
+
+def _unpacked(description: bytes) -> list[Any]:
+    values: list[Any] = json.loads(decompress(description))
+    return values
 
 
 def _join(descriptions: Sequence[bytes]) -> list[bytes]:
@@ -369,12 +364,12 @@ def _join(descriptions: Sequence[bytes]) -> list[bytes]:
     has_values = False
     ties = []
     for description in descriptions:
-        cells, has_common, tied = json.loads(description.partition(b"\n")[0])
+        cells, has_common, tied, rows = _unpacked(description)
         has_values |= bool(cells) or has_common
         ties += tied
         kinds.update({key: (None, shape) for key, shape in cells.items()})
-        for kind in _table_of(description).kinds:
-            kinds.setdefault(kind.key, (kind.dtype, kind.shape))
+        for (key, dtype, shape, _), *_ in rows:
+            kinds.setdefault(key, (dtype, shape))
     return [json.dumps([kinds, has_values, ties]).encode()] * len(descriptions)
 
 
@@ -386,15 +381,14 @@ def _read_joined(agreed: Agreement) -> tuple[dict[str, StoredEntry], bool, list[
     return entries, has_values, ties
 
 
-def _keys_of_tables(tables: Sequence[PieceTable]) -> set[str]:
-    keys: set[str] = set()
-    for table in tables:
-        keys.update(kind.key for kind in table.kinds)
-    return keys
+def _keys_of_tables(tables: Sequence[Sequence[Piece]]) -> set[str]:
+    return {piece.kind.key for table in tables for piece in table}
 
 
 def _warn_of_untaken(
-    sources: Sequence[PieceTable], targets: Sequence[PieceTable], ties: Sequence[Sequence[str]]
+    sources: Sequence[Sequence[Piece]],
+    targets: Sequence[Sequence[Piece]],
+    ties: Sequence[Sequence[str]],
 ) -> None:
     """Warn of given tensors that no rank takes under any name."""
     taken = _keys_of_tables(targets)
@@ -427,14 +421,54 @@ def _warn_of_differences(targets: Pieces, pairs: Sequence[tuple[int, int]]) -> N
 def _gaps(plan: RankPlan, targets: Pieces, staged: Staged) -> list[ShardedTensor]:
     """Describe the regions of targets that no rank holds."""
     shards = []
-    for row, *place in plan.gaps.tolist():
-        kind = targets.table.kinds[targets.table.kind_ids[row]]
-        ndim = len(kind.shape)
-        region = targets.table.region(row)
-        at = place[:ndim]
-        shape = tuple(place[len(place) // 2 :][:ndim])
-        view = staged.views[row]
-        part = view[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]
+    for row, at, shape in plan.gaps:
+        kind, region, *_ = targets.table[row]
+        part = staged.views[row][Region(at, shape).slices()]
         offset = tuple(map(int.__add__, region.offset, at))
-        shards.append(ShardedTensor(kind.key, part, part.dtype, shape, kind.shape, offset, None))
+        whole = kind.shape
+        shards.append(ShardedTensor(kind.key, part, part.dtype, tuple(shape), whole, offset, None))
     return shards
+
+
+# --- Values that are no tensors -------------------------------------------------------------------
+
+
+def _united_values(values_by_rank: Mapping[int, Any]) -> Any:
+    """Unite nested dicts of values; the first rank that gives a value counts."""
+    united: Any = {}
+    for values in values_by_rank.values():
+        united = _united(united, values)
+    return united
+
+
+def _united(first: Any, other: Any) -> Any:
+    if first is HOLE:
+        return other
+    if not (isinstance(first, dict) and isinstance(other, dict)):
+        return first
+    united = copy.copy(first)
+    for key, value in other.items():
+        united[key] = _united(united[key], value) if key in united else value
+    return united
+
+
+def _warn_of_different_values(values_by_rank: Mapping[int, Any]) -> None:
+    """Warn of values that differ between ranks."""
+    first_values: dict[str, tuple[int, str]] = {}
+    differing: dict[tuple[int, int], list[str]] = {}
+    for rank, values in values_by_rank.items():
+        for path, (digest, value) in codec.leaves(values).items():
+            if value is HOLE:
+                continue
+            first, digest_of_first = first_values.setdefault(path, (rank, digest))
+            if digest != digest_of_first:
+                differing.setdefault((first, rank), []).append(path)
+    for (first, rank), paths in differing.items():
+        logger.warning(
+            "ranks %d and %d give different values for %s: all ranks get that of rank %d. Were "
+            "they at the same step?",
+            first,
+            rank,
+            summarize_keys(paths),
+            first,
+        )

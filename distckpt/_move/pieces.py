@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from distckpt._base.dtypes import TO_NAME
 from distckpt._base.errors import InvalidShardingError
-from distckpt._format.columns import compress, decompress, pack, unpack
-from distckpt._geometry.region import IntArray, Region, regions_to_arrays
+from distckpt._geometry.region import Region
 from distckpt._plan.load import Request, request_of
 from distckpt._plan.translate import Translated, translate
 from distckpt._state.shards import region_view, shard_regions
@@ -21,8 +18,6 @@ from distckpt.mapping._base import BufferReplicaId, OpenReplicaId
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import is_main_replica
 from distckpt.rules._rule import Rule
-
-_COLUMNS = ("kind_ids", "is_main", "is_buffer", "offsets", "shapes")
 
 
 class Kind(NamedTuple):
@@ -38,36 +33,17 @@ class Kind(NamedTuple):
     may_differ: bool
 
 
-class PieceTable(NamedTuple):
-    """The pieces of one rank, without memory.
+class Piece(NamedTuple):
+    """A region of a tensor, without memory.
 
-    `kind_ids`, `is_main` (replica) and `is_buffer` (only the first replica counts) have shape (n,).
-    `offsets` and `shapes` have shape (n, max ndim), padded with 0 and 1.
+    `is_main` tells whether it is of the main replica, `is_buffer` whether only the first replica
+    counts.
     """
 
-    kinds: list[Kind]
-    kind_ids: IntArray
-    is_main: npt.NDArray[np.bool_]
-    is_buffer: npt.NDArray[np.bool_]
-    offsets: IntArray
-    shapes: IntArray
-
-    def region(self, row: int) -> Region:
-        """Return the region of one piece."""
-        ndim = len(self.kinds[self.kind_ids[row]].shape)
-        return Region(
-            tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist())
-        )
-
-    def to_bytes(self) -> bytes:
-        """Encode for sending."""
-        return compress(pack(self.kinds, {name: getattr(self, name) for name in _COLUMNS}))
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> PieceTable:
-        """Decode the result of `to_bytes`."""
-        kinds, columns = unpack(decompress(data))
-        return cls([Kind(key, dtype, tuple(shape), m) for key, dtype, shape, m in kinds], **columns)
+    kind: Kind
+    region: Region
+    is_main: bool
+    is_buffer: bool
 
 
 class Pieces(NamedTuple):
@@ -80,10 +56,23 @@ class Pieces(NamedTuple):
         padding: memory without a counterpart on the other side: zeros.
     """
 
-    table: PieceTable
+    table: list[Piece]
     views: list[torch.Tensor]
     adds: list[float]
     padding: list[torch.Tensor]
+
+    def key(self, row: int) -> str:
+        """Return the name of the tensor of a piece."""
+        return self.table[row].kind.key
+
+
+def table_of(rows: Sequence[Sequence[Any]]) -> list[Piece]:
+    """Return the pieces that a rank has sent, from JSON."""
+    pieces = []
+    for (key, dtype, shape, may_differ), (offset, size), is_main, is_buffer in rows:
+        kind = Kind(key, dtype, tuple(shape), may_differ)
+        pieces.append(Piece(kind, Region(tuple(offset), tuple(size)), is_main, is_buffer))
+    return pieces
 
 
 def pieces_of(
@@ -96,59 +85,33 @@ def pieces_of(
     Raises:
         InvalidShardingError: a shard has no data.
     """
-    without = next((shard for shard in shards if shard.data is None), None)
-    if without is not None:
-        raise InvalidShardingError(
-            f"Key {without.key!r} has no data: give each ShardedTensor the memory that is moved."
-        )
-    pieces = []
-    for number, shard in enumerate(shards):
+    owners: list[ShardedTensor] = []
+    requests: list[Request] = []
+    views: list[torch.Tensor] = []
+    for shard in shards:
+        if shard.data is None:
+            raise InvalidShardingError(
+                f"Key {shard.key!r} has no data: give each ShardedTensor the memory that is moved."
+            )
         for region in shard_regions(shard):
-            pieces.append((number, region))
-    requests = [request_of(shards[number], region) for number, region in pieces]
-    views = [region_view(shards[number], region) for number, region in pieces]
+            owners.append(shard)
+            requests.append(request_of(shard, region))
+            views.append(region_view(shard, region))
+    translated = Translated(list(range(len(owners))), requests, views, [0.0] * len(owners), [])
     if rules:
         translated = translate(rules, requests, views, drops=drops)
-    else:
-        translated = _untranslated(requests, views)
-    return _pieces(translated, [shards[pieces[number][0]] for number in translated.numbers])
-
-
-def _untranslated(requests: list[Request], views: list[torch.Tensor]) -> Translated:
-    return Translated(list(range(len(requests))), requests, views, [0.0] * len(requests), [])
-
-
-def _pieces(translated: Translated, owners: Sequence[ShardedTensor]) -> Pieces:
-    kinds: dict[Kind, int] = {}
-    rows: list[tuple[int, bool, bool]] = []
-    regions: list[Region] = []
-    views: list[torch.Tensor] = []
-    adds: list[float] = []
-    for request, view, add, owner in zip(*translated[1:4], owners, strict=True):
-        dtype = TO_NAME[view.dtype]
-        kind = Kind(request.key, dtype, request.global_shape, request.allow_shape_mismatch)
-        row = (kinds.setdefault(kind, len(kinds)), *_copy_kind(owner))
+    pieces = Pieces([], [], [], translated.padding)
+    for number, request, view, add in zip(*translated[:4], strict=True):
+        shape = request.global_shape
+        kind = Kind(request.key, TO_NAME[view.dtype], shape, request.allow_shape_mismatch)
+        replica = owners[number].replica_id
+        is_main = not isinstance(replica, OpenReplicaId) and is_main_replica(replica)
+        is_buffer = isinstance(replica, BufferReplicaId)
         for region, part in _single_steps(request, view):
-            rows.append(row)
-            regions.append(region)
-            views.append(part)
-            adds.append(add)
-    columns = np.array(rows, np.int64).reshape(-1, 3).T
-    table = PieceTable(
-        list(kinds),
-        columns[0].copy(),
-        columns[1].astype(np.bool_),
-        columns[2].astype(np.bool_),
-        *regions_to_arrays(regions),
-    )
-    return Pieces(table, views, adds, translated.padding)
-
-
-def _copy_kind(shard: ShardedTensor) -> tuple[bool, bool]:
-    """Whether a shard is a main replica, and whether a buffer's. Its replica id says so."""
-    replica = shard.replica_id
-    is_main = not isinstance(replica, OpenReplicaId) and is_main_replica(replica)
-    return is_main, isinstance(replica, BufferReplicaId)
+            pieces.table.append(Piece(kind, region, is_main, is_buffer))
+            pieces.views.append(part)
+            pieces.adds.append(add)
+    return pieces
 
 
 def _single_steps(request: Request, view: torch.Tensor) -> Iterator[tuple[Region, torch.Tensor]]:

@@ -6,14 +6,17 @@ A rank copies elements that it holds itself. Everything else is a *unit*: a regi
 its giver, packs into a buffer, from which the ranks of its machine take their parts. Every other
 machine that wants it gets it once, from the giver or another machine, into a buffer of one rank
 there, and its ranks take it from that.
+
+Units are packed in *waves*, and land in the same wave; units that are passed on land in a later
+one. Buffers are used again every second wave.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from distckpt._base.dtypes import FROM_NAME, is_convertible, is_lossless_cast
 from distckpt._base.errors import LoadMismatchError
@@ -23,15 +26,82 @@ from distckpt._format.code_names import (
     places_of_scales,
     scale_beside,
 )
-from distckpt._move.assignment import Assignment, MoveSettings
-from distckpt._move.held import SourcePieces
-from distckpt._move.pieces import Kind, PieceTable
-from distckpt._move.rank_plan import RankPlan
-from distckpt._move.schedule import Schedule, Tables
+from distckpt._format.columns import compress, decompress
+from distckpt._geometry.region import Region, intersect
+from distckpt._geometry.units import cut_region
+from distckpt._move.assignment import (
+    Assignment,
+    Holders,
+    MoveSettings,
+    Unit,
+    holders_by_key,
+)
+from distckpt._move.fan_out import FanOut, Hop
+from distckpt._move.pieces import Kind, Piece
+
+UNITS_PER_BUCKET = 4
+"""Number of largest units per buffer, so that little stays empty."""
+
+_Rows: TypeAlias = list[Sequence[Any]]
+
+
+class RankPlan(NamedTuple):
+    """The part of one rank in the `num_waves` waves of a move, as rows of numbers.
+
+    Attributes:
+        copies: `source, target, source offset, target offset, shape`: pieces of this rank, and the
+            places of a region in them.
+        packs: `wave, start, source, offset, shape`: a region of a piece, and where its bytes begin
+            in the buffer.
+        takes: `wave, holder, is_landed, start, dtype, target, offset, shape, place, unit shape`:
+            the rank whose buffer holds a unit, whether it is the buffer for received (landed) units
+            or for packed ones, and the unit's start there; the place of a region in the target, and
+            in the unit, and the shape of the unit.
+        sends: `wave, peer, start, bytes, tag`: in the buffer for packed units.
+        forwards: the same, in the buffer for units that landed in the wave before.
+        receives: the same, in the buffer for units that land.
+        gaps: `target, offset, shape`: regions that no rank holds.
+        sent: `slot, source, dtype, offset, shape`: a region of a piece that another rank gets, and
+            the dtype in which it keeps it.
+        arrived: `slot, target, is_cast, offset, shape`: a region that this rank gets, and whether
+            it keeps it in another dtype than the one in which it is moved.
+        compared: `rank, key`: for each, arrived values are compared with sent ones; their places in
+            this list are slots.
+        num_waves: the number of waves on all ranks.
+        sent_bytes: bytes that all ranks together send to other machines.
+        has_gaps: whether any rank has `gaps`.
+        num_bytes: bytes that this rank gets, in the dtypes in which they are moved.
+    """
+
+    copies: _Rows
+    packs: _Rows
+    takes: _Rows
+    sends: _Rows
+    forwards: _Rows
+    receives: _Rows
+    gaps: _Rows
+    sent: _Rows
+    arrived: _Rows
+    compared: Sequence[tuple[int, str]] = ()
+    num_waves: int = 0
+    sent_bytes: int = 0
+    has_gaps: bool = False
+    num_bytes: int = 0
+
+    def to_bytes(self) -> bytes:
+        """Encode for sending."""
+        return compress(json.dumps(self).encode())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RankPlan:
+        """Decode the result of `to_bytes`."""
+        return cls(*json.loads(decompress(data)))
 
 
 def plan_moves(
-    sources: Sequence[PieceTable], targets: Sequence[PieceTable], settings: MoveSettings
+    sources: Sequence[Sequence[Piece]],
+    targets: Sequence[Sequence[Piece]],
+    settings: MoveSettings,
 ) -> list[RankPlan]:
     """Find a giver for every element that is taken; return a plan per rank.
 
@@ -41,43 +111,35 @@ def plan_moves(
         LoadMismatchError: no rank holds elements that are taken, or values would change in the
             dtype of a target.
     """
-    source_pieces = SourcePieces.of(sources)
-    assignment = Assignment(source_pieces, settings)
-    rows_by_host = _rows_by_host(targets, settings.hosts)
-    _check_kinds(source_pieces, targets, settings)
-    for (_, key), rows in sorted(rows_by_host.items(), key=lambda item: item[0][1]):
-        for rank, row in rows:
-            table = targets[rank]
-            assignment.fill(key, table.kinds[table.kind_ids[row]], rank, row, table.region(row))
-    assignment.check_gaps()
-    return Schedule(assignment, Tables(sources, targets)).plans()
-
-
-def _rows_by_host(
-    targets: Sequence[PieceTable], hosts: Sequence[int]
-) -> dict[tuple[int, str], list[tuple[int, int]]]:
-    """Return the pieces that are taken, `(rank, row)`, by machine and key."""
-    rows_by_host: defaultdict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
+    assignment = Assignment(holders_by_key(sources), len(sources), settings)
+    _check_kinds(assignment.holders, targets, settings)
+    # By machine and key.
+    taken: defaultdict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
     for rank, table in enumerate(targets):
-        for row in np.flatnonzero((table.shapes > 0).all(axis=1)).tolist():
-            key = table.kinds[table.kind_ids[row]].key
-            rows_by_host[hosts[rank], key].append((rank, row))
-    return rows_by_host
+        for row, piece in enumerate(table):
+            if piece.region.num_elements:
+                taken[settings.hosts[rank], piece.kind.key].append((rank, row))
+    for (_, key), places in sorted(taken.items(), key=lambda item: item[0][1]):
+        for rank, row in places:
+            kind, region, *_ = targets[rank][row]
+            assignment.fill(key, kind, rank, row, region)
+    assignment.check_gaps()
+    return _Schedule(assignment, sources, targets).plans()
 
 
 def _check_kinds(
-    source_pieces: SourcePieces, targets: Sequence[PieceTable], settings: MoveSettings
+    holders: Mapping[str, Holders], targets: Sequence[Sequence[Piece]], settings: MoveSettings
 ) -> None:
     """Refuse targets whose shape or dtype does not fit the given tensors."""
     scales: dict[str, str] | None = None
     for rank, table in enumerate(targets):
-        for kind in table.kinds:
-            if kind.key not in source_pieces.by_key:
+        for kind in dict.fromkeys(piece.kind for piece in table):
+            if kind.key not in holders:
                 continue
-            source = source_pieces.by_key[kind.key].kind
+            source = holders[kind.key].kind
             _check_kind(source, kind, rank, settings)
             if source.dtype != kind.dtype and may_be_codes(source.dtype):
-                scales = places_of_scales(source_pieces.by_key) if scales is None else scales
+                scales = places_of_scales(holders) if scales is None else scales
                 _check_codes(source, kind, rank, scales)
 
 
@@ -121,3 +183,183 @@ def _check_codes(source: Kind, target: Kind, rank: int, scales: dict[str, str]) 
         "give its values.",
         unexpected=[source.key],
     )
+
+
+# --- The schedule ---------------------------------------------------------------------------------
+
+
+class _Schedule:
+    """The wave of every unit, and its places in buffers."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        sources: Sequence[Sequence[Piece]],
+        targets: Sequence[Sequence[Piece]],
+    ) -> None:
+        self._assignment = assignment
+        self._sources = sources
+        self._targets = targets
+        self._hosts = assignment.settings.hosts
+        self._bucket = assignment.settings.bucket_bytes
+        self._plans: list[RankPlan] = []
+        for _ in sources:
+            self._plans.append(RankPlan([], [], [], [], [], [], [], [], []))
+        # By rank, whether it is for units that have landed, and wave.
+        self._used: defaultdict[tuple[int, bool, int], int] = defaultdict(int)
+        self._first_wave = [0] * len(sources)
+        self._num_bytes = [0] * len(sources)
+        units = list(assignment.units.values())
+        self._fan_out = FanOut(units, self._hosts, self._bucket // UNITS_PER_BUCKET)
+        # By wave, ranks, and for the last ones whether the sender is the giver.
+        self._num_messages: defaultdict[tuple[int, int, int], int] = defaultdict(int)
+        self._last_messages: dict[tuple[int, int, int, bool], _Message] = {}
+        self._num_waves = self._sent_bytes = 0
+        self._slots: dict[tuple[int, str], int] = {}
+
+    def plans(self) -> list[RankPlan]:
+        """Return the plan of each rank."""
+        assignment = self._assignment
+        for unit in self._fan_out.units():
+            self._place(unit)
+        for rank, key, source, row, region in assignment.copies:
+            given_from = self._source_place(rank, source, region)
+            place = self._target_place(rank, row, region)
+            self._plans[rank].copies.append((source, row, given_from, place, region.shape))
+            self._num_bytes[rank] += region.num_elements * assignment.item_bytes(key)
+        for _, rank, row, region in assignment.gaps:
+            place = self._target_place(rank, row, region)
+            self._plans[rank].gaps.append((row, place, region.shape))
+        if assignment.settings.compares:
+            self._add_comparisons()
+        plans = []
+        for plan, num_bytes in zip(self._plans, self._num_bytes, strict=True):
+            plans.append(
+                plan._replace(
+                    compared=list(self._slots),
+                    num_waves=self._num_waves,
+                    sent_bytes=self._sent_bytes,
+                    has_gaps=bool(assignment.gaps),
+                    num_bytes=num_bytes,
+                )
+            )
+        return plans
+
+    def _add_comparisons(self) -> None:
+        """Let takers and givers sum all the values they take and give."""
+        for key, rank, row, region in self._assignment.target_regions:
+            slot = self._slots.setdefault((rank, key), len(self._slots))
+            taken_as = self._targets[rank][row].kind.dtype
+            is_cast = taken_as != self._assignment.holders[key].kind.dtype
+            place = self._target_place(rank, row, region)
+            self._plans[rank].arrived.append((slot, row, is_cast, place, region.shape))
+        for giver, source, (rank, key, row, region) in self._assignment.gifts():
+            slot = self._slots[rank, key]
+            taken_as = self._targets[rank][row].kind.dtype
+            place = self._source_place(giver, source, region)
+            self._plans[giver].sent.append((slot, source, taken_as, place, region.shape))
+
+    def _place(self, unit: Unit) -> None:
+        max_elements = max(1, self._bucket // UNITS_PER_BUCKET // unit.item_bytes)
+        for piece in cut_region(unit.region, max_elements):
+            common = ((rank, row, intersect(piece, region)) for rank, row, region in unit.takes)
+            takes = [(rank, row, part) for rank, row, part in common if part is not None]
+            if takes:
+                self._place_piece(unit, piece, takes)
+
+    def _place_piece(self, unit: Unit, piece: Region, takes: list[tuple[int, int, Region]]) -> None:
+        giver = unit.giver
+        item = unit.item_bytes
+        size = piece.num_elements * item
+        by_host: defaultdict[int, list[tuple[int, int, Region]]] = defaultdict(list)
+        for take in takes:
+            by_host[self._hosts[take[0]]].append(take)
+        own_host = self._hosts[giver]
+        others = []
+        for host in by_host:
+            if host != own_host:
+                others.append({r for r, _, _ in by_host[host]})
+        hops = self._fan_out.hops(giver, others, size)
+        wave = self._wave_of(giver, hops, size, item)
+        start = self._reserve(giver, False, wave, size, item)
+        given_from = self._source_place(giver, unit.row, piece)
+        self._plans[giver].packs.append((wave, start, unit.row, given_from, piece.shape))
+        place_by_host = {own_host: (wave, giver, False, start)}
+        for hop in hops:
+            landed = wave + hop.step - 1
+            at = self._reserve(hop.receiver, True, landed, size, item)
+            *_, sent_from = place_by_host[self._hosts[hop.sender]]
+            self._send(landed, hop, sent_from, at, size)
+            place_by_host[self._hosts[hop.receiver]] = (landed, hop.receiver, True, at)
+        dtype = self._assignment.holders[unit.key].kind.dtype
+        for host, host_takes in by_host.items():
+            for rank, row, part in host_takes:
+                place = self._target_place(rank, row, part)
+                within = part.relative_to(piece.offset).offset
+                self._plans[rank].takes.append(
+                    (*place_by_host[host], dtype, row, place, part.shape, within, piece.shape)
+                )
+                self._num_bytes[rank] += part.num_elements * item
+
+    def _wave_of(self, giver: int, hops: Sequence[Hop], size: int, item: int) -> int:
+        """Return the first wave with room in all buffers of a unit."""
+        buffers = [(giver, False, 0), *((hop.receiver, True, hop.step - 1) for hop in hops)]
+        wave = self._first_wave[giver]
+        while any(
+            self._end(rank, is_landed, wave + later, item) + size > self._bucket
+            for rank, is_landed, later in buffers
+        ):
+            wave += 1
+        if not hops:
+            self._first_wave[giver] = wave
+        self._num_waves = max(self._num_waves, *(wave + later + 1 for *_, later in buffers))
+        return wave
+
+    def _end(self, rank: int, is_landed: bool, wave: int, item: int) -> int:
+        """Return the first place in a buffer where an item may begin."""
+        return -(-self._used[rank, is_landed, wave] // item) * item
+
+    def _reserve(self, rank: int, is_landed: bool, wave: int, size: int, item: int) -> int:
+        start = self._end(rank, is_landed, wave, item)
+        self._used[rank, is_landed, wave] = start + size
+        return start
+
+    def _send(self, wave: int, hop: Hop, start: int, at: int, size: int) -> None:
+        """Add a message to both ranks' plans, or extend the last one."""
+        sender, receiver, step = hop
+        is_given = step == 1
+        places = (start, at)
+        self._sent_bytes += size
+        last = self._last_messages.get((wave, sender, receiver, is_given))
+        if last is not None and last.ends_at(places):
+            last.lengthen(size)
+            return
+        number = self._num_messages[wave, sender, receiver]
+        self._num_messages[wave, sender, receiver] += 1
+        message = _Message([wave, receiver, start, size, number], [wave, sender, at, size, number])
+        self._last_messages[wave, sender, receiver, is_given] = message
+        plan = self._plans[sender]
+        (plan.sends if is_given else plan.forwards).append(message.sent)
+        self._plans[receiver].receives.append(message.received)
+
+    def _source_place(self, rank: int, row: int, region: Region) -> tuple[int, ...]:
+        return region.relative_to(self._sources[rank][row].region.offset).offset
+
+    def _target_place(self, rank: int, row: int, region: Region) -> tuple[int, ...]:
+        return region.relative_to(self._targets[rank][row].region.offset).offset
+
+
+class _Message(NamedTuple):
+    """The rows of a message in its sender's and receiver's plans."""
+
+    sent: list[int]
+    received: list[int]
+
+    def ends_at(self, places: tuple[int, int]) -> bool:
+        """Whether it ends at these places in both buffers."""
+        return all(row[2] + row[3] == place for row, place in zip(self, places, strict=True))
+
+    def lengthen(self, num_bytes: int) -> None:
+        """Add bytes that follow in both buffers."""
+        for row in self:
+            row[3] += num_bytes

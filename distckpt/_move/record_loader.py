@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,9 +14,8 @@ from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
 from distckpt._geometry.region import Region
 from distckpt._models.bound_state import BoundState, named_tensors
-from distckpt._move.loader_memory import Memory, Piece, Step, overlaps
+from distckpt._move.loader_memory import Layout, Memory, Piece, Step, boxes, overlaps
 from distckpt._move.recorder import Recording, is_recorded
-from distckpt._move.views import Layout, boxes
 from distckpt._operations.checkpoint import open as open_checkpoint
 from distckpt.mapping._base import OpenReplicaId, ReplicaId
 from distckpt.mapping._sharded_tensor import ShardedTensor
@@ -170,49 +169,30 @@ def _tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
 
 def _state_of(recording: Recording) -> Iterator[tuple[str, ShardedTensor]]:
     """Describe the recorded copies as shards, under different names."""
-    by_key: dict[str, list[_Place]] = {}
+    places_by_key: dict[str, list[tuple[Region, torch.Tensor]]] = {}
     for memory in recording.real.values():
         memory.settle()
         for piece in memory.pieces:
-            for place in _places(memory, piece):
-                by_key.setdefault(place.key, []).append(place)
-    for key, places in by_key.items():
-        regions = [place.region for place in places]
-        copies = {max(pair) for pair in overlaps(regions)}
-        for number, place in enumerate(places):
+            if piece.stored is not None:
+                places = places_by_key.setdefault(str(piece.stored.key), [])
+                places.extend(_places(memory, piece, piece.stored))
+    for key, places in places_by_key.items():
+        whole = recording.stored[key].shape
+        copies = {max(pair) for pair in overlaps([region for region, _ in places])}
+        for number, ((offset, shape), data) in enumerate(places):
             name = f"{key}#{number}" if number else key
-            replica_id = (1, number) if number in copies else OpenReplicaId((0,))
-            yield name, _shard_of(place, replica_id)
+            replica_id: ReplicaId = OpenReplicaId((0,))
+            if number in copies:
+                replica_id = (1, number)
+            yield name, ShardedTensor(key, data, data.dtype, shape, whole, offset, None, replica_id)
 
 
-def _shard_of(place: _Place, replica_id: ReplicaId) -> ShardedTensor:
-    offset, shape = place.region
-    whole = place.stored.shape
-    return ShardedTensor(
-        place.key, place.data, place.data.dtype, shape, whole, offset, None, replica_id
-    )
-
-
-class _Place(NamedTuple):
-    """A region of a stored tensor, and the memory that gets it."""
-
-    stored: Memory
-    region: Region
-    data: torch.Tensor
-
-    @property
-    def key(self) -> str:
-        """The name of the stored tensor."""
-        return str(self.stored.key)
-
-
-def _places(memory: Memory, piece: Piece) -> Iterator[_Place]:
-    if piece.stored is None or memory.tensor is None:
-        return
-    tensor = _typed(memory.tensor, piece.stored, piece.steps)
-    for region, view in boxes(piece.stored.shape, piece.layout, _layout_in(memory, piece.region)):
-        data = tensor.as_strided(view.shape, view.strides, view.offset)
-        yield _Place(piece.stored, region, data)
+def _places(memory: Memory, piece: Piece, stored: Memory) -> Iterator[tuple[Region, torch.Tensor]]:
+    """Yield the regions of a stored tensor, with the memory that gets them."""
+    assert memory.tensor is not None
+    tensor = _typed(memory.tensor, stored, piece.steps)
+    for region, view in boxes(stored.shape, piece.layout, _layout_in(memory, piece.region)):
+        yield region, tensor.as_strided(view.shape, view.strides, view.offset)
 
 
 def _layout_in(memory: Memory, region: Region) -> Layout:

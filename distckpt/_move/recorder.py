@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
-from distckpt._move.loader_memory import Memory, Read, Step
-from distckpt._move.views import Layout, factored
+from distckpt._move.loader_memory import Layout, Memory, Read, Step, factored, num_elements
 
 aten = torch.ops.aten
 
@@ -150,26 +149,22 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if packet in _COPIES:
                 return self._copy(func, args, kwargs)
             if packet is aten.repeat:
-                return self._repeat(*args)
+                with self:
+                    return self._repeat(*args)
             return self.refuse(func, known)
 
     def _stored_tensors(self, arguments: Any) -> list[torch.Tensor]:
         """Return the tensors among arguments that have stored elements."""
-        return [leaf for leaf in tree_leaves(arguments) if _is_tensor(leaf) and self._names(leaf)]
+        return [leaf for leaf in _tensors_in(arguments) if self._names(leaf)]
 
     def _repeat(self, source: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
-        """Copy several times, as views and a copy do it."""
-        shape = (1,) * (len(repeats) - source.ndim) + tuple(source.shape)
-        apart: list[int] = []
-        for length in shape:
-            apart.extend((1, length))
-        repeated: list[int] = []
-        for pair in zip(repeats, shape, strict=True):
-            repeated.extend(pair)
-        sizes = []
-        for num, size in zip(repeats, shape, strict=True):
-            sizes.append(num * size)
-        return source.reshape(apart).expand(repeated).reshape(sizes)
+        """Copy several times along each axis, as a view and joins do it."""
+        new_axes = (1,) * (len(repeats) - source.ndim)
+        repeated = source.reshape(new_axes + tuple(source.shape))
+        for axis, count in enumerate(repeats):
+            parts = [repeated] * count or [repeated.narrow(axis, 0, 0)]
+            repeated = torch.cat(parts, axis)
+        return repeated
 
     def _view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         source = args[0]
@@ -182,11 +177,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _copy(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Make a new tensor from one or several."""
-        sources = [leaf for leaf in tree_leaves(args) if _is_tensor(leaf)]
-        make = _called
-        if _has_recorded(sources):
-            make = self._make
-        made = make(func, args, kwargs)
+        sources = _tensors_in(args)
+        if any(isinstance(source, Recorded) for source in sources):
+            made = self._make(func, args, kwargs)
+        else:
+            made = func(*args, **kwargs)
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         parts = _parts(func.overloadpacket, made, sources, dim)
         for part, source in zip(parts, sources, strict=True):
@@ -212,7 +207,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse(func, [target])
         if not isinstance(target, Recorded) and not isinstance(value, Recorded):
             func(*args, **kwargs)
-        if _is_tensor(value) and self._names(value):
+        if isinstance(value, torch.Tensor) and self._names(value):
             self._note(target, value, func)
         elif isinstance(target, Recorded):
             self.refuse(func, [target])
@@ -260,8 +255,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         meta = _meta_of(value).expand(target.shape)
         reads = list(source.read(Layout.of(meta), Layout.of(_meta_of(target))))
-        num_read = sum(math.prod(read.layout.shape) for read in reads)
-        if isinstance(value, Recorded) and num_read != target.numel():
+        if isinstance(value, Recorded) and num_elements(reads) != target.numel():
             self.refuse(func, [value])
         return reads
 
@@ -326,8 +320,8 @@ def is_recorded(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor)
+def _tensors_in(arguments: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_view_of(view: torch.Tensor, meta: torch.Tensor) -> bool:
@@ -337,14 +331,6 @@ def _is_view_of(view: torch.Tensor, meta: torch.Tensor) -> bool:
     """
     storages = view.untyped_storage(), meta.untyped_storage()
     return storages[0]._cdata == storages[1]._cdata and view.itemsize == meta.itemsize
-
-
-def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return func(*args, **kwargs)
-
-
-def _has_recorded(tensors: Sequence[torch.Tensor]) -> bool:
-    return any(isinstance(tensor, Recorded) for tensor in tensors)
 
 
 def _meta_of(value: Any) -> Any:

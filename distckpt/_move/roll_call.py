@@ -74,11 +74,6 @@ class Member:
         with contextlib.suppress(RuntimeError):
             self._send(_LEFT, None, ANSWER_SECONDS)
 
-    @classmethod
-    def source(cls, store: Any, rank: int, timeout: float) -> Member:
-        """Join as a rank of the job that gives."""
-        return cls(store, SOURCE, rank, timeout)
-
     def wait_for_start(self, version: int | None) -> Start:
         """Ask to take part in a version, and wait for its start.
 
@@ -240,15 +235,12 @@ class Leader:
             absent = self._expected.union(self._sources[1:]).difference(present)
             num_targets = len(present.difference(self._sources))
             has_enough = num_targets >= self._fewest_targets or now > deadline
-            is_over = has_enough and (not absent or now > self._limit(absent, soon, deadline))
+            limit = deadline
+            if absent <= self._doubtful:
+                limit = soon
+            is_over = has_enough and (not absent or now > limit)
         self._leave_out(sorted(absent, key=_order), num_targets, version)
         return asking
-
-    def _limit(self, absent: set[str], soon: float, deadline: float) -> float:
-        """Return the time until which absent members are waited for."""
-        if absent <= self._doubtful:
-            return soon
-        return deadline
 
     @property
     def _fewest_targets(self) -> int:

@@ -26,8 +26,8 @@ from distckpt._base.options import (
 )
 from distckpt._move.agreements import Agreements
 from distckpt._move.host_memory import HostMemory, bucket_bytes_of, share_memory
-from distckpt._move.inbox import Start, check_host, name_host
-from distckpt._move.moving import MoveRequest, run_move
+from distckpt._move.inbox import SOURCE, Start, check_host, name_host
+from distckpt._move.redistribute import MoveRequest, run_move
 from distckpt._move.roll_call import MAX_TARGETS, Leader, Member
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.groups import group_over, open_store
@@ -130,7 +130,7 @@ class Route:
             if rank == 0:
                 self._leader = Leader(self._store, size, num_targets, timeout)
             else:
-                self._member = Member.source(self._store, rank, timeout)
+                self._member = Member(self._store, SOURCE, rank, timeout)
         self._agreements = Agreements()
         self._group: tuple[int, Any, HostMemory] | None = None
 

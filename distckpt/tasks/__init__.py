@@ -11,8 +11,8 @@ again goes on from there. The last one lets the output appear, in one step.
 
 from distckpt._base.public import set_public_home
 from distckpt.tasks._run import PartReport
-from distckpt.tasks._status import PartsStatus
 from distckpt.tasks._task import (
+    PartsStatus,
     Task,
     abandon,
     consolidate,

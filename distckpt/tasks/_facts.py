@@ -18,7 +18,7 @@ from distckpt._io.extra_files import ExtraFiles
 from distckpt._plan.export import OutputTensor
 from distckpt._storage import locations
 
-_VERSION = 2
+_VERSION = 3
 """Version of the division into pieces and of the contents of journals.
 
 Processes of another version do not go on with them.

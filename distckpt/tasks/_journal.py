@@ -24,16 +24,16 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.options import sealed, unsealed
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._commit import hidden_directories
 from distckpt._storage import locations
-from distckpt.tasks._work import Attempt, Part, Piece, Work
+from distckpt.tasks._work import Part, Piece, Work
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +45,6 @@ _NOTE = re.compile(r"part-[0-9a-f]{16}\.json")
 _HEADER_FORM = {"verb": str, "sources": list, "facts": dict, "pieces": list, "files": list}
 _RECORD_FORM = {"result": object, "seconds": float}
 _DONE_FORM = {"proof": object}
-_NOTE_FORM = {
-    "part": str,
-    "host": str,
-    "pid": int,
-    "piece": str,
-    "number": int,
-    "piece_bytes": int,
-    "num_bytes": int,
-}
 _SECONDS_BETWEEN = 5.0
 """Seconds between two notes of a process at work."""
 SECONDS_SILENT = 60.0
@@ -91,24 +82,21 @@ class Worker:
         return self.seconds < SECONDS_SILENT
 
 
+_NOTE_FORM = get_type_hints(Worker)
+del _NOTE_FORM["seconds"]
+
+
 class Journal:
     """A journal at a location.
 
     Attributes:
         location: of its directory.
-        attempt: the same, with the hash of the work's facts.
+        nonce: a hash of the work's facts.
     """
 
     def __init__(self, location: str) -> None:
         self.location = location
-        self.attempt = Attempt(location, hidden_directories.nonce_of(location))
-
-    @classmethod
-    def of(cls, work: Work) -> Journal:
-        """Return the journal of some work, which need not exist."""
-        text = json.dumps({"facts": dict(work.facts), "pieces": _as_lists(work.pieces)})
-        nonce = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return cls(_beside(work.place, nonce))
+        self.nonce = hidden_directories.nonce_of(location)
 
     def _path(self, name: str) -> str:
         return locations.join(self.location, name)
@@ -164,16 +152,15 @@ class Journal:
             "verb": work.verb,
             "sources": list(work.sources),
             "facts": dict(work.facts),
-            "pieces": _as_lists(work.pieces),
-            "files": work.files(self.attempt),
+            "pieces": [[piece.name, piece.start, piece.stop] for piece in work.pieces],
+            "files": work.files(),
         }
         self._write(HEADER, content)
 
     def recorded(self) -> set[int]:
         """Return the numbers of the pieces that are whole."""
-        matches = map(_RECORD.fullmatch, self._names())
         numbers = set()
-        for match in matches:
+        for match in map(_RECORD.fullmatch, self._names()):
             if match:
                 numbers.add(int(match[1]))
         return numbers
@@ -232,11 +219,7 @@ class Journal:
             locations.remove_file(self._path(name))
 
     def _done_names(self) -> list[str]:
-        names = []
-        for name in self._names():
-            if _DONE.fullmatch(name):
-                names.append(name)
-        return names
+        return list(filter(_DONE.fullmatch, self._names()))
 
     def is_done(self) -> bool:
         """Whether the work ended, unless it was killed just before."""
@@ -269,11 +252,7 @@ class Journal:
             locations.remove_tree(self._path(name))
 
     def _outputs(self) -> list[str]:
-        names = []
-        for name in self._names():
-            if hidden_directories.parse(name) is not None:
-                names.append(name)
-        return names
+        return list(filter(hidden_directories.parse, self._names()))
 
     # --- Who is at work
 
@@ -350,16 +329,7 @@ def _done_name(proof: Any) -> str:
     return f"done-{digest}.json"
 
 
-def _as_lists(pieces: Sequence[Piece]) -> list[list[Any]]:
-    return [[piece.name, piece.start, piece.stop] for piece in pieces]
-
-
 # --- Journals of a location -----------------------------------------------------------------------
-
-
-def _beside(place: str, nonce: str) -> str:
-    parent, name = locations.split(place)
-    return locations.join(parent, f".{name}.parts-{nonce}")
 
 
 def journals_beside(place: str) -> list[Journal]:

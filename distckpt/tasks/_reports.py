@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import os
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -29,7 +29,6 @@ from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._commit import posix
 from distckpt._format.marker import marker_of
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import IntArray
 from distckpt._io.block_stats import BlockStats
 from distckpt._operations.file_checks import (
     BadBlock,
@@ -56,7 +55,7 @@ from distckpt._operations.windows import Window, map_some_windows, windows_of
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
-from distckpt._tools.diff import Compared, DiffReport, check_arguments, plan_diff, report_of_diff
+from distckpt._tools.diff import DiffReport, check_arguments, plan_diff, report_of_diff
 from distckpt._tools.stats import (
     TensorStats,
     WindowStats,
@@ -66,16 +65,12 @@ from distckpt._tools.stats import (
 )
 from distckpt._tools.tensor_differences import Change, compare_window
 from distckpt.tasks._facts import check_sources, facts_of, facts_of_copies
-from distckpt.tasks._work import Attempt, Piece, Work, piece_bytes
+from distckpt.tasks._work import Piece, Work, cut_files, piece_bytes
 
 
 def place_of(verb: str, journal: str | os.PathLike[str]) -> str:
     """Return the location next to a verb's journal in a directory."""
     return locations.join(posix.resolve(journal), verb)
-
-
-_Step: TypeAlias = Callable[[StoredCheckpoint, range, Callable[[int], None]], Any]
-"""The function that does a run of a check's items."""
 
 
 def runs_of(sizes: Sequence[int]) -> list[range]:
@@ -105,19 +100,51 @@ def pieces_of(
     return pieces
 
 
-def bytes_of_window(tensors: Sequence[StoredTensor], window: Window) -> int:
-    """Return the size of a window of a tensor."""
-    return window.region.num_elements * ITEM_BYTES[tensors[window.tensor].dtype]
+class _Windows:
+    """The windows of tensors, which each side has, in runs.
 
+    Attributes:
+        tensors: the tensors of the first side.
+        pieces: a piece for each run.
+    """
 
-def by_tensor(
-    tensors: Sequence[StoredTensor], windows: Sequence[Window], results: Iterable[Iterable[Any]]
-) -> list[list[Any]]:
-    """Return the results of each tensor's windows, from the results of pieces."""
-    results_by_tensor: list[list[Any]] = [[] for _ in tensors]
-    for window, result in zip(windows, itertools.chain.from_iterable(results), strict=True):
-        results_by_tensor[window.tensor].append(result)
-    return results_by_tensor
+    def __init__(self, sides: Sequence[Sequence[StoredTensor]]) -> None:
+        self._sides = sides
+        self.tensors = sides[0]
+        self._windows = list(windows_of(self.tensors))
+        sizes = []
+        for window in self._windows:
+            item_bytes = sum(ITEM_BYTES[side[window.tensor].dtype] for side in sides)
+            sizes.append(window.region.num_elements * item_bytes)
+        self._runs = runs_of(sizes)
+        self.pieces = pieces_of(self._runs, sizes, self._key_of)
+
+    def _key_of(self, window: int) -> str:
+        return self.tensors[self._windows[window].tensor].key
+
+    def results(
+        self, number: int, compute: Callable[..., Any], add_bytes: Callable[[int], None]
+    ) -> list[Any]:
+        """Return what `compute(window, *values)` returns for the windows of a piece."""
+
+        def computed(window: Window, *values: torch.Tensor) -> Any:
+            result = compute(window, *values)
+            add_bytes(sum(part.nbytes for part in values))
+            return result
+
+        run = self._runs[number]
+        windows = self._windows[run.start : run.stop]
+        uncounted = ProgressCounter(None, 0)
+        results = map_some_windows(self._sides, windows, computed, uncounted)
+        return [result for _, result in results]
+
+    def by_tensor(self, results: Iterable[Iterable[Any]]) -> list[list[Any]]:
+        """Return the results of each tensor's windows, from the results of pieces."""
+        results_by_tensor: list[list[Any]] = [[] for _ in self.tensors]
+        all_results = itertools.chain.from_iterable(results)
+        for window, result in zip(self._windows, all_results, strict=True):
+            results_by_tensor[window.tensor].append(result)
+        return results_by_tensor
 
 
 # --- verify ---------------------------------------------------------------------------------------
@@ -156,7 +183,7 @@ class _Unopened(Work):
         self._problem = problem
 
     def run(
-        self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
+        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
     ) -> Iterator[tuple[int, Any]]:
         return iter(())
 
@@ -177,144 +204,134 @@ class _VerifyWork(Work):
         self._num_threads = num_threads
         self.place = place
         self.sources = [stored.location]
-        is_full = mode == "full"
-        self._headers = [file.header_bytes for file in stored.manifest.files]
-        self._ranges = stored.manifest.ranges_of_files() if is_full else []
-        # Pieces follow one another within a range.
-        self._blocks_in = functools.lru_cache(maxsize=1)(self._list_blocks)
-        self._first_blocks = [0]
-        self._units = np.zeros((0, 5), np.int64)
-        self._unread: list[Problem] = []
-        for number in range(len(self._ranges)):
-            self._units = np.concatenate([self._units, self._units_in(number)])
-            self._first_blocks.append(self._first_blocks[-1] + len(self._blocks_in(number).starts))
-            self._unread += self._blocks_in(number).unread
-        keys = []
-        if is_full:
+        manifest = stored.manifest
+        self._headers = [file.header_bytes for file in manifest.files]
+        self._ranges: list[range] = []
+        keys: list[str] = []
+        if mode == "full":
+            self._ranges = manifest.ranges_of_files()
             keys = keys_with_fingerprints(stored)
-        self._tensors = [StoredTensor(stored, key) for key in keys]
-        self._windows = list(windows_of(self._tensors))
-        unit_bytes: list[int] = self._units[:, 3].tolist()
-        window_bytes = []
-        for window in self._windows:
-            window_bytes.append(bytes_of_window(self._tensors, window))
+        # Pieces follow one another within a range.
+        self._blocks_of = functools.lru_cache(maxsize=1)(self._list_blocks)
+        names = []
+        for file_ids in self._ranges:
+            names += [manifest.files[file_id].name for file_id in file_ids]
+        self._file_ids = {name: file_id for file_id, name in enumerate(names)}
+        sizes = {name: manifest.files[self._file_ids[name]].num_bytes for name in names}
+        self._spans = cut_files(sizes, divides=True)
+        span_bytes = [span.num_bytes for span in self._spans]
+        self._windows = _Windows([[StoredTensor(stored, key) for key in keys]])
         self._of_files = runs_of([size + 1 for size in self._headers])
-        self._of_units = runs_of(unit_bytes)
-        self._of_windows = runs_of(window_bytes)
+        self._of_spans = runs_of(span_bytes)
         self.pieces: Sequence[Piece] = [
             *pieces_of(self._of_files, self._headers, lambda _: "headers"),
-            *pieces_of(self._of_units, unit_bytes, self._file_of),
-            *pieces_of(self._of_windows, window_bytes, self._key_of),
+            *pieces_of(self._of_spans, span_bytes, lambda span: self._spans[span].name),
+            *self._windows.pieces,
         ]
         self.facts = {**facts_of({"mode": mode}, [stored]), **facts_of_copies([stored])}
 
-    def _list_blocks(self, number: int) -> Blocks:
+    def _list_blocks(self, file_ids: range) -> Blocks:
         """Return the blocks of a range of files."""
-        file_ids = self._ranges[number]
         return list_blocks(self._stored, file_ids, self._num_threads, keeps_checksums=True)
 
-    def _units_in(self, number: int) -> IntArray:
-        """Return the units of a range of files, as rows.
-
-        A row has the number of the range, the first block and the one behind the last, the number
-        of bytes, and the file.
-        """
-        blocks = self._blocks_in(number)
-        units = list(units_of_blocks(blocks, self._stored.location))
-        firsts, stops = np.array([(u.start, u.stop) for u in units], np.int64).reshape(-1, 2).T
-        sizes = blocks.stops[stops - 1] - blocks.starts[firsts]
-        return np.stack([0 * sizes + number, firsts, stops, sizes, blocks.file_ids[firsts]], axis=1)
-
-    def _file_of(self, unit: int) -> str:
-        """Return the file of a unit."""
-        return self._stored.manifest.files[int(self._units[unit, 4])].name
-
-    def _key_of(self, window: int) -> str:
-        return self._tensors[self._windows[window].tensor].key
-
     def run(
-        self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
+        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
     ) -> Iterator[tuple[int, Any]]:
-        steps: list[tuple[_Step, range]] = [
-            *((self._check_files, run) for run in self._of_files),
-            *((self._check_units, run) for run in self._of_units),
-            *((self._compute_numbers, run) for run in self._of_windows),
-        ]
+        num_checks = len(self._of_files) + len(self._of_spans)
         with OpenFiles() as open_files:
             stored = self._stored.with_files(open_files)
             for number in assigned:
-                step, run = steps[number]
-                yield number, step(stored, run, add_bytes)
+                if number < len(self._of_files):
+                    run = self._of_files[number]
+                    problems = check_files(stored, run, self._num_threads)
+                    num_bytes = sum(self._headers[run.start : run.stop])
+                    yield number, (list(map(vars, problems)), num_bytes)
+                elif number < num_checks:
+                    run = self._of_spans[number - len(self._of_files)]
+                    yield number, self._check_blocks(stored, run, add_bytes)
+                else:
+                    yield number, self._compute_numbers(number - num_checks, add_bytes)
 
-    def _check_files(
+    def _check_blocks(
         self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
-    ) -> tuple[Any, int]:
-        problems = check_files(stored, run, self._num_threads)
-        return list(map(vars, problems)), sum(self._headers[run.start : run.stop])
+    ) -> tuple[list[_BadBlock], list[Any], int]:
+        """Check the blocks that begin in a run of spans.
 
-    def _check_units(
-        self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
-    ) -> tuple[Any, int]:
-        units = self._units[run.start : run.stop].tolist()
-        bad = []
-        num_read = 0
-        for number, here in itertools.groupby(units, operator.itemgetter(0)):
-            blocks = self._blocks_in(number)
-            first = self._first_blocks[number]
-            ranges = [range(*unit[1:3]) for unit in here]
-            results = check_units(stored, blocks, ranges, self._num_threads, add_bytes)
-            bad += [BadBlock(first + block.number, block.message) for block in results[0]]
-            num_read += results[1]
-        return bad, num_read
+        Return the bad ones, problems of files of checksums, and the bytes read.
+        """
+        spans = self._spans[run.start : run.stop]
+        first = self._file_ids[spans[0].name]
+        last = self._file_ids[spans[-1].name]
+        bad: list[_BadBlock] = []
+        unread: list[Any] = []
+        total = 0
+        for file_ids in self._ranges:
+            if file_ids.stop <= first or last < file_ids.start:
+                continue
+            blocks = self._blocks_of(file_ids)
+            low = _number_of(blocks, first, spans[0].start)
+            high = _number_of(blocks, last, spans[-1].stop)
+            part = Blocks(
+                blocks.chunks[low:high],
+                blocks.file_ids[low:high],
+                blocks.starts[low:high],
+                blocks.stops[low:high],
+                blocks.expected[low:high],
+            )
+            units = units_of_blocks(part, stored.location)
+            bad_here, num_read = check_units(stored, part, units, self._num_threads, add_bytes)
+            for number, message in bad_here:
+                bad.append((int(part.file_ids[number]), int(part.starts[number]), message))
+            unread += map(vars, blocks.unread)
+            total += num_read
+        return bad, unread, total
 
     def _compute_numbers(
-        self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
+        self, number: int, add_bytes: Callable[[int], None]
     ) -> tuple[list[int], str | None]:
         """Return the terms that windows add to fingerprints, and any error.
 
         An error of reading matters only if all blocks are whole.
         """
-        windows = self._windows[run.start : run.stop]
-        tensors = [tensor._replace(stored=stored) for tensor in self._tensors]
-        counter = ProgressCounter(_differences(add_bytes), 0)
         try:
-            numbers = map_some_windows([tensors], windows, window_number, counter)
-            return [number for _, number in numbers], None
+            return self._windows.results(number, window_number, add_bytes), None
         except (CorruptCheckpointError, OSError) as error:
             return [], str(error)
 
-    def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
+    def complete(self, results: Sequence[Any]) -> None:
         check_sources(self.facts, [self._stored])
 
     def report(self, results: Sequence[Any], seconds: float) -> VerifyReport:
         remaining = iter(results)
-        file_results = list(itertools.islice(remaining, len(self._of_files)))
-        unit_results = list(itertools.islice(remaining, len(self._of_units)))
-        problems = []
-        for list_of_fields, _ in file_results:
+        problems: list[Problem] = []
+        num_bytes = 0
+        for list_of_fields, num_read in itertools.islice(remaining, len(self._of_files)):
             problems += [Problem(**fields) for fields in list_of_fields]
-        bad = []
-        for blocks, _ in unit_results:
-            bad += [BadBlock(*block) for block in blocks]
-        problems += not_in(problems, self._unread)
+            num_bytes += num_read
+        bad: list[_BadBlock] = []
+        for blocks, unread, num_read in itertools.islice(remaining, len(self._of_spans)):
+            problems += not_in(problems, [Problem(**fields) for fields in unread])
+            bad += blocks
+            num_bytes += num_read
         problems += self._describe(bad)
-        num_bytes = sum(num_read for _, num_read in [*file_results, *unit_results])
+        tensors = self._windows.tensors
         checked = Checked(problems, num_bytes)
-        if self._tensors and not problems:
-            num_bytes += sum(tensor.num_bytes for tensor in self._tensors)
-            checked = Checked(self._compare(list(remaining)), num_bytes, len(self._tensors))
+        if tensors and not problems:
+            num_bytes += sum(tensor.num_bytes for tensor in tensors)
+            checked = Checked(self._compare(list(remaining)), num_bytes, len(tensors))
         return report_of_verify(self._stored, self._mode, checked, seconds)
 
-    def _describe(self, bad: Sequence[BadBlock]) -> list[Problem]:
-        """Describe blocks by their numbers among all, which ascend."""
+    def _describe(self, bad: Sequence[_BadBlock]) -> list[Problem]:
+        """Describe bad blocks, which are in the order of files."""
         problems = []
-        for number, (first, stop) in enumerate(itertools.pairwise(self._first_blocks)):
-            here = []
-            for n, message in bad:
-                if first <= n < stop:
-                    here.append(BadBlock(n - first, message))
-            if here:
-                problems += describe_blocks(self._stored, self._blocks_in(number), here)
+        for file_ids in self._ranges:
+            bad_here = [block for block in bad if block[0] in file_ids]
+            if bad_here:
+                blocks = self._blocks_of(file_ids)
+                numbered = []
+                for file_id, start, message in bad_here:
+                    numbered.append(BadBlock(_number_of(blocks, file_id, start), message))
+                problems += describe_blocks(self._stored, blocks, numbered)
         return problems
 
     def _compare(self, results: Sequence[tuple[list[int], str | None]]) -> list[Problem]:
@@ -322,115 +339,89 @@ class _VerifyWork(Work):
         errors = [error for _, error in results if error is not None]
         if errors:
             return [Problem(self._stored.location, error) for error in errors]
-        numbers = by_tensor(
-            self._tensors, self._windows, [window_numbers for window_numbers, _ in results]
-        )
-        return describe_fingerprints(self._stored, fingerprints_of(self._tensors, numbers))
+        numbers = self._windows.by_tensor([window_numbers for window_numbers, _ in results])
+        fingerprints = fingerprints_of(self._windows.tensors, numbers)
+        return describe_fingerprints(self._stored, fingerprints)
+
+
+_BadBlock: TypeAlias = tuple[int, int, str]
+"""The number of a file, the first byte of a block in it, and a message."""
+
+
+def _number_of(blocks: Blocks, file_id: int, first_byte: int) -> int:
+    """Return the number of the first block of a file that does not begin before a byte."""
+    low, high = np.searchsorted(blocks.file_ids, [file_id, file_id + 1]).tolist()
+    return int(low + np.searchsorted(blocks.starts[low:high], first_byte))
 
 
 # --- Windows of tensors ---------------------------------------------------------------------------
 
 
 class _WindowWork(Work):
-    """A value per window of the tensors of one checkpoint or two.
+    """A value per window of the tensors of one checkpoint or two."""
 
-    Attributes:
-        checkpoints: one for each side.
-        sides: their tensors.
-    """
+    def __init__(
+        self,
+        journal: str | os.PathLike[str],
+        checkpoints: Sequence[StoredCheckpoint],
+        sides: Sequence[Sequence[StoredTensor]],
+        options: Mapping[str, Any],
+    ) -> None:
+        self.place = place_of(self.verb, journal)
+        self.checkpoints = checkpoints
+        self.sources = [stored.location for stored in checkpoints]
+        self.windows = _Windows(sides)
+        self.pieces = self.windows.pieces
+        self.facts = {**facts_of(options, checkpoints), **facts_of_copies(checkpoints)}
 
-    checkpoints: Sequence[StoredCheckpoint]
-    sides: Sequence[Sequence[StoredTensor]]
-
-    def _divide(self) -> None:
-        self.sources = [stored.location for stored in self.checkpoints]
-        self._windows = list(windows_of(self.sides[0]))
-        sizes = []
-        for w in self._windows:
-            sizes.append(sum(bytes_of_window(side, w) for side in self.sides))
-        self._runs = runs_of(sizes)
-        self.pieces = pieces_of(self._runs, sizes, self._key_of)
-
-    def _key_of(self, window: int) -> str:
-        return self.sides[0][self._windows[window].tensor].key
-
+    @abstractmethod
     def compute(self, window: Window, *values: torch.Tensor) -> Any:
-        """Return the result of a window from its values on each side."""
-        raise NotImplementedError
+        """Return the result of a window from its values on each side, for JSON."""
 
-    def encoded(self, result: Any) -> Any:
-        """Return a result for JSON."""
-        return result
-
+    @abstractmethod
     def decoded(self, result: Any) -> Any:
-        """Return the argument of `encoded`."""
-        raise NotImplementedError
+        """Return the result of a window from JSON."""
 
     def run(
-        self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
+        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
     ) -> Iterator[tuple[int, Any]]:
         with reading(Ranks.alone(), self.checkpoints):
             for number in assigned:
-                run = self._runs[number]
-                counter = ProgressCounter(_differences(add_bytes), self.pieces[number].num_bytes)
-                windows = self._windows[run.start : run.stop]
-                values = map_some_windows(self.sides, windows, self.compute, counter)
-                yield number, [self.encoded(result) for _, result in values]
+                yield number, self.windows.results(number, self.compute, add_bytes)
 
-    def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
+    def complete(self, results: Sequence[Any]) -> None:
         check_sources(self.facts, self.checkpoints)
 
     def decoded_by_tensor(self, results: Sequence[Any]) -> list[list[Any]]:
         """Return the results of the windows of each tensor."""
-        results_by_tensor = by_tensor(self.sides[0], self._windows, results)
         decoded = []
-        for tensor_results in results_by_tensor:
+        for tensor_results in self.windows.by_tensor(results):
             decoded.append([self.decoded(result) for result in tensor_results])
         return decoded
-
-
-def _differences(add_bytes: Callable[[int], None]) -> Callable[[int, int], None]:
-    """Return a function that takes sums and passes on their growth."""
-    before = 0
-
-    def report(done: int, total: int) -> None:
-        nonlocal before
-        add_bytes(done - before)
-        before = done
-
-    return report
 
 
 # --- stats ----------------------------------------------------------------------------------------
 
 
-def measurement(
-    checkpoint_dir: str | os.PathLike[str],
-    *,
-    journal: str | os.PathLike[str],
-    keys: Sequence[str] | None = None,
-) -> Work:
-    """Return the work of `distckpt stats` with these arguments."""
-    stored = open_undisturbed(Ranks.alone(), locations.normalize(checkpoint_dir))
-    return _StatsWork(stored, place_of("stats", journal), keys)
+class StatsWork(_WindowWork):
+    """The work of `distckpt stats` with these arguments."""
 
-
-class _StatsWork(_WindowWork):
     verb = "stats"
 
-    def __init__(self, stored: StoredCheckpoint, place: str, keys: Sequence[str] | None) -> None:
-        self.place = place
-        self.checkpoints = [stored]
+    def __init__(
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        *,
+        journal: str | os.PathLike[str],
+        keys: Sequence[str] | None = None,
+    ) -> None:
+        stored = open_undisturbed(Ranks.alone(), locations.normalize(checkpoint_dir))
         self._tensors = tensors_to_measure(stored, keys)
-        self.sides = [self._tensors]
-        self.facts = {**facts_of({"keys": keys}, [stored]), **facts_of_copies([stored])}
-        self._divide()
+        super().__init__(journal, [stored], [self._tensors], {"keys": keys})
 
-    def compute(self, window: Window, *values: torch.Tensor) -> WindowStats:
-        return measure_window(self._tensors, window, *values)
-
-    def encoded(self, result: WindowStats) -> Any:
-        return [result.parts, result.sample.tolist()]
+    def compute(self, window: Window, *values: torch.Tensor) -> Any:
+        parts, sample = measure_window(self._tensors, window, *values)
+        return parts, sample.tolist()
 
     def decoded(self, result: Any) -> WindowStats:
         parts, sample = result
@@ -444,42 +435,33 @@ class _StatsWork(_WindowWork):
 # --- diff -----------------------------------------------------------------------------------------
 
 
-def comparison(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
-    *,
-    journal: str | os.PathLike[str],
-    keys: str | Sequence[str] | None = None,
-    rename: Mapping[str, str] | None = None,
-    atol: float = 0.0,
-    rtol: float = 0.0,
-) -> Work:
-    """Return the work of `diff` with these arguments."""
-    check_arguments(keys, rename, atol, rtol)
-    ranks = Ranks.alone()
-    first, second = (open_undisturbed(ranks, locations.normalize(location)) for location in (a, b))
-    compared = plan_diff(first, second, keys, rename or {})
-    options = {"keys": keys, "rename": rename, "atol": atol, "rtol": rtol}
-    return _DiffWork(compared, place_of("diff", journal), options)
+class DiffWork(_WindowWork):
+    """The work of `diff` with these arguments."""
 
-
-class _DiffWork(_WindowWork):
     verb = "diff"
 
-    def __init__(self, compared: Compared, place: str, options: Mapping[str, Any]) -> None:
-        self.place = place
-        self.checkpoints = [compared.first, compared.second]
-        self._compared = compared
-        self._options = options
-        self.sides = compared.sides
-        copies = facts_of_copies(self.checkpoints)
-        self.facts = {**facts_of(options, self.checkpoints), **copies}
-        self._divide()
+    def __init__(
+        self,
+        a: str | os.PathLike[str],
+        b: str | os.PathLike[str],
+        *,
+        journal: str | os.PathLike[str],
+        keys: str | Sequence[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        atol: float = 0.0,
+        rtol: float = 0.0,
+    ) -> None:
+        check_arguments(keys, rename, atol, rtol)
+        ranks = Ranks.alone()
+        first = open_undisturbed(ranks, locations.normalize(a))
+        second = open_undisturbed(ranks, locations.normalize(b))
+        self._compared = plan_diff(first, second, keys, rename or {})
+        self._compare = functools.partial(compare_window, atol=atol, rtol=rtol)
+        options = {"keys": keys, "rename": rename, "atol": atol, "rtol": rtol}
+        super().__init__(journal, [first, second], self._compared.sides, options)
 
-    def compute(self, window: Window, *values: torch.Tensor) -> Change | None:
-        atol = self._options["atol"]
-        rtol = self._options["rtol"]
-        return compare_window(window, *values, atol=atol, rtol=rtol)
+    def compute(self, window: Window, *values: torch.Tensor) -> Any:
+        return self._compare(window, *values)
 
     def decoded(self, result: Any) -> Change | None:
         if result is None:

@@ -58,7 +58,7 @@ def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartRe
         CheckpointingException: other work, which is not complete, has a journal for the same
             output.
     """
-    journal = Journal.of(work)
+    journal = Journal(work.journal)
     with _naming_owner(journal.location):
         return _run_part(work, journal, part, progress)
 
@@ -105,7 +105,7 @@ def finish(work: Work) -> Any:
     Raises:
         CheckpointingException: pieces are missing.
     """
-    journal = Journal.of(work)
+    journal = Journal(work.journal)
     with _naming_owner(journal.location):
         if not is_complete(work, journal):
             _check_others(work, journal)
@@ -159,16 +159,16 @@ def is_complete(work: Work, journal: Journal) -> bool:
     """
     if not journal.is_done():
         return False
-    proof = work.proof(journal.attempt, work.place)
+    proof = work.proof(work.place)
     if journal.is_proof(proof):
         return True
     difference = _difference(journal, proof)
     # On a local disk it may be about to take the place of an earlier one.
     is_open = locations.is_local(work.place) or not difference
-    if is_open and work.is_begun(journal.attempt):
+    if is_open and work.is_begun():
         return False
     # Another part may have put it there between the two looks.
-    if journal.is_proof(work.proof(journal.attempt, work.place)):
+    if journal.is_proof(work.proof(work.place)):
         return True
     raise CheckpointingException(
         f"{work.place!r} was completed in parts, and was removed or replaced since{difference}. To "
@@ -198,20 +198,20 @@ def _open(work: Work, journal: Journal) -> None:
     if is_new:
         work.check()
         journal.begin(work)
-    elif journal.recorded() and not work.is_begun(journal.attempt):
+    elif journal.recorded() and not work.is_begun():
         if is_complete(work, journal):
             return
         raise CheckpointingException(
             f"What parts have written for {work.place!r} was removed from {journal.location!r}: "
             "abandon this attempt (--abandon, or distckpt.tasks.abandon) and begin again."
         )
-    work.begin(journal.attempt, is_new)
+    work.begin(is_new)
 
 
 def _check_others(work: Work, journal: Journal) -> None:
     """Refuse to begin while other work for the same output is incomplete."""
     for other in journals_beside(work.place):
-        if other.attempt == journal.attempt or other.is_done():
+        if other.location == journal.location or other.is_done():
             continue
         header = other.header()
         if header is None:
@@ -244,7 +244,7 @@ def _run(
     """Do pieces; yield the number of each that is whole now."""
     if not numbers:
         return
-    directory = work.directory(journal.attempt)
+    directory = work.directory()
     with journal.at_work(part) as note, _existence_check(directory) as check:
 
         def report(done: int, total: int) -> None:
@@ -255,7 +255,7 @@ def _run(
         counter = ProgressCounter(report, sum(work.pieces[i].num_bytes for i in numbers))
         assigned = _missing(work, journal, numbers, note)
         before = time.perf_counter()
-        for number, result in work.run(journal.attempt, assigned, counter.add):
+        for number, result in work.run(assigned, counter.add):
             now = time.perf_counter()
             # Otherwise the record could be about files that were removed with another attempt.
             check()
@@ -286,7 +286,7 @@ def _existence_check(directory: str) -> Iterator[Callable[[], None]]:
 
 def _missing(work: Work, journal: Journal, candidates: Iterable[int], note: Note) -> Iterator[int]:
     """Yield the pieces that are still missing when their turn comes."""
-    files = set(work.files(journal.attempt))
+    files = set(work.files())
     numbers_by_file = defaultdict(list)
     for number, piece in enumerate(work.pieces):
         numbers_by_file[piece.name].append(number)
@@ -304,7 +304,7 @@ def _forget_removed(work: Work, journal: Journal, name: str, numbers: Sequence[i
 
     The file is made anew for the next piece, and would have zeros in their place.
     """
-    directory = work.directory(journal.attempt)
+    directory = work.directory()
     path = locations.join(directory, name)
     if not locations.is_local(path):
         return
@@ -322,16 +322,16 @@ def _finish(work: Work, journal: Journal) -> Any:
             with _alone(journal):
                 _complete(work, journal, results)
         except (OSError, CheckpointingException) as error:
-            damaged = work.damaged(journal.attempt)
-            lost = _lost(work, journal, damaged)
+            damaged = work.damaged()
+            lost = _lost(work, damaged)
             # Where there are no locks, another process may have done the same meanwhile, and have
             # moved the files whose sizes were just read.
             if not is_complete(work, journal):
                 if lost:
-                    _cut(work, journal, damaged)
+                    _cut(work, damaged)
                     raise _again(work, journal, lost, error) from error
                 raise
-        abort_uploads(work.place, work.files(journal.attempt))
+        abort_uploads(work.place, work.files())
     with locations.only_logging(f"clear up in {journal.location}"):
         journal.remove_output()
     return work.report(results, seconds)
@@ -358,7 +358,7 @@ def _without_records(
     work: Work, journal: Journal, numbers: Sequence[int], fault: str
 ) -> CheckpointingException:
     """Let parts repeat pieces unless only the report lacks them; return the error."""
-    has_output = bool(work.files(journal.attempt))
+    has_output = bool(work.files())
     if has_output and is_complete(work, journal):
         return CheckpointingException(
             f"{fault} {work.place!r} is complete, and its report alone is lost: remove the journal "
@@ -380,13 +380,13 @@ def _again(
     )
 
 
-def _lost(work: Work, journal: Journal, damaged: Sequence[str]) -> list[int]:
+def _lost(work: Work, damaged: Sequence[str]) -> list[int]:
     """Return whole pieces whose files were removed, cut or damaged since."""
-    if not work.is_begun(journal.attempt):
+    if not work.is_begun():
         return []
-    directory = work.directory(journal.attempt)
+    directory = work.directory()
     sizes = {}
-    for name in work.files(journal.attempt):
+    for name in work.files():
         sizes[name] = _size_of(locations.join(directory, name))
     sizes.update(dict.fromkeys(damaged, 0))
     lost = []
@@ -396,14 +396,14 @@ def _lost(work: Work, journal: Journal, damaged: Sequence[str]) -> list[int]:
     return lost
 
 
-def _cut(work: Work, journal: Journal, names: Iterable[str]) -> None:
+def _cut(work: Work, names: Iterable[str]) -> None:
     """Cut local files to their planned size; written again, longer ones would stay as long.
 
     They are not removed: another process may be writing them again already.
     """
     if not locations.is_local(work.place):
         return
-    directory = work.directory(journal.attempt)
+    directory = work.directory()
     for name in names:
         path = locations.join(directory, name)
         planned = max(piece.stop for piece in work.pieces if piece.name == name)
@@ -428,16 +428,13 @@ def _complete(work: Work, journal: Journal, results: Sequence[Any]) -> None:
     if is_complete(work, journal):
         return
     # The note is true when the output has appeared.
-    work.complete(journal.attempt, results)
-    journal.note_done(work.proof(journal.attempt, work.directory(journal.attempt)))
-    work.commit(journal.attempt, results)
-    journal.note_done(work.proof(journal.attempt, work.place))
+    work.complete(results)
+    journal.note_done(work.proof(work.directory()))
+    work.commit(results)
+    journal.note_done(work.proof(work.place))
 
 
-@contextlib.contextmanager
-def _alone(journal: Journal) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if locations.is_local(journal.location):
-            path = locations.join(journal.location, LOCK)
-            stack.enter_context(hidden_directories.locked_if_offered(path))
-        yield
+def _alone(journal: Journal) -> contextlib.AbstractContextManager[object]:
+    if locations.is_local(journal.location):
+        return hidden_directories.locked_if_offered(locations.join(journal.location, LOCK))
+    return contextlib.nullcontext()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 from distckpt._base.interrupts import paused_garbage_collection
@@ -15,9 +17,8 @@ from distckpt._commit.conditional_put import SAVE
 from distckpt._format.hf_names import INDEX_NAME
 from distckpt._format.marker import marker_of
 from distckpt._storage import locations, object_store
-from distckpt.tasks._run import PartReport, finish, run_part
-from distckpt.tasks._status import PartsStatus, statuses
-from distckpt.tasks._status import abandon as abandon_all
+from distckpt.tasks._journal import Journal, Worker, journals_beside, other_owner
+from distckpt.tasks._run import PartReport, abort_uploads, finish, run_part
 from distckpt.tasks._work import Part, Work
 
 _LOCATIONS = (
@@ -91,19 +92,19 @@ def _maker(verb: str) -> Callable[..., Work]:
 
         return exports.consolidation if verb == "consolidate" else exports.merger
     if verb == "reshard":
-        from distckpt.tasks._checkpoints import resharding
+        from distckpt.tasks._checkpoints import ReshardWork
 
-        return resharding
+        return ReshardWork
     if verb == "export_torch_dist":
-        from distckpt.tasks._torch_dist import exporting
+        from distckpt.tasks._torch_dist import TorchDistWork
 
-        return exporting
+        return TorchDistWork
     from distckpt.tasks import _reports as reports
 
     checks: dict[str, Callable[..., Work]] = {
         "verify": reports.verification,
-        "stats": reports.measurement,
-        "diff": reports.comparison,
+        "stats": reports.StatsWork,
+        "diff": reports.DiffWork,
     }
     return checks[verb]
 
@@ -135,11 +136,9 @@ def _with_location(name: str, value: Any) -> Any:
     if name == "checkpoints":
         return [locations.normalize(item) for item in value]
     if isinstance(value, ExportOptions):
-        values = {}
-        for item in _LOCATIONS_OF_OPTIONS:
-            values[item] = getattr(value, item)
         absolute: dict[str, Any] = {}
-        for item, path in values.items():
+        for item in _LOCATIONS_OF_OPTIONS:
+            path = getattr(value, item)
             if path not in (None, "auto"):
                 absolute[item] = locations.normalize(path)
         return replace(value, **absolute)
@@ -271,6 +270,37 @@ def diff(
 # --- Looking after them ---------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class PartsStatus:
+    """The progress of work in parts.
+
+    Attributes:
+        journal: the directory with the notes of whole pieces.
+        verb: the verb that is run.
+        sources: the locations it reads.
+        num_whole: pieces that are whole.
+        num_total: all pieces.
+        bytes_whole: size of the pieces that are whole.
+        bytes_running: bytes that processes at work have done of pieces that are not whole.
+        bytes_total: size of all pieces.
+        missing: names of files or tensors that have pieces that are not whole.
+        workers: processes that are at work, or were killed.
+        is_complete: whether the output has appeared.
+    """
+
+    journal: str
+    verb: str
+    sources: tuple[str, ...]
+    num_whole: int
+    num_total: int
+    bytes_whole: int
+    bytes_running: int
+    bytes_total: int
+    missing: tuple[str, ...]
+    workers: tuple[Worker, ...]
+    is_complete: bool
+
+
 def status(output_dir: str | os.PathLike[str]) -> list[PartsStatus]:
     """Return the progress of work in parts for an output, by attempt.
 
@@ -279,7 +309,12 @@ def status(output_dir: str | os.PathLike[str]) -> list[PartsStatus]:
     Args:
         output_dir: of the work; for `verify` and `diff`, `journal/verify` and `journal/diff`.
     """
-    return statuses(posix.resolve(output_dir))
+    status_list = []
+    for journal in journals_beside(posix.resolve(output_dir)):
+        header = journal.header()
+        if header is not None:
+            status_list.append(_status(journal, header))
+    return status_list
 
 
 def abandon(output_dir: str | os.PathLike[str]) -> list[str]:
@@ -291,15 +326,71 @@ def abandon(output_dir: str | os.PathLike[str]) -> list[str]:
 
     Returns:
         The locations of the journals that were removed.
+
+    Raises:
+        OSError: a journal could not be removed; the rest was.
     """
-    return abandon_all(posix.resolve(output_dir), _remove_output)
+    place = posix.resolve(output_dir)
+    removed: list[str] = []
+    left: list[str] = []
+    for journal in journals_beside(place):
+        if not locations.is_local(place):
+            _abandon_uploaded(journal, place)
+        locations.remove_tree(journal.location)
+        is_left = locations.is_local(place) and os.path.lexists(journal.location)
+        (left if is_left else removed).append(journal.location)
+    if left:
+        _refuse_left(left[0])
+    return removed
 
 
-def _remove_output(place: str, nonce: str, files: Sequence[str]) -> None:
-    """Remove the files of parts from their place on an object store."""
-    is_there = locations.exists(locations.join(place, INDEX_NAME))
-    if is_there or (marker_of(place) or {}).get(SAVE) == nonce:
-        return  # complete, by a process that was killed before it could note that
-    paths = [locations.join(place, name) for name in files]
-    object_store.remove_all(paths)
-    object_store.abort_uploads(place, paths)
+def _abandon_uploaded(journal: Journal, place: str) -> None:
+    """Remove incomplete files from their place on an object store, and uploads."""
+    header = journal.header()
+    if header is None:
+        return
+    files = header["files"]
+    if not journal.is_done():
+        is_there = locations.exists(locations.join(place, INDEX_NAME))
+        if is_there or (marker_of(place) or {}).get(SAVE) == journal.nonce:
+            return  # complete, by a process that was killed before it could note that
+        object_store.remove_all([locations.join(place, name) for name in files])
+    abort_uploads(place, files)
+
+
+def _refuse_left(location: str) -> None:
+    owner = other_owner(location)
+    if owner is not None:
+        text = f"the journal cannot be removed, it belongs to user {owner}"
+        raise PermissionError(errno.EACCES, text, location)
+    text = "some of the journal cannot be removed: a part is writing into it, or another user did"
+    raise OSError(errno.EBUSY, text, location)
+
+
+def _status(journal: Journal, header: dict[str, Any]) -> PartsStatus:
+    recorded = journal.recorded()
+    pieces = header["pieces"]
+    sizes = [stop - start for _, start, stop in pieces]
+    missing = []
+    for i, (name, _, _) in enumerate(pieces):
+        if i not in recorded:
+            missing.append(name)
+    workers = journal.workers()
+    # Several processes may do the same piece.
+    running = {}
+    for worker in sorted(workers, key=attrgetter("piece_bytes")):
+        if worker.is_running and worker.number not in recorded:
+            running[worker.number] = worker.piece_bytes
+    return PartsStatus(
+        journal.location,
+        header["verb"],
+        tuple(header["sources"]),
+        num_whole=len(recorded),
+        num_total=len(pieces),
+        bytes_whole=sum(size for i, size in enumerate(sizes) if i in recorded),
+        bytes_running=sum(running.values()),
+        bytes_total=sum(sizes),
+        missing=tuple(dict.fromkeys(missing)),
+        workers=tuple(workers),
+        is_complete=journal.has_appeared(),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -9,15 +10,15 @@ from typing import Any
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._commit import posix
-from distckpt._commit.output import Output, OutputSettings, continued_output
+from distckpt._commit.output import OutputSettings
 from distckpt._foreign.torch_dist.reader import COMMON_NAME, METADATA_NAME
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt.tasks._exports import proof_of, remove_others
-from distckpt.tasks._facts import check_sources, facts_of
-from distckpt.tasks._work import Attempt, Piece, Work, piece_bytes
+from distckpt.tasks._facts import facts_of
+from distckpt.tasks._outputs import OutputWork
+from distckpt.tasks._work import Piece, piece_bytes
 from distckpt.torch_dist._export import (
     check_place,
     chunks_to_write,
@@ -29,68 +30,56 @@ from distckpt.torch_dist._export import (
 _OTHER_FILES = (COMMON_NAME, METADATA_NAME, CONFIG_FNAME)
 
 
-def exporting(
-    checkpoint_dir: str | os.PathLike[str],
-    output_dir: str | os.PathLike[str],
-    *,
-    overwrite: bool = False,
-) -> Work:
-    """Return the work of `torch_dist.export` with these arguments."""
-    location = locations.normalize(checkpoint_dir)
-    target = posix.resolve(output_dir)
-    check_place(location, target)
-    return _TorchDistWork(open_undisturbed(Ranks.alone(), location), target, overwrite)
+class TorchDistWork(OutputWork):
+    """The work of `torch_dist.export` with these arguments.
 
-
-class _TorchDistWork(Work):
-    """A conversion whose pieces are files of whole chunks."""
+    Its pieces are files of whole chunks.
+    """
 
     verb = "convert"
 
-    def __init__(self, stored: StoredCheckpoint, target: str, overwrite: bool) -> None:
+    def __init__(
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        output_dir: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        location = locations.normalize(checkpoint_dir)
+        target = posix.resolve(output_dir)
+        check_place(location, target)
+        stored = open_undisturbed(Ranks.alone(), location)
         self._stored = stored
-        self._overwrite = overwrite
         self.place = target
+        self.checkpoints = [stored]
         self.sources = [stored.location]
         self._chunks = _groups(stored)
-        sizes = []
-        for group in self._chunks:
-            sizes.append(sum(int(stored.manifest.num_bytes[chunk]) for chunk in group))
-        self.pieces: Sequence[Piece] = [
-            Piece(f"__{number}_0.distcp", 0, size) for number, size in enumerate(sizes)
-        ]
+        pieces = []
+        for number, group in enumerate(self._chunks):
+            size = sum(int(stored.manifest.num_bytes[chunk]) for chunk in group)
+            pieces.append(Piece(f"__{number}_0.distcp", 0, size))
+        self.pieces: Sequence[Piece] = pieces
+        num_bytes = sum(piece.num_bytes for piece in pieces)
+        self.settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
         self.facts = facts_of({"overwrite": overwrite, "format": "torch_dist"}, [stored])
 
-    def files(self, attempt: Attempt) -> list[str]:
+    @functools.cached_property
+    def _common(self) -> dict[Any, Any]:
+        return common_state_to_write(self._stored)
+
+    def files(self) -> list[str]:
         return [*(piece.name for piece in self.pieces), *_OTHER_FILES]
 
-    def _output(self, attempt: Attempt) -> Output:
-        num_bytes = sum(piece.num_bytes for piece in self.pieces)
-        settings = OutputSettings(num_bytes=num_bytes, overwrite=self._overwrite)
-        return continued_output(self.place, attempt.nonce, attempt.journal, settings)
-
     def check(self) -> None:
-        posix.check_target(self.place, self._overwrite)
+        posix.check_target(self.place, self.settings.overwrite)
         # Before hours of work.
-        common_state_to_write(self._stored)
-
-    def begin(self, attempt: Attempt, is_new: bool) -> None:
-        output = self._output(attempt)
-        output.begin_again()
-        if is_new:
-            output.check_space()
-
-    def is_begun(self, attempt: Attempt) -> bool:
-        return locations.isdir(self.directory(attempt))
-
-    def directory(self, attempt: Attempt) -> str:
-        return self._output(attempt).location
+        _ = self._common
 
     def run(
-        self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
+        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
     ) -> Iterator[tuple[int, Any]]:
-        directory = self.directory(attempt)
-        with reading(Ranks.alone(), [self._stored]):
+        directory = self.directory()
+        with reading(Ranks.alone(), self.checkpoints):
             for number in assigned:
                 name = self.pieces[number].name
                 # Under another name until it is whole: another process may do the same.
@@ -103,23 +92,16 @@ class _TorchDistWork(Work):
                 add_bytes(self.pieces[number].num_bytes)
                 yield number, [(chunk, name, start, size) for chunk, _, start, size in written]
 
-    def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
-        check_sources(self.facts, [self._stored])
-        directory = self.directory(attempt)
-        remove_others(directory, self.files(attempt))
-        common = common_state_to_write(self._stored)
-        write_metadata(self._stored, common, results, directory)
+    def add_rest(self, results: Sequence[Any]) -> None:
+        write_metadata(self._stored, self._common, results, self.directory())
         ends = []
         for written in results:
             ends.append(max((start + size for _, _, start, size in written), default=0))
         names = [piece.name for piece in self.pieces]
-        self._output(attempt).check_files(list(zip(names, ends, strict=True)))
+        self.output().check_files(list(zip(names, ends, strict=True)))
 
-    def commit(self, attempt: Attempt, results: Sequence[Any]) -> None:
-        self._output(attempt).commit(None)
-
-    def proof(self, attempt: Attempt, directory: str) -> Any:
-        return proof_of(directory, CONFIG_FNAME, self.files(attempt))
+    def commit(self, results: Sequence[Any]) -> None:
+        self.output().commit(None)
 
     def report(self, results: Sequence[Any], seconds: float) -> None:
         return None

@@ -6,11 +6,16 @@ the processes that do them, and the record of finished ones, is up to `_run`.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
+
+from distckpt._storage import locations
 
 _ALIGNMENT = 1 << 20
 """Divide files at multiples of a page, which only one process writes."""
@@ -52,13 +57,6 @@ class Part:
         return f"{self.index}/{self.count}"
 
 
-class Attempt(NamedTuple):
-    """An attempt at some work: its journal's directory, and a hash of its facts."""
-
-    journal: str
-    nonce: str
-
-
 class Work(ABC):
     """The work of a verb with some arguments, as pieces.
 
@@ -76,9 +74,22 @@ class Work(ABC):
     sources: Sequence[str]
     pieces: Sequence[Piece]
 
+    @functools.cached_property
+    def nonce(self) -> str:
+        """A hash of everything that the result depends on."""
+        pieces = [[piece.name, piece.start, piece.stop] for piece in self.pieces]
+        text = json.dumps({"facts": dict(self.facts), "pieces": pieces})
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def journal(self) -> str:
+        """The location of the journal, which need not exist."""
+        parent, name = locations.split(self.place)
+        return locations.join(parent, f".{name}.parts-{self.nonce}")
+
     @abstractmethod
     def run(
-        self, attempt: Attempt, assigned: Iterable[int], add_bytes: Callable[[int], None]
+        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
     ) -> Iterator[tuple[int, Any]]:
         """Do pieces one after the other.
 
@@ -95,48 +106,47 @@ class Work(ABC):
 
     # Work that only reads has no output, and needs nothing of the following.
 
-    def files(self, attempt: Attempt) -> list[str]:
+    def files(self) -> list[str]:
         """Return the names of the files of the output."""
         return []
 
-    def damaged(self, attempt: Attempt) -> list[str]:
+    def damaged(self) -> list[str]:
         """Return the files that differ from the output of the pieces."""
-        del attempt
         return []
 
     def check(self) -> None:
         """Refuse to begin, for example because the target exists."""
         return
 
-    def begin(self, attempt: Attempt, is_new: bool) -> None:
+    def begin(self, is_new: bool) -> None:
         """Make the files that the pieces are written into."""
-        del attempt, is_new
+        del is_new
 
-    def is_begun(self, attempt: Attempt) -> bool:
+    def is_begun(self) -> bool:
         """Whether the files that the pieces are written into exist."""
         return True
 
-    def complete(self, attempt: Attempt, results: Sequence[Any]) -> None:
+    def complete(self, results: Sequence[Any]) -> None:
         """Check the output of the pieces, and add the rest.
 
         May be called again.
         """
-        del attempt, results
+        del results
 
-    def directory(self, attempt: Attempt) -> str:
+    def directory(self) -> str:
         """Return the directory of the output before it appears."""
         return self.place
 
-    def proof(self, attempt: Attempt, directory: str) -> Any:
-        """Return a proof that identifies the complete output, see `_exports.proof_of`.
+    def proof(self, directory: str) -> Any:
+        """Return a proof that identifies the complete output, see `_outputs`.
 
         None where there is none.
         """
         return {"sizes": []}
 
-    def commit(self, attempt: Attempt, results: Sequence[Any]) -> None:
+    def commit(self, results: Sequence[Any]) -> None:
         """Let the output appear in one step."""
-        del attempt, results
+        del results
 
 
 def piece_bytes(total: int) -> int:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import distckpt
 from distckpt import CheckpointingException, LoadMismatchError, RankFailedError, ShardedTensor
-from distckpt._move import carry, inbox, moving, roll_call
+from distckpt._move import carry, inbox, redistribute, roll_call
 from distckpt._ranks.attendance import lost_contact
 from distckpt.rules import Rename
 from tests.support.addresses import reserved_address
@@ -394,15 +394,15 @@ def _contact_is_lost_at_the_end(rank: int, address: str) -> list[int]:
         sides = {"target": {"weight": part(rank - 1, 2)}}
     route = distckpt.Route(address, **sides, timeout=TIMEOUT)
     seen = [route.run(version=0).version]
-    original = moving.restore
+    original = redistribute.restore
 
     def losing(*args: Any) -> Any:
         restored = original(*args)
-        moving.restore = original
+        redistribute.restore = original
         raise lost_contact({1: TimeoutError()}, f"lost after {restored.figures[0]} bytes")
 
     if rank == 0:
-        moving.restore = losing
+        redistribute.restore = losing
     for version in (1, 2):
         seen.append(route.run(version=version).version)
     return seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -14,12 +14,12 @@ from distckpt import ShardedTensor
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._move.assignment import MoveSettings
 from distckpt._move.pieces import Pieces, pieces_of
-from distckpt._move.plan import plan_moves
-from distckpt._move.rank_plan import TABLES, RankPlan
+from distckpt._move.plan import RankPlan, plan_moves
 from tests.support.layouts import global_bytes
 from tests.support.random_layouts import DTYPES, elements_of, random_shards
 
 BUCKET_BYTES = 512
+TABLES = RankPlan._fields[: RankPlan._fields.index("compared")]
 _Buffer: TypeAlias = tuple[int, bool, int]
 
 
@@ -36,7 +36,7 @@ class Simulation:
     def __init__(
         self, plans: list[RankPlan], sources: list[Pieces], targets: list[Pieces], bucket: int
     ) -> None:
-        self._sources, self._targets, self._dtypes = sources, targets, plans[0].dtypes
+        self._sources, self._targets = sources, targets
         # By table and rank, the rows of each round.
         self._rows = {name: [by_wave(getattr(plan, name)) for plan in plans] for name in TABLES}
         self._numbers, total = numbers_of(sources)
@@ -65,8 +65,8 @@ class Simulation:
 
     def _do_round(self, number: int, rank: int) -> None:
         wave = number - 1
-        for _, start, source, *places in self._rows["packs"][rank][number]:
-            self._pack((rank, False, number % 2), start, source, places)
+        for _, start, source, at, shape in self._rows["packs"][rank][number]:
+            self._pack((rank, False, number % 2), start, source, at, shape)
         arriving = sorted(
             (peer, tag, size) for _, peer, _, size, tag in self._rows["receives"][rank][wave]
         )
@@ -97,14 +97,14 @@ class Simulation:
         uses[:] = b"w" if is_written else b"r"
 
     def _copy(self, rank: int, plan: RankPlan) -> None:
-        for source, target, *places in plan.copies.tolist():
-            at, to, shape = split(places, 3)
+        for source, target, at, to, shape in plan.copies:
             cut(self._targets[rank].views[target], to, shape).copy_(
                 cut(self._sources[rank].views[source], at, shape)
             )
 
-    def _pack(self, buffer: _Buffer, start: int, source: int, places: list[int]) -> None:
-        at, shape = split(places, 2)
+    def _pack(
+        self, buffer: _Buffer, start: int, source: int, at: list[int], shape: list[int]
+    ) -> None:
         values = cut(self._sources[buffer[0]].views[source], at, shape).contiguous()
         data = values.view(-1).view(torch.uint8).numpy() if values.numel() else np.zeros(0)
         numbers = cut_array(self._numbers[buffer[0]][source], at, shape)
@@ -133,10 +133,9 @@ class Simulation:
         counts = self.sent[sender]
         counts += np.bincount(origins[origins >= 0], minlength=len(counts))
 
-    def _take(self, buffer: _Buffer, rank: int, numbers: list[int]) -> None:
-        start, dtype, row, *places = numbers
-        to, shape, at, unit = split(places, 4)
-        kind, target = FROM_NAME[self._dtypes[dtype]], self._targets[rank].views[row]
+    def _take(self, buffer: _Buffer, rank: int, taken: list[Any]) -> None:
+        start, dtype, row, to, shape, at, unit = taken
+        kind, target = FROM_NAME[dtype], self._targets[rank].views[row]
         bounds = slice(start, start + math.prod(unit) * kind.itemsize)
         self._use(buffer, bounds, is_written=False)
         values = torch.from_numpy(self._values[buffer][bounds].copy()).view(kind)
@@ -144,9 +143,9 @@ class Simulation:
         cut(target, to, shape).copy_(cut(values, at, shape))
 
 
-def by_wave(rows: np.ndarray) -> defaultdict[int, list[list[int]]]:
-    found: defaultdict[int, list[list[int]]] = defaultdict(list)
-    for row in rows.tolist():
+def by_wave(rows: list[list[Any]]) -> defaultdict[int, list[list[Any]]]:
+    found: defaultdict[int, list[list[Any]]] = defaultdict(list)
+    for row in rows:
         found[row[0]].append(row)
     return found
 
@@ -156,24 +155,18 @@ def numbers_of(sources: list[Pieces]) -> tuple[list[list[np.ndarray]], int]:
     first: dict[str, int] = {}
     total = 0
     for pieces in sources:
-        for kind in pieces.table.kinds:
+        for kind, *_ in pieces.table:
             if kind.key not in first:
                 first[kind.key] = total
                 total += math.prod(kind.shape) * FROM_NAME[kind.dtype].itemsize
     found: list[list[np.ndarray]] = []
     for pieces in sources:
         found.append([])
-        for row, kind_id in enumerate(pieces.table.kind_ids.tolist()):
-            kind = pieces.table.kinds[kind_id]
+        for kind, region, *_ in pieces.table:
             item = FROM_NAME[kind.dtype].itemsize
             numbers = np.arange(math.prod(kind.shape) * item).reshape(*kind.shape, item)
-            found[-1].append(first[kind.key] + numbers[pieces.table.region(row).slices()])
+            found[-1].append(first[kind.key] + numbers[region.slices()])
     return found, total
-
-
-def split(numbers: list[int], count: int) -> list[list[int]]:
-    length = len(numbers) // count
-    return [numbers[i * length : (i + 1) * length] for i in range(count)]
 
 
 def cut_array(array: np.ndarray, offset: list[int], shape: list[int]) -> np.ndarray:
@@ -302,6 +295,10 @@ def columns(count: int) -> list[tuple[slice, slice]]:
     return [(slice(0, ROWS), slice(i * step, (i + 1) * step)) for i in range(count)]
 
 
+def last_wave(plans: list[RankPlan]) -> int:
+    return max(row[0] for plan in plans for row in plan.packs)
+
+
 @pytest.mark.parametrize("layout", [[WHOLE], rows(4), [WHOLE] * 4])
 def test_what_many_machines_want_is_sent_once_by_each(layout):
     plans, done = spread([layout] * NUM_HOSTS)
@@ -314,7 +311,7 @@ def test_what_many_machines_want_is_sent_once_by_each(layout):
     # So do their ranks: who receives something passes it on.
     assert (np.ptp(by_rank, axis=1) <= BUCKET).all()
     # The last machine has a unit three steps after it was packed. No buffer stays empty for that.
-    num_waves = max(plan.packs[:, 0].max(initial=0) for plan in plans) + 1
+    num_waves = last_wave(plans) + 1
     assert num_waves == TOTAL / BUCKET
     assert done.num_rounds == num_waves + 4
 
@@ -323,7 +320,7 @@ def test_what_many_machines_want_is_sent_once_by_each(layout):
 def test_one_or_two_machines_get_all_from_the_giver(num_hosts):
     plans, done = spread([rows(2)] * num_hosts)
     assert done.num_bytes == [num_hosts * TOTAL] + [0] * 2 * num_hosts
-    assert done.num_rounds == plans[0].packs[:, 0].max(initial=0) + 3
+    assert done.num_rounds == last_wave(plans) + 3
 
 
 def test_machines_with_different_layouts_pass_on_what_they_have_in_common():

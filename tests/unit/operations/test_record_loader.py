@@ -291,9 +291,14 @@ def through_a_buffer(tensor):
     return buffer
 
 
+def in_buffer(tensor):
+    return torch.zeros(4, 4).copy_(tensor)
+
+
 COPIED = {
     "repeated": (lambda tensor: tensor.repeat(1, 2), (4, 8)),
     "repeated in front": (lambda tensor: tensor.repeat(3, 2, 1), (3, 8, 4)),
+    "repeated from a buffer": (lambda tensor: in_buffer(tensor).repeat(2, 1), (8, 4)),
     "repeated by element": (lambda tensor: tensor.repeat_interleave(2, dim=0), (8, 4)),
     "through a buffer": (through_a_buffer, (4, 6)),
     "reshaped": (lambda tensor: tensor.t().reshape(2, 8), (2, 8)),
