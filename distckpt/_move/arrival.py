@@ -11,7 +11,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import KeyFault, summarize_faults
 from distckpt._format.fingerprint import PRIME
 from distckpt._geometry.region import Region
-from distckpt._io.fingerprints import LiveRegion, sum_over_ranks, sums_of
+from distckpt._io.figures import LiveRegion, sum_over_ranks, sums_of
 from distckpt._move.pieces import Pieces, PieceTable
 from distckpt._move.rank_plan import RankPlan
 from distckpt._ranks.collectives import Ranks

@@ -97,10 +97,10 @@ class SavePlan(NamedTuple):
     weights: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
     checksum_file: str | None = None
 
-    @property
-    def tensor_bytes(self) -> int:
-        """Total size of the tensors that this rank writes."""
-        return sum(sum(file.chunk_bytes) for file in self.files)
+    def num_bytes(self, encoded: Mapping[str, bytes]) -> int:
+        """Return the size of the tensors and encoded objects that this rank writes."""
+        num_tensor_bytes = sum(sum(file.chunk_bytes) for file in self.files)
+        return num_tensor_bytes + sum(map(len, encoded.values()))
 
 
 def manifest_of_keys(table: GlobalTable, aliases: Mapping[int, int]) -> Manifest:

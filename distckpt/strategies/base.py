@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -19,8 +18,8 @@ from distckpt._base.options import LoadOptions, SaveOptions
 from distckpt._base.public import set_public_home
 from distckpt._format.foreign_formats import FORMATS
 from distckpt._format.marker import BUILT_IN
-from distckpt._io.prepared_save import PreparedSave
-from distckpt._plan.layout import PlanCache
+from distckpt._io.planned_shards import EngineSettings
+from distckpt._io.save_shards import PreparedSave
 from distckpt._ranks.collectives import Ranks
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import ShardedObject, ShardedStateDict, StateDict
@@ -42,21 +41,6 @@ __all__ = [
 set_public_home(globals())
 
 _Strategy = TypeVar("_Strategy", bound="StrategyBase")
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Settings of the built-in engine for a strategy.
-
-    Attributes:
-        exchange_group: process group within which replicas share work; None for all ranks.
-        direct_io: see `SafetensorsSaveStrategy`.
-        plans: cache for the plans of its saves; None for the cache of the process.
-    """
-
-    exchange_group: Any = None
-    direct_io: bool | None = None
-    plans: PlanCache | None = None
 
 
 class StrategyAction(Enum):

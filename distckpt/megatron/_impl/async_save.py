@@ -34,9 +34,9 @@ def request_of(
 
     Collective operation: all ranks must call it.
     """
-    background = background_save.in_background(replace(request, verb="async_save"))
-    planned = _without_limit_on_copies(plan_save(ranks, state_dict, background.request))
-    save = background_save.prepare(ranks, background, planned)
+    request = background_save.in_background(replace(request, verb="async_save"))
+    planned = _without_limit_on_copies(plan_save(ranks, state_dict, request))
+    save = background_save.prepare(ranks, planned)
     finalize: list[Callable[[], Any]] = [partial(_check_written, save)]
     return AsyncRequest(
         async_fn=_write_request,

@@ -10,10 +10,9 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.options import LoadOptions, SaveOptions, with_changes
-from distckpt._operations.background_save import raising_pending_errors
 from distckpt._operations.load import run_load
 from distckpt._operations.load_request import LoadRequest
-from distckpt._operations.planned_save import SaveRequest
+from distckpt._operations.planned_save import SaveRequest, raising_pending_errors
 from distckpt._operations.save import save_now
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._state.strictness import StrictHandling, parse_strict_flag
