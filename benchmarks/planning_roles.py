@@ -289,7 +289,7 @@ class _Divided:
         cuts = self._step(COORDINATOR, coordinator.cuts_by_rank, [])
         finished = self._by_planner(
             cuts,
-            lambda rank, data: plannings[rank].finish(owners.CutPoints.from_bytes(data)),
+            lambda rank, data: plannings[rank].finish(owners.CutPoints(**owners.columns_of(data))),
         )
         plannings.clear()
         self._step(COORDINATOR, lambda: coordinator.gather_shares(finished), finished)

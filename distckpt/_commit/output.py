@@ -162,7 +162,8 @@ class Output:
 
     def enter(self, made: bytes) -> None:
         """Note the place of the output, which the coordinator has made."""
-        self._place = _place_of(self._target, *json.loads(made))
+        if self._place is None:
+            self._place = _place_of(self._target, *json.loads(made))
 
     def check_is_seen(self) -> None:
         """Check that this rank sees the coordinator's place of the output."""
@@ -225,10 +226,10 @@ class Output:
 
     def sync(self) -> None:
         """Make the names of this rank's files durable, if settings say so."""
-        if self._settings.durable and self._made.is_hidden:
-            for name in self._settings.folders:
-                locations.sync_directory(os.path.join(self.location, name))
-            locations.sync_directory(self.location)
+        place = self._made
+        if self._settings.durable and place.is_hidden:
+            for directory in (*place.inner(self._settings.folders), place.location):
+                locations.sync_directory(directory)
 
     def commit(
         self, marker: Mapping[str, Any] | None, files: Sequence[tuple[str, int]] = ()
@@ -361,6 +362,10 @@ class SaveDirectory:
     first_host: str
     first_target: str
 
+    def inner(self, folders: Sequence[str]) -> list[str]:
+        """Return the paths of folders in it."""
+        return [os.path.join(self.location, name) for name in folders]
+
 
 def _place_of(target: str, nonce: str, first_host: str, first_target: str) -> SaveDirectory:
     is_local = locations.is_local(target)
@@ -380,8 +385,8 @@ def _make_hidden(
         locks.enter_context(hidden_directories.locked_directory(place.location, durable))
         if locations.isdir(place.target):
             prepare_to_replace(place.target, place.location)
-        for name in folders:
-            os.makedirs(os.path.join(place.location, name), exist_ok=True)
+        for folder in place.inner(folders):
+            os.makedirs(folder, exist_ok=True)
     except OSError as error:
         if not str(error.filename).startswith(place.location):
             raise
@@ -421,7 +426,7 @@ def _check_space(place: SaveDirectory, num_bytes: int) -> None:
 
 def _check_is_seen(ranks: Ranks, place: SaveDirectory, folders: Sequence[str]) -> None:
     if place.is_hidden and locations.is_local(place.first_target):
-        made = [os.path.join(place.location, name) for name in folders] or [place.location]
+        made = place.inner(folders) or [place.location]
         is_same = _wait_until(lambda: all(map(locations.isdir, made)), _seconds_to_appear(ranks))
     else:
         is_same = place.target == place.first_target

@@ -63,7 +63,12 @@ def find_aliases(table: GlobalTable) -> dict[int, int]:
     tied = np.flatnonzero(table.is_main & (table.tie_ids != table.shard_ids))
     if not len(tied):
         return {}
-    partners = _keys_of_shards(table, table.ranks[tied], table.tie_ids[tied])
+    stride = int(table.shard_ids.max(initial=0)) + 1
+    # Ascending, because tables are put together by rank and list shards in order.
+    shards = table.ranks * stride + table.shard_ids
+    partners = table.key_ids[
+        np.searchsorted(shards, table.ranks[tied] * stride + table.tie_ids[tied])
+    ]
     # Some ranks of an uneven division have shards without elements, which have no memory to share.
     counted = table.is_main & (table.shapes > 0).all(axis=1)
     num_main = np.bincount(table.key_ids[counted], minlength=len(table.keys))
@@ -81,14 +86,6 @@ def find_aliases(table: GlobalTable) -> dict[int, int]:
     return aliases
 
 
-def _keys_of_shards(table: GlobalTable, ranks: IntArray, shard_ids: IntArray) -> IntArray:
-    """Return the key id of each `(rank, shard id)`."""
-    stride = int(table.shard_ids.max(initial=0)) + 1
-    # Ascending, because tables are put together by rank and list shards in order.
-    position = np.searchsorted(table.ranks * stride + table.shard_ids, ranks * stride + shard_ids)
-    return table.key_ids[position]
-
-
 def plan_owners(
     table: GlobalTable,
     num_ranks: int,
@@ -104,7 +101,7 @@ def plan_owners(
     replica in their own group.
     """
     groups = group_replicas(table, num_ranks, aliases, exchange_groups)
-    return _pieces_of_lines(table, groups, groups.shared_lines(), aliases, num_ranks)
+    return _pieces_of_lines(table, groups, list(groups.shared_lines()), aliases, num_ranks)
 
 
 def plan_held(table: GlobalTable, num_ranks: int, holders: Sequence[range]) -> list[Pieces]:
@@ -131,27 +128,38 @@ def plan_held(table: GlobalTable, num_ranks: int, holders: Sequence[range]) -> l
 def _pieces_of_lines(
     table: GlobalTable,
     groups: Groups,
-    shared: Iterable[tuple[IntArray, IntArray]],
+    shared: Sequence[tuple[IntArray, IntArray]],
     aliases: Collection[int],
     num_ranks: int,
 ) -> list[Pieces]:
     """Divide the shared lines; groups in no line go to the only rank that holds them."""
     whole_owner = groups.lone_owners()
-    shared = list(shared)
     for members, _ in shared:
         whole_owner[members] = -1
     loads = groups.loads_of(whole_owner, num_ranks)
-    cut: list[Slice] = []
+    cut_lines = []
     for members, candidates in shared:
-        sizes = groups.num_bytes[members]
-        shares = writer_shares(loads[candidates], int(sizes.sum()))
+        num_bytes = int(groups.num_bytes[members].sum())
+        shares = writer_shares(loads[candidates], num_bytes)
         loads[candidates] += shares
-        tolerance = cut_tolerance(int(sizes.sum()), len(candidates))
-        cuts = np.cumsum(shares)[:-1]
-        owners, slices = cut_line(table, groups, members, cuts, candidates, tolerance)
-        whole_owner[members] = owners
-        cut.extend(slices)
-    return _pieces_of_ranks(table, aliases, owned_parts(table, groups, whole_owner, cut), num_ranks)
+        tolerance = cut_tolerance(num_bytes, len(candidates))
+        cut_lines.append((members, candidates, np.cumsum(shares)[:-1], tolerance))
+    parts = parts_of_lines(table, groups, whole_owner, cut_lines)
+    return _pieces_of_ranks(table, aliases, parts, num_ranks)
+
+
+def parts_of_lines(
+    table: GlobalTable, groups: Groups, whole_owner: IntArray, cut_lines: Iterable[CutLine]
+) -> OwnedParts:
+    """Cut lines; list the parts that ranks write, see `owned_parts`."""
+    owners = whole_owner.copy()
+    slices: list[Slice] = []
+    for members, candidates, cuts, tolerance in cut_lines:
+        owners[members], slices_of_line = cut_line(
+            table, groups, members, cuts, candidates, tolerance
+        )
+        slices += slices_of_line
+    return owned_parts(table, groups, owners, slices)
 
 
 def cut_tolerance(num_bytes: int, num_ranks: int) -> int:
@@ -401,6 +409,10 @@ def _row_bytes(table: GlobalTable, row: int, tolerance: int) -> int:
         if step <= tolerance:
             break
     return step
+
+
+CutLine: TypeAlias = tuple[IntArray, IntArray, IntArray, int]
+"""A line to cut: its members, candidates, cuts and tolerance, see `cut_line`."""
 
 
 class OwnedParts(NamedTuple):

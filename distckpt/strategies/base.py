@@ -256,43 +256,28 @@ def choose_save_strategy(choice: Any) -> tuple[SaveShardedStrategy | None, Engin
     Raises:
         CheckpointingException: it is no strategy that saves, or none has this name.
     """
-    strategy = _named(StrategyAction.SAVE_SHARDED, choice)
-    if strategy is None:
-        return None, EngineSettings()
-    if not isinstance(strategy, SaveShardedStrategy):
-        raise _not_a("SaveShardedStrategy", choice)
-    engine = strategy.engine_settings()
-    if engine is None:
-        return (strategy, EngineSettings())
-    return (None, engine)
+    return _choose(StrategyAction.SAVE_SHARDED, SaveShardedStrategy, choice)
 
 
 def choose_load_strategy(choice: Any) -> tuple[LoadShardedStrategy | None, EngineSettings]:
     """Return a caller's strategy for loading, like `choose_save_strategy`."""
-    strategy = _named(StrategyAction.LOAD_SHARDED, choice)
-    if strategy is None:
+    return _choose(StrategyAction.LOAD_SHARDED, LoadShardedStrategy, choice)
+
+
+def _choose(
+    action: StrategyAction, kind: type[_Strategy], choice: Any
+) -> tuple[_Strategy | None, EngineSettings]:
+    if choice == (BUILT_IN, 1):
         return None, EngineSettings()
-    if not isinstance(strategy, LoadShardedStrategy):
-        raise _not_a("LoadShardedStrategy", choice)
+    strategy = choice
+    if isinstance(choice, tuple):
+        strategy = get_default_strategy(action, *choice)
+    if not isinstance(strategy, kind):
+        raise CheckpointingException(
+            f"strategy must be a {kind.__name__}, (backend, version) or None, got "
+            f"{type(choice).__name__}."
+        )
     engine = strategy.engine_settings()
     if engine is None:
-        return (strategy, EngineSettings())
-    return (None, engine)
-
-
-def _named(action: StrategyAction, choice: Any) -> Any:
-    """Return a named strategy, or None for the built-in one.
-
-    Anything else is returned as it is.
-    """
-    if choice == (BUILT_IN, 1):
-        return None
-    if isinstance(choice, tuple):
-        return get_default_strategy(action, *choice)
-    return choice
-
-
-def _not_a(kind: str, choice: Any) -> CheckpointingException:
-    return CheckpointingException(
-        f"strategy must be a {kind}, (backend, version) or None, got {type(choice).__name__}."
-    )
+        return strategy, EngineSettings()
+    return None, engine

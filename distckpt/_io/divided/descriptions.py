@@ -215,24 +215,13 @@ def _read_rows(message: bytes, ndim: int) -> _RowsOfRank:
     return _RowsOfRank(exchange_group, digests, numbers)
 
 
-class PlannerInput(NamedTuple):
-    """The keys of a planner, with the rows of all ranks.
-
-    Attributes:
-        table: the rows, rank by rank; keys are numbered from the planner's first key.
-        row_starts: the first row of each rank, then the number of rows.
-        exchange_groups: the exchange group of each rank.
-    """
-
-    table: GlobalTable
-    row_starts: IntArray
-    exchange_groups: list[int]
-
-
 def read_descriptions(
     keys: bytes, first_key: int, messages: Sequence[bytes], senders: IntArray
-) -> PlannerInput:
+) -> tuple[GlobalTable, IntArray, list[int]]:
     """Decode the descriptions of all ranks into one table.
+
+    Return the table, rank by rank, with keys numbered from the planner's first key; the first row
+    of each rank, then the number of rows; and the exchange group of each rank.
 
     Args:
         keys: see `Numbering.to_planner`.
@@ -263,7 +252,7 @@ def read_descriptions(
     )
     choose_main_replicas(table, (flags // _OPEN_RANK).astype(np.uint8))
     row_starts = np.append(0, np.cumsum(counts))
-    return PlannerInput(table, row_starts, [rows.exchange_group for rows in rows_of_ranks])
+    return table, row_starts, [rows.exchange_group for rows in rows_of_ranks]
 
 
 # --- Chunks ---------------------------------------------------------------------------------------
