@@ -148,20 +148,6 @@ def _pieces_of_lines(
     return _pieces_of_ranks(table, aliases, parts, num_ranks)
 
 
-def parts_of_lines(
-    table: GlobalTable, groups: Groups, whole_owner: IntArray, cut_lines: Iterable[CutLine]
-) -> OwnedParts:
-    """Cut lines; list the parts that ranks write, see `owned_parts`."""
-    owners = whole_owner.copy()
-    slices: list[Slice] = []
-    for members, candidates, cuts, tolerance in cut_lines:
-        owners[members], slices_of_line = cut_line(
-            table, groups, members, cuts, candidates, tolerance
-        )
-        slices += slices_of_line
-    return owned_parts(table, groups, owners, slices)
-
-
 def cut_tolerance(num_bytes: int, num_ranks: int) -> int:
     """Return the largest distance of a cut from its even position."""
     return max(MIN_SLICE_BYTES, int(num_bytes / num_ranks * BALANCE_TOLERANCE))
@@ -345,7 +331,7 @@ Slice: TypeAlias = tuple[int, int, int, int]
 """A part of a cut group: group, rank, first element, last element + 1."""
 
 
-def cut_line(
+def _cut_line(
     table: GlobalTable,
     groups: Groups,
     members: IntArray,
@@ -412,7 +398,7 @@ def _row_bytes(table: GlobalTable, row: int, tolerance: int) -> int:
 
 
 CutLine: TypeAlias = tuple[IntArray, IntArray, IntArray, int]
-"""A line to cut: its members, candidates, cuts and tolerance, see `cut_line`."""
+"""A line to cut: its members, candidates, cuts and tolerance, see `_cut_line`."""
 
 
 class OwnedParts(NamedTuple):
@@ -438,15 +424,21 @@ class OwnedParts(NamedTuple):
         return bounds
 
 
-def owned_parts(
-    table: GlobalTable, groups: Groups, whole_owner: IntArray, cut: Sequence[Slice]
+def parts_of_lines(
+    table: GlobalTable, groups: Groups, whole_owner: IntArray, cut_lines: Iterable[CutLine]
 ) -> OwnedParts:
-    """List the parts that ranks write; the parts of one rank in the order of groups.
+    """Cut lines, and list the parts that ranks write; those of one rank in the order of groups.
 
-    `whole_owner` is -1 for cut groups, whose parts are in `cut`.
+    `whole_owner` has the rank that writes a group which is in no line.
     """
+    whole_owner = whole_owner.copy()
+    cut: list[Slice] = []
+    for members, candidates, cuts, tolerance in cut_lines:
+        owners, slices = _cut_line(table, groups, members, cuts, candidates, tolerance)
+        whole_owner[members] = owners
+        cut += slices
     group_ids = [np.flatnonzero(whole_owner >= 0)]
-    owners = [whole_owner[group_ids[0]]]
+    owners_of_parts = [whole_owner[group_ids[0]]]
     num_whole = len(group_ids[0])
     whole_rows = groups.rows[group_ids[0]]
     offsets = [table.offsets[whole_rows]]
@@ -459,9 +451,9 @@ def owned_parts(
         offsets.append(widen(part_offsets + np.array(origin.offset, np.int64), ndim, 0))
         shapes.append(widen(part_shapes, ndim, 1))
         group_ids.append(np.full(len(regions), group))
-        owners.append(np.full(len(regions), rank))
+        owners_of_parts.append(np.full(len(regions), rank))
     group_id = np.concatenate(group_ids)
-    owner = np.concatenate(owners)
+    owner = np.concatenate(owners_of_parts)
     order = np.arange(num_whole)
     if cut:
         order = np.argsort(group_id, kind="stable")
