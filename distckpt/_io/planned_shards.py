@@ -11,7 +11,7 @@ import copy
 import enum
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +42,7 @@ from distckpt._plan.layout import (
 from distckpt._plan.save import find_aliases, plan_owners
 from distckpt._ranks import groups
 from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt._state.common_state import encoded as encode_object
 from distckpt._state.shards import GlobalTable, Shard, ShardTable, merge_tables, shard_table
 from distckpt._state.validation import (
@@ -337,10 +338,10 @@ def _report_differences(
     # Imported when it is needed: replicas rarely differ.
     from distckpt._io import replica_differences as comparing
 
-    messages = ranks.gather(comparing.samples_to_bytes(samples))
+    messages = ranks.gather(pack_parts(samples))
     with ranks.phase("compare replicas", decision=True):
         if shared.differing is not None:
-            samples_of_ranks = [comparing.samples_from_bytes(data) for data in messages]
+            samples_of_ranks = [unpack_parts(data) for data in messages]
             warns = options.unsupported == "warn"
             comparing.report_differences(shared.differing, samples_of_ranks, warns)
 
@@ -450,7 +451,9 @@ def _lay_out(
     except Exception as caught:
         error = caught
     # Even after an error, since the coordinator waits for this rank.
-    own, parts = shared.divide_chunks(ranks, own)
+    parts: Mapping[str, bytes] = {}
+    if shared.divide_chunks is not None:
+        own, parts = shared.divide_chunks(ranks, own)
     tables = _gather_tables(ranks, own)
     planned = None
     with ranks.phase("lay out files", decision=True):

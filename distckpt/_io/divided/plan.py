@@ -102,7 +102,7 @@ def plan_divided(
     with ranks.answering(exchange, _STEP):
         if ranks.is_coordinator:
             exchange.answer = coordinator.balance(exchange.payloads)
-    number, stride, aliases, has_differences = json.loads(exchange.answer)
+    number, stride, aliases, has_differences, ndim = json.loads(exchange.answer)
     cuts = ranks.decide_each(_STEP, coordinator.cuts_by_rank)
     with ranks.telling(_STEP) as exchange:
         if bundle:
@@ -126,12 +126,12 @@ def plan_divided(
         factors=join_factors(table, answers),
         pieces=join_pieces(table, answers, own_keys.ids, aliases),
     )
-    manifest = coordinator.manifest
+    shared = SharedPlan(share, coordinator.manifest, coordinator.differing)
     if not has_files:
-        return SharedPlan(share, manifest, coordinator.differing)
+        return shared
     edges = own_keys.edges - np.searchsorted(sorted(aliases), own_keys.edges)
-    divide = partial(_gather_parts, edges=edges.tolist(), manifest=manifest)
-    return SharedPlan(share, manifest, coordinator.differing, divide)
+    divide = partial(_gather_parts, edges=edges.tolist(), ndim=ndim)
+    return shared._replace(divide_chunks=divide)
 
 
 def _sampled_rows(answers: Sequence[PlannedRows]) -> list[int]:
@@ -142,7 +142,7 @@ def _sampled_rows(answers: Sequence[PlannedRows]) -> list[int]:
 
 
 def _gather_parts(
-    ranks: Ranks, table: ChunkTable, edges: Sequence[int], manifest: Manifest | None
+    ranks: Ranks, table: ChunkTable, edges: Sequence[int], ndim: int
 ) -> tuple[ChunkTable, dict[str, bytes]]:
     """Let planners sort all chunks into parts of the manifest.
 
@@ -153,21 +153,19 @@ def _gather_parts(
         ranks: the ranks that save together.
         table: the chunks that this rank writes.
         edges: the first key of each planner in the manifest, then the number of keys.
-        manifest: these keys; on the coordinator.
+        ndim: the largest number of axes of any key there.
     """
-    rest, encoded = split_chunks(table, edges)
+    rest, encoded = split_chunks(table, edges, ndim)
     messages = ranks.gather(chunks_message(rest, encoded))
     planners = planner_ranks(len(encoded), ranks.size)
 
-    def bundles_by_rank() -> list[bytes]:
-        assert manifest is not None
-        return _by_rank(chunks_by_planner(messages, manifest), planners, ranks.size)
-
-    bundle = ranks.decide_each(_STEP, bundles_by_rank)
+    bundle = ranks.decide_each(
+        _STEP, lambda: _by_rank(chunks_by_planner(messages), planners, ranks.size)
+    )
     parts: dict[str, bytes] = {}
     with ranks.telling(_STEP) as exchange:
         if bundle:
-            exchange.payload = pack_parts(parts_of_chunks(bundle))
+            exchange.payload = pack_parts(parts_of_chunks(bundle, ndim))
     with ranks.answering(exchange, _STEP):
         if ranks.is_coordinator:
             parts_of_planners = [unpack_parts(exchange.payloads[rank]) for rank in planners]
@@ -382,7 +380,8 @@ class Coordinator:
             self.differing = join_differences(differing)
         number = 1 + secrets.randbits(61)
         stride = stride_of(sum(report.num_replicated for report in reports))
-        return json.dumps([number, stride, self.not_stored, bool(differing)]).encode()
+        ndim = max(map(len, self.manifest.global_shapes), default=0)
+        return json.dumps([number, stride, self.not_stored, bool(differing), ndim]).encode()
 
     def _manifest_of_keys(self, aliases: Sequence[tuple[int, int]]) -> Manifest:
         numbering = self._numbering
