@@ -167,8 +167,22 @@ class Output:
 
     def check_is_seen(self) -> None:
         """Check that this rank sees the coordinator's place of the output."""
-        if self._ranks.size > 1:
-            _check_is_seen(self._ranks, self._made, self._settings.folders)
+        if self._ranks.size == 1:
+            return
+        place = self._made
+        if place.is_hidden and locations.is_local(place.first_target):
+            made = place.inner(self._settings.folders) or [place.location]
+            seconds = _seconds_to_appear(self._ranks)
+            is_same = _wait_until(lambda: all(map(locations.isdir, made)), seconds)
+        else:
+            is_same = place.target == place.first_target
+        if not is_same:
+            raise CheckpointingException(
+                f"{place.target!r} on rank {self._ranks.rank} (host {os.uname().nodename!r}) is "
+                f"not the place that rank 0 (host {place.first_host!r}) calls "
+                f"{place.first_target!r}: what one writes, the other does not see. Give all ranks "
+                "the same location, on storage that all nodes share."
+            )
 
     def begin_again(self) -> None:
         """Make the directory of a continued output, unless it is there.
@@ -213,16 +227,14 @@ class Output:
                 return
             if self._transaction is not None:
                 self._transaction.check_not_overtaken()
-            elif self._is_taken_away():
+                return
+            is_looking = self._ranks.is_coordinator and self._made.is_hidden
+            if is_looking and not locations.exists(self.location):
                 raise CheckpointingException(
                     f"{self.location!r} was removed or renamed by another program while this save "
                     "was written into it: nothing was committed. Leave hidden directories there, "
                     "and those that hold them, alone during a save, and save again."
                 ) from error
-
-    def _is_taken_away(self) -> bool:
-        is_looking = self._ranks.is_coordinator and self._made.is_hidden
-        return is_looking and not locations.exists(self.location)
 
     def sync(self) -> None:
         """Make the names of this rank's files durable, if settings say so."""
@@ -422,21 +434,6 @@ def _check_space(place: SaveDirectory, num_bytes: int) -> None:
             f"{free} free"
         )
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {numbers}", place.target)
-
-
-def _check_is_seen(ranks: Ranks, place: SaveDirectory, folders: Sequence[str]) -> None:
-    if place.is_hidden and locations.is_local(place.first_target):
-        made = place.inner(folders) or [place.location]
-        is_same = _wait_until(lambda: all(map(locations.isdir, made)), _seconds_to_appear(ranks))
-    else:
-        is_same = place.target == place.first_target
-    if not is_same:
-        raise CheckpointingException(
-            f"{place.target!r} on rank {ranks.rank} (host {os.uname().nodename!r}) is not the "
-            f"place that rank 0 (host {place.first_host!r}) calls {place.first_target!r}: what one "
-            "writes, the other does not see. Give all ranks the same location, on storage that "
-            "all nodes share."
-        )
 
 
 def _seconds_to_appear(ranks: Ranks) -> float:

@@ -98,6 +98,7 @@ class ReadyShards(NamedTuple):
         table: describes the shards; None if the cache has the structure.
         plan: the cached plan, if there is one.
         digest: a digest of samples of replicas, see `weighted_digest`.
+        encoded: the encoded objects that this rank writes according to the plan.
         num_bytes: the bytes that this rank writes according to the plan.
     """
 
@@ -108,6 +109,7 @@ class ReadyShards(NamedTuple):
     table: ShardTable | None
     plan: SavePlan | None = None
     digest: int = 0
+    encoded: Mapping[str, bytes] = {}
     num_bytes: int = 0
 
     def vote(self, state_digest: int = 0) -> bytes:
@@ -212,8 +214,9 @@ def ready_to_plan(
     digest = 0
     if comparison is _Comparison.SAMPLES and plan.replicas is not None:
         digest = weighted_digest(plan, ready)
-    num_bytes = plan.num_bytes(encoded_objects(plan.objects, ready))
-    return ReadyShards(ready, options, engine, structure, None, plan, digest, num_bytes)
+    encoded = encoded_objects(plan.objects, ready)
+    num_bytes = plan.num_bytes(encoded)
+    return ReadyShards(ready, options, engine, structure, None, plan, digest, encoded, num_bytes)
 
 
 def plan_of(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> SavePlan:

@@ -84,8 +84,11 @@ def plan_shards(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> Shard
     Collective operation: all ranks must call it.
     """
     plan = plan_of(ranks, ready, verdict)
-    encoded = encoded_objects(plan.objects, ready.shards)
-    num_bytes = plan.num_bytes(encoded)
+    encoded = ready.encoded
+    num_bytes = ready.num_bytes
+    if not verdict.reuses_plan:
+        encoded = encoded_objects(plan.objects, ready.shards)
+        num_bytes = plan.num_bytes(encoded)
     measured = {}
     for name in FIGURES:
         if getattr(ready.options, name):

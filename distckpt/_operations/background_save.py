@@ -90,14 +90,14 @@ class SaveHandle(SaysOtherNames, background.Task[SaveReport]):
         try:
             return super().result(timeout)
         finally:
-            self.was_asked = self.was_asked or self.done()
+            self.was_asked |= self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end of the save and return its error; None if it succeeded."""
         try:
             return super().exception(timeout)
         finally:
-            self.was_asked = self.was_asked or self.done()
+            self.was_asked |= self.done()
 
     def error(self) -> BaseException | None:
         """Return the result of `exception` without marking it as seen."""

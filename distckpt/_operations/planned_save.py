@@ -173,19 +173,13 @@ def _commit(save: PlannedSave, output: Output, reports: Sequence[bytes]) -> None
     fields = save.prepared.complete(output.location, reports) or {}
     if save.source is not None:
         _check_source(save)
-    notes = {**_duration(save), **save.request.notes}
+    duration = {}
+    # Saves other than steps have no duration, so that equal states have equal bytes.
+    if save.request.is_step:
+        # A fixed length, so that markers of equal saves have the same size.
+        duration["seconds"] = f"{save.timer.seconds:012.3f}"
+    notes = {**duration, **save.request.notes}
     output.commit({**notes, **fields, **config_fields(save.config)}, save.prepared.written)
-
-
-def _duration(save: PlannedSave) -> Mapping[str, Any]:
-    """Return the duration of a step's save, for the marker.
-
-    Other saves have no duration, so that equal states have equal bytes.
-    """
-    if not save.request.is_step:
-        return {}
-    # A fixed length, so that markers of equal saves have the same size.
-    return {"seconds": f"{save.timer.seconds:012.3f}"}
 
 
 def _check_source(save: PlannedSave) -> None:

@@ -212,7 +212,9 @@ def get_default_strategy(
     Raises:
         CheckpointingException: there is none; the message lists the registered strategies.
     """
-    strategy = _registry[action].get((backend, version)) or _built_in(action, backend, version)
+    strategy = _registry[action].get((backend, version))
+    if strategy is None and is_built_in(action, backend, version):
+        strategy = BUILT_IN_STRATEGIES[action]
     if strategy is None:
         names = {*_registry[action], *((name, 1) for name in _BUILT_IN_NAMES.get(action, ()))}
         known = ", ".join(f"{name!r} version {number}" for name, number in sorted(names))
@@ -239,12 +241,6 @@ that name to a save, too.
 def is_built_in(action: StrategyAction, backend: str, version: int) -> bool:
     """Whether a name stands for the built-in strategy."""
     return version == 1 and backend in _BUILT_IN_NAMES.get(action, ())
-
-
-def _built_in(action: StrategyAction, backend: str, version: int) -> StrategyBase | None:
-    if not is_built_in(action, backend, version):
-        return None
-    return BUILT_IN_STRATEGIES[action]
 
 
 def choose_save_strategy(choice: Any) -> tuple[SaveShardedStrategy | None, EngineSettings]:

@@ -50,6 +50,7 @@ from distckpt._io.replica_differences import (
     keep_different_whole,
 )
 from distckpt._io.shared_plan import Share, SharedPlan
+from distckpt._plan.layout import manifest_without_chunks
 from distckpt._plan.save import (
     CutLine,
     OwnedParts,
@@ -117,7 +118,7 @@ def plan_divided(
         answers.append(PlannedRows.from_bytes(message, rows))
     sampled = None
     if has_differences:
-        sampled = _sampled_rows(answers)
+        sampled = np.concatenate([answer.sampled_rows for answer in answers]).tolist()
     share = Share(
         number=number,
         stride=stride,
@@ -132,13 +133,6 @@ def plan_divided(
     edges = own_keys.edges - np.searchsorted(sorted(aliases), own_keys.edges)
     divide = partial(_gather_parts, edges=edges.tolist(), ndim=ndim)
     return shared._replace(divide_chunks=divide)
-
-
-def _sampled_rows(answers: Sequence[PlannedRows]) -> list[int]:
-    rows: list[int] = []
-    for answer in answers:
-        rows += answer.sampled_rows.tolist()
-    return rows
 
 
 def _gather_parts(
@@ -375,25 +369,16 @@ class Coordinator:
             if report.differing:
                 differing.append(report.differing)
         self.not_stored = [alias for alias, _ in aliases]
-        self.manifest = self._manifest_of_keys(aliases)
+        numbering = self._numbering
+        self.manifest = manifest_without_chunks(
+            numbering.keys, numbering.dtypes, numbering.global_shapes, dict(aliases)
+        )
         if differing:
             self.differing = join_differences(differing)
         number = 1 + secrets.randbits(61)
         stride = stride_of(sum(report.num_replicated for report in reports))
         ndim = max(map(len, self.manifest.global_shapes), default=0)
         return json.dumps([number, stride, self.not_stored, bool(differing), ndim]).encode()
-
-    def _manifest_of_keys(self, aliases: Sequence[tuple[int, int]]) -> Manifest:
-        numbering = self._numbering
-        not_stored = {alias for alias, _ in aliases}
-        stored = [i for i in range(len(numbering.keys)) if i not in not_stored]
-        return Manifest(
-            keys=[numbering.keys[i] for i in stored],
-            dtypes=[numbering.dtypes[i] for i in stored],
-            global_shapes=[numbering.global_shapes[i] for i in stored],
-            chunks=ChunkTable.empty(),
-            aliases={numbering.keys[alias]: numbering.keys[key] for alias, key in aliases},
-        )
 
     def cuts_by_rank(self) -> list[bytes]:
         """Return, by rank, the cuts of each planner."""
