@@ -122,11 +122,11 @@ class ReadyShards(NamedTuple):
             plan_number = self.plan.number
         is_described = self.table is not None
         numbers = (plan_number, is_described, self.digest, self.num_bytes, len(self.shards))
-        return vote_without_plan(state_digest, numbers)
+        return encoded_vote(state_digest, numbers)
 
 
-def vote_without_plan(state_digest: int, numbers: Sequence[int] = (0,) * 5) -> bytes:
-    """Return the vote of a rank whose shards are not ready, encoded."""
+def encoded_vote(state_digest: int, numbers: Sequence[int] = (0, 0, 0, 0, 0)) -> bytes:
+    """Return a vote for `PlanVerdict.of`; without numbers, no shards are ready."""
     return np.array([state_digest, *numbers], np.int64).tobytes()
 
 

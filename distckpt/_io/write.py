@@ -280,10 +280,13 @@ class _Output:
         """Write a unit, and finish the file after its last one."""
         try:
             self._open()
+            low, high = self._own_part(number)
             if self._direct_fd >= 0 and self.units[number]:
-                self._write_directly(number)
+                self._write_directly(number, low, high)
             else:
-                low, buffers = self._own_buffers(number)
+                buffers = self.buffers_of(number)
+                if (low, high) != (0, self.sizes[number]):
+                    buffers = cut_buffers(buffers, low, high)
                 write_all(self._fd, buffers, self._starts[number] + low)
             with self._lock:
                 self._num_pending -= 1
@@ -338,30 +341,23 @@ class _Output:
             # A block that begins before the span belongs to the one before.
             self.checksums[number] = checksums[self._starts[number] < self._span[0] :]
 
-    def _own_buffers(self, number: int) -> tuple[int, list[Bytes]]:
-        """Return a unit's bytes in the span, and where they begin."""
-        low, high = self._own_part(number)
-        buffers = self.buffers_of(number)
-        if (low, high) != (0, self.sizes[number]):
-            buffers = cut_buffers(buffers, low, high)
-        return low, buffers
-
     def _own_part(self, number: int) -> tuple[int, int]:
         """Return the range of a unit's bytes that is in the span."""
         start = self._starts[number]
         (first, last) = self._span
         return max(0, first - start), min(self.sizes[number], last - start)
 
-    def _write_directly(self, number: int) -> None:
-        """Write through an aligned window. Its unaligned edges go through the page cache."""
+    def _write_directly(self, number: int, low: int, high: int) -> None:
+        """Write bytes [low, high) of a unit through an aligned window.
+
+        Its unaligned edges go through the page cache.
+        """
         position = self._starts[number]
-        num_bytes = self.sizes[number]
         memory = bounce_buffer("write", self._unit_bytes + ALIGNMENT, self.file.device)
         phase = position % ALIGNMENT
-        window = memory[phase : phase + num_bytes]
+        window = memory[phase : phase + self.sizes[number]]
         copy_into(window, self.file.fill(self.units[number], window))
         self._keep_checksums(number, [window])
-        low, high = self._own_part(number)
         window = window[low:high]
         position = position + low
         num_bytes = high - low

@@ -28,9 +28,9 @@ from distckpt._io.planned_shards import (
     EngineSettings,
     PlanVerdict,
     ReadyShards,
+    encoded_vote,
     plan_cache,
     ready_to_plan,
-    vote_without_plan,
 )
 from distckpt._io.save_shards import PreparedSave, plan_shards, prepare_shards
 from distckpt._models import objects
@@ -245,7 +245,7 @@ def _describe_own(
         own = _flatten(ranks, target, description, request)
     digest ^= own.digest
     if target.strategy is not None or not request.has_target:
-        return own, vote_without_plan(digest)
+        return own, encoded_vote(digest)
     with ranks.part("describe the shards"):
         ready = ready_to_plan(ranks, own.shards, request.options, target.engine)
     return replace(own, ready=ready), ready.vote(digest)
