@@ -289,7 +289,7 @@ class _Divided:
         cuts = self._step(COORDINATOR, coordinator.cuts_by_rank, [])
         finished = self._by_planner(
             cuts,
-            lambda rank, data: plannings[rank].finish(owners.CutPoints.from_bytes(data)),
+            lambda rank, data: plannings[rank].finish(owners.CutPoints(**owners.columns_of(data))),
         )
         plannings.clear()
         self._step(COORDINATOR, lambda: coordinator.gather_shares(finished), finished)
@@ -321,21 +321,22 @@ class _Divided:
         descriptions, edges = self._descriptions, self._own_keys[0].edges
         edges = [edge - sum(alias < edge for alias in self._aliases) for edge in edges]
         manifest = self._coordinator.manifest
+        ndim = max(map(len, manifest.global_shapes), default=0)
         rests, messages = [], []
         for rank in range(len(self._tables)):
-            rest, encoded = descriptions.split_chunks(self.plan.laid_out(rank), edges)
+            rest, encoded = descriptions.split_chunks(self.plan.laid_out(rank), edges, ndim)
             rests.append(rest)
             messages.append(descriptions.chunks_message(rest, encoded))
         bundles = self._step(
             COORDINATOR,
-            lambda: descriptions.chunks_by_planner(messages, manifest),
+            lambda: descriptions.chunks_by_planner(messages),
             messages,
         )
         payloads = [b""] * len(self._tables)
         for rank, bundle in zip(self._planners, bundles, strict=True):
             payloads[rank] = bundle
         made = self._by_planner(
-            payloads, lambda _, bundle: pack_parts(descriptions.parts_of_chunks(bundle))
+            payloads, lambda _, bundle: pack_parts(descriptions.parts_of_chunks(bundle, ndim))
         )
         self.plan.manifest = self._step(
             COORDINATOR,

@@ -151,8 +151,10 @@ def memory():
 def no_saves_left():
     """Let no save of one test go on into the next, and no error of it surface there."""
     import distckpt
+    from distckpt._io import background
+    from distckpt._operations import planned_save
 
     yield
-    distckpt._io.background.wait_for_all()
-    distckpt._operations.background_save._saves_of_groups.clear()
+    background.wait_for_all()
+    planned_save._saves_of_groups.clear()
     distckpt.release_staging_memory()

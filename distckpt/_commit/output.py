@@ -162,12 +162,27 @@ class Output:
 
     def enter(self, made: bytes) -> None:
         """Note the place of the output, which the coordinator has made."""
-        self._place = _place_of(self._target, *json.loads(made))
+        if self._place is None:
+            self._place = _place_of(self._target, *json.loads(made))
 
     def check_is_seen(self) -> None:
         """Check that this rank sees the coordinator's place of the output."""
-        if self._ranks.size > 1:
-            _check_is_seen(self._ranks, self._made, self._settings.folders)
+        if self._ranks.size == 1:
+            return
+        place = self._made
+        if place.is_hidden and locations.is_local(place.first_target):
+            made = place.inner(self._settings.folders) or [place.location]
+            seconds = _seconds_to_appear(self._ranks)
+            is_same = _wait_until(lambda: all(map(locations.isdir, made)), seconds)
+        else:
+            is_same = place.target == place.first_target
+        if not is_same:
+            raise CheckpointingException(
+                f"{place.target!r} on rank {self._ranks.rank} (host {os.uname().nodename!r}) is "
+                f"not the place that rank 0 (host {place.first_host!r}) calls "
+                f"{place.first_target!r}: what one writes, the other does not see. Give all ranks "
+                "the same location, on storage that all nodes share."
+            )
 
     def begin_again(self) -> None:
         """Make the directory of a continued output, unless it is there.
@@ -212,23 +227,21 @@ class Output:
                 return
             if self._transaction is not None:
                 self._transaction.check_not_overtaken()
-            elif self._is_taken_away():
+                return
+            is_looking = self._ranks.is_coordinator and self._made.is_hidden
+            if is_looking and not locations.exists(self.location):
                 raise CheckpointingException(
                     f"{self.location!r} was removed or renamed by another program while this save "
                     "was written into it: nothing was committed. Leave hidden directories there, "
                     "and those that hold them, alone during a save, and save again."
                 ) from error
 
-    def _is_taken_away(self) -> bool:
-        is_looking = self._ranks.is_coordinator and self._made.is_hidden
-        return is_looking and not locations.exists(self.location)
-
     def sync(self) -> None:
         """Make the names of this rank's files durable, if settings say so."""
-        if self._settings.durable and self._made.is_hidden:
-            for name in self._settings.folders:
-                locations.sync_directory(os.path.join(self.location, name))
-            locations.sync_directory(self.location)
+        place = self._made
+        if self._settings.durable and place.is_hidden:
+            for directory in (*place.inner(self._settings.folders), place.location):
+                locations.sync_directory(directory)
 
     def commit(
         self, marker: Mapping[str, Any] | None, files: Sequence[tuple[str, int]] = ()
@@ -361,6 +374,10 @@ class SaveDirectory:
     first_host: str
     first_target: str
 
+    def inner(self, folders: Sequence[str]) -> list[str]:
+        """Return the paths of folders in it."""
+        return [os.path.join(self.location, name) for name in folders]
+
 
 def _place_of(target: str, nonce: str, first_host: str, first_target: str) -> SaveDirectory:
     is_local = locations.is_local(target)
@@ -380,8 +397,8 @@ def _make_hidden(
         locks.enter_context(hidden_directories.locked_directory(place.location, durable))
         if locations.isdir(place.target):
             prepare_to_replace(place.target, place.location)
-        for name in folders:
-            os.makedirs(os.path.join(place.location, name), exist_ok=True)
+        for folder in place.inner(folders):
+            os.makedirs(folder, exist_ok=True)
     except OSError as error:
         if not str(error.filename).startswith(place.location):
             raise
@@ -417,21 +434,6 @@ def _check_space(place: SaveDirectory, num_bytes: int) -> None:
             f"{free} free"
         )
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {numbers}", place.target)
-
-
-def _check_is_seen(ranks: Ranks, place: SaveDirectory, folders: Sequence[str]) -> None:
-    if place.is_hidden and locations.is_local(place.first_target):
-        made = [os.path.join(place.location, name) for name in folders] or [place.location]
-        is_same = _wait_until(lambda: all(map(locations.isdir, made)), _seconds_to_appear(ranks))
-    else:
-        is_same = place.target == place.first_target
-    if not is_same:
-        raise CheckpointingException(
-            f"{place.target!r} on rank {ranks.rank} (host {os.uname().nodename!r}) is not the "
-            f"place that rank 0 (host {place.first_host!r}) calls {place.first_target!r}: what one "
-            "writes, the other does not see. Give all ranks the same location, on storage that "
-            "all nodes share."
-        )
 
 
 def _seconds_to_appear(ranks: Ranks) -> float:

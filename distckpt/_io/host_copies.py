@@ -15,8 +15,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -206,16 +206,14 @@ class HostCopies:
 
     def __init__(
         self,
-        memory: HostMemory,
-        max_bytes: int | None = None,
-        timeout: float | None = None,
-        num_threads: int = NUM_THREADS,
+        max_bytes: int | None,
+        timeout: float | None,
+        num_threads: int,
         only_measures: bool = False,
     ) -> None:
         """Prepare the copies; `copy` makes them.
 
         Args:
-            memory: holds the copies.
             max_bytes: the most memory that they may take; None for no limit.
             timeout: seconds to wait for memory that other saves use.
             num_threads: number of threads that copy.
@@ -223,7 +221,6 @@ class HostCopies:
         """
         self.staged = threading.Event()
         self.needed: tuple[list[int], DeviceLayer | None] = [], None
-        self._memory = memory
         self._max_bytes = max_bytes
         self._timeout = timeout
         self._num_threads = num_threads
@@ -237,42 +234,62 @@ class HostCopies:
 
         The rest is copied when its turn to be written comes; after that `staged` is set.
         """
-        device = _device_of(files)
-        chunks = _choose([file.chunk_bytes for file in files], self._max_bytes)
-        parts = [_Part.of(*pair, device) for pair in zip(files, chunks, strict=True)]
+        device = next((file.device for file in files if file.device is not None), None)
+        chunks_of_files = _choose([file.chunk_bytes for file in files], self._max_bytes)
+        parts = []
         sizes: list[int] = []
-        for part in parts:
-            sizes.extend(part.buffer_bytes)
+        for file, chunks in zip(files, chunks_of_files, strict=True):
+            part = _Copies.of(file.chunk_bytes, chunks, device)
+            parts.append(part)
+            sizes += np.diff(part.ends).tolist()
         self.needed = sizes, device
         if self._only_measures:
             return list(files)
-        self._buffers = self._memory.take(*self.needed, self._timeout)
-        self._num_uncopied = sum(part.num_left_out for part in parts)
+        self._buffers = shared_memory.take(sizes, device, self._timeout)
         buffers = iter(self._buffers)
-        units: list[_Unit] = []
+        units: list[tuple[Fill, list[Span], Bytes]] = []
         copied: list[NewFile] = []
-        for part in parts:
-            copies = part.copies_in(buffers)
-            units.extend(part.units_into(copies))
-            copied.append(self._copied_file(part, copies))
-        run_threads(_Unit.copy, units, self._num_threads)
+        for file, part in zip(files, parts, strict=True):
+            part.buffers.extend(itertools.islice(buffers, len(part.ends) - 1))
+            for unit in part.units:
+                (window,) = part.bytes_of(unit)
+                units.append((file.fill, unit, window))
+            num_left_out = sum(file.chunk_bytes) - part.ends[-1]
+            self._num_uncopied += num_left_out
+            if num_left_out:
+                copied.append(file._replace(fill=partial(self._fill, part, file.fill)))
+            else:
+                # This refers to nothing of the original, which can be freed.
+                copied.append(file._replace(fill=partial(_fill_from, part), device=None))
+        run_threads(_copy_unit, units, self._num_threads)
         if not self._num_uncopied:
             self.staged.set()
         return copied
 
-    def _copied_file(self, part: _Part, copies: _Copies) -> NewFile:
-        if part.num_left_out:
-            fill = _fill_with_rest(copies, part.file.fill, self._note_copied)
-            return part.file._replace(fill=fill)
-        # This refers to nothing of the original, which can be freed.
-        return part.file._replace(fill=_fill_from(copies), device=None)
+    def _fill(
+        self, copies: _Copies, rest: Fill, unit: Sequence[Span], scratch: Bytes
+    ) -> list[Bytes]:
+        """Return the bytes of a unit; chunks without a copy are copied from `rest`."""
+        buffers: list[Bytes] = []
+        begin = 0
+        for span in unit:
+            # The span's final place, so that nothing overwrites it until then.
+            window = scratch[begin : begin + span.num_bytes]
+            begin += span.num_bytes
+            if span.chunk in copies.starts:
+                buffers += copies.bytes_of([span])
+                continue
+            copy_into(window, rest([span], window))
+            self._note_copied(len(window))
+            buffers.append(window)
+        return buffers
 
     def release(self) -> None:
         """Give the memory back, after the save or when it is abandoned."""
         buffers = self._buffers
         self._buffers = None
         if buffers is not None:
-            self._memory.give_back(buffers, self.needed[1])
+            shared_memory.give_back(buffers, self.needed[1])
         self.staged.set()
 
     def __del__(self) -> None:
@@ -284,10 +301,6 @@ class HostCopies:
             self._num_uncopied -= num_bytes
             if not self._num_uncopied:
                 self.staged.set()
-
-
-def _device_of(files: Sequence[NewFile]) -> DeviceLayer | None:
-    return next((file.device for file in files if file.device is not None), None)
 
 
 def _choose(sizes: Sequence[Sequence[int]], max_bytes: int | None) -> list[list[int]]:
@@ -310,138 +323,60 @@ def _choose(sizes: Sequence[Sequence[int]], max_bytes: int | None) -> list[list[
     return selection[::-1]
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The chunks of a file that are copied at once into buffers.
-
-    Attributes:
-        file: the file.
-        chunks: the chunks' numbers.
-        chunk_bytes: the chunks' sizes.
-        buffer_bytes: the sizes of the buffers. No unit is in two of them.
-    """
-
-    file: NewFile
-    chunks: Sequence[int]
-    chunk_bytes: Sequence[int]
-    buffer_bytes: Sequence[int]
-
-    @staticmethod
-    def of(file: NewFile, chunks: Sequence[int], device: DeviceLayer | None) -> _Part:
-        """Return the part of a file with some of its chunks."""
-        chunk_bytes = [file.chunk_bytes[chunk] for chunk in chunks]
-        return _Part(file, chunks, chunk_bytes, _buffer_bytes(chunk_bytes, device))
-
-    @property
-    def num_left_out(self) -> int:
-        """Number of bytes of the file that are not copied at once."""
-        return sum(self.file.chunk_bytes) - sum(self.chunk_bytes)
-
-    def copies_in(self, buffers: Iterator[Bytes]) -> _Copies:
-        """Return the copies of the chunks, in the next buffers."""
-        starts = itertools.accumulate(self.chunk_bytes, initial=0)
-        return _Copies(
-            starts=dict(zip(self.chunks, starts, strict=False)),
-            buffers=list(itertools.islice(buffers, len(self.buffer_bytes))),
-            ends=[0, *itertools.accumulate(self.buffer_bytes)],
-        )
-
-    def units_into(self, copies: _Copies) -> Iterator[_Unit]:
-        """Yield the units to copy, each with its memory."""
-        start = 0
-        for unit in units_of(self.chunk_bytes, UNIT_BYTES, BLOCK_BYTES):
-            spans = [span._replace(chunk=self.chunks[span.chunk]) for span in unit]
-            stop = start + sum(span.num_bytes for span in spans)
-            (window,) = copies.between(start, stop)
-            yield _Unit(self.file.fill, spans, window)
-            start = stop
-
-
-class _Unit(NamedTuple):
-    """A unit that one thread copies at a time."""
-
-    fill: Fill
-    spans: Sequence[Span]
-    window: Bytes
-
-    def copy(self) -> None:
-        copy_into(self.window, self.fill(self.spans, self.window))
-
-
-def _buffer_bytes(chunk_bytes: Sequence[int], device: DeviceLayer | None) -> list[int]:
-    if device is None:
-        return [sum(chunk_bytes)]
-    units = []
-    for unit in units_of(chunk_bytes, UNIT_BYTES, BLOCK_BYTES):
-        units.append(sum(span.num_bytes for span in unit))
-    return [sum(units[i : i + PINNED_UNITS]) for i in range(0, len(units), PINNED_UNITS)]
-
-
 class _Copies(NamedTuple):
-    """Copies of chunks, one after the other in buffers.
+    """Copies of some chunks of a file, one after the other in buffers.
 
     Attributes:
         starts: where each chunk begins.
-        buffers: the buffers.
+        units: the units to copy. None is in two buffers.
         ends: 0, and where each buffer ends.
+        buffers: the buffers.
     """
 
     starts: Mapping[int, int]
-    buffers: list[Bytes]
+    units: list[list[Span]]
     ends: list[int]
+    buffers: list[Bytes]
 
-    def between(self, start: int, stop: int) -> list[Bytes]:
+    @classmethod
+    def of(cls, sizes: Sequence[int], chunks: Sequence[int], device: DeviceLayer | None) -> _Copies:
+        """Lay out the copies of some chunks of a file with chunks of these sizes."""
+        chunk_bytes = [sizes[chunk] for chunk in chunks]
+        starts = itertools.accumulate(chunk_bytes, initial=0)
+        units = []
+        unit_ends = [0]
+        for unit in units_of(chunk_bytes, UNIT_BYTES, BLOCK_BYTES):
+            units.append([span._replace(chunk=chunks[span.chunk]) for span in unit])
+            unit_ends.append(unit_ends[-1] + sum(span.num_bytes for span in unit))
+        ends = [0, unit_ends[-1]]
+        if device is not None:
+            ends = [*unit_ends[:-1:PINNED_UNITS], unit_ends[-1]]
+        return cls(dict(zip(chunks, starts, strict=False)), units, ends, [])
+
+    def bytes_of(self, unit: Sequence[Span]) -> list[Bytes]:
+        """Return the bytes of spans that follow one another."""
+        start = self.starts[unit[0].chunk] + unit[0].start
+        return self._between(start, start + sum(span.num_bytes for span in unit))
+
+    def _between(self, start: int, stop: int) -> list[Bytes]:
         """Return the bytes from start to stop, which must not be equal."""
         index = bisect.bisect_right(self.ends, start) - 1
         begin, end = self.ends[index : index + 2]
         first_part = self.buffers[index][start - begin : stop - begin]
         if stop <= end:
             return [first_part]
-        return [first_part, *self.between(end, stop)]
-
-    def of_span(self, span: Span) -> list[Bytes]:
-        """Return the bytes of a span of a copied chunk."""
-        start = self.starts[span.chunk]
-        return self.between(start + span.start, start + span.stop)
+        return [first_part, *self._between(end, stop)]
 
 
-def _fill_from(copies: _Copies) -> Fill:
-    """Return the fill function of a file whose chunks are all copied."""
-
-    def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
-        del scratch
-        parts = []
-        for span in unit:
-            parts.extend(copies.of_span(span))
-        return parts
-
-    return fill
+def _copy_unit(unit: tuple[Fill, list[Span], Bytes]) -> None:
+    fill, spans, window = unit
+    copy_into(window, fill(spans, window))
 
 
-def _fill_with_rest(
-    copies: _Copies,
-    rest: Fill,
-    note_copied: Callable[[int], None],
-) -> Fill:
-    """Return the fill function of a file with chunks yet to copy.
-
-    Chunks without a copy are copied from `rest`. `note_copied` is called with the number of bytes
-    that were copied.
-    """
-
-    def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
-        buffers: list[Bytes] = []
-        begin = 0
-        for span in unit:
-            # The span's final place, so that nothing overwrites it until then.
-            window = scratch[begin : begin + span.num_bytes]
-            begin += span.num_bytes
-            if span.chunk in copies.starts:
-                buffers += copies.of_span(span)
-                continue
-            copy_into(window, rest([span], window))
-            note_copied(len(window))
-            buffers.append(window)
-        return buffers
-
-    return fill
+def _fill_from(copies: _Copies, unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
+    """Return the bytes of a unit of which all chunks are copied."""
+    del scratch
+    parts = []
+    for span in unit:
+        parts.extend(copies.bytes_of([span]))
+    return parts

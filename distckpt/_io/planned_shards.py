@@ -1,6 +1,8 @@
 """Planning of a save together with the other ranks.
 
 Ranks reuse their cached plan, or give every byte of their shards an owner and a place in a file.
+The vote on the cached plan opens each save. A repeated save exchanges nothing else before it
+writes, so the vote carries everything that the ranks must agree on.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import copy
 import enum
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,21 +19,12 @@ import numpy as np
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import SaveOptions
-from distckpt._base.threads import (
-    DEFAULT_INFLIGHT_BYTES,
-    UNIT_BYTES,
-    ProgressCounter,
-    num_requests_within,
-    num_threads_within,
-)
 from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.manifest import Manifest, needs_checksum_files, num_blocks_of
 from distckpt._format.planned_manifest import PlannedManifest, planned_manifest
 from distckpt._format.safetensors_file import ShardFile
-from distckpt._io.plan_vote import PlanVerdict, PlanVote
 from distckpt._io.replicas import add_digests, samples_of_rows, weighted_digest
 from distckpt._io.shared_plan import Share, SharedPlan, num_planners_for
-from distckpt._io.write import WriteSettings
 from distckpt._plan.layout import (
     PlanCache,
     PlannedChunk,
@@ -49,14 +42,9 @@ from distckpt._plan.layout import (
 from distckpt._plan.save import find_aliases, plan_owners
 from distckpt._ranks import groups
 from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt._state.common_state import encoded as encode_object
-from distckpt._state.shards import (
-    GlobalTable,
-    Shard,
-    ShardTable,
-    merge_tables,
-    shard_table,
-)
+from distckpt._state.shards import GlobalTable, Shard, ShardTable, merge_tables, shard_table
 from distckpt._state.validation import (
     find_differences,
     num_replicated,
@@ -74,41 +62,29 @@ if TYPE_CHECKING:
 _PLANS = PlanCache()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardSettings:
-    """Settings of the engine of saves.
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of the built-in engine for a strategy.
 
     Attributes:
-        options: the options of the caller.
-        exchange_group: process group within which replicas share the writing; None for all ranks.
-        direct_io: write files around the page cache; None decides by the file system and the size,
-            True insists.
-        plans: plans of earlier saves. While only the data of shards changes on all ranks, later
-            saves are not planned again.
+        exchange_group: process group within which replicas share work; None for all ranks.
+        direct_io: see `SafetensorsSaveStrategy`.
+        plans: cache for the plans of its saves; None for the cache of the process.
     """
 
-    options: SaveOptions
     exchange_group: Any = None
     direct_io: bool | None = None
-    plans: PlanCache = _PLANS
+    plans: PlanCache | None = None
 
-    def for_writing(self, num_bytes: int) -> WriteSettings:
-        """Return the settings for writing files of `num_bytes` in total."""
-        limit = self.options.max_inflight_bytes
-        if limit is None:
-            limit = DEFAULT_INFLIGHT_BYTES
-        num_requests = num_requests_within(limit)
-        progress = None
-        if self.options.progress:
-            progress = ProgressCounter(self.options.progress, num_bytes).add
-        return WriteSettings(
-            durable=self.options.durable,
-            direct=self.direct_io,
-            num_threads=num_threads_within(limit),
-            num_requests=num_requests,
-            max_part_bytes=limit // num_requests - UNIT_BYTES,
-            progress=progress,
-        )
+
+def plan_cache(engine: EngineSettings) -> PlanCache:
+    """Return the plans of earlier saves.
+
+    While only the data of shards changes on all ranks, later saves are not planned again.
+    """
+    if engine.plans is None:
+        return _PLANS
+    return engine.plans
 
 
 class ReadyShards(NamedTuple):
@@ -116,78 +92,131 @@ class ReadyShards(NamedTuple):
 
     Attributes:
         shards: the shards; objects are encoded.
-        settings: the settings of the save.
+        options: the options of the caller.
+        engine: the settings of the engine.
         structure: the key of the plan in the cache.
         table: describes the shards; None if the cache has the structure.
         plan: the cached plan, if there is one.
         digest: a digest of samples of replicas, see `weighted_digest`.
+        encoded: the encoded objects that this rank writes according to the plan.
         num_bytes: the bytes that this rank writes according to the plan.
     """
 
     shards: list[Shard]
-    settings: ShardSettings
+    options: SaveOptions
+    engine: EngineSettings
     structure: Structure
     table: ShardTable | None
     plan: SavePlan | None = None
     digest: int = 0
+    encoded: Mapping[str, bytes] = {}
     num_bytes: int = 0
 
-    def vote(self, state_digest: int = 0) -> PlanVote:
-        """Return the vote of this rank."""
+    def vote(self, state_digest: int = 0) -> bytes:
+        """Return the vote of this rank, encoded.
+
+        `state_digest` is a digest of everything that must be the same on all ranks.
+        """
         plan_number = 0
         if self.plan is not None:
             plan_number = self.plan.number
-        return PlanVote(
-            state_digest=state_digest,
-            plan_number=plan_number,
-            is_described=self.table is not None,
-            replica_digest=self.digest,
-            num_bytes=self.num_bytes,
-            num_shards=len(self.shards),
+        is_described = self.table is not None
+        numbers = (plan_number, is_described, self.digest, self.num_bytes, len(self.shards))
+        return encoded_vote(state_digest, numbers)
+
+
+def encoded_vote(state_digest: int, numbers: Sequence[int] = (0, 0, 0, 0, 0)) -> bytes:
+    """Return a vote for `PlanVerdict.of`; without numbers, no shards are ready."""
+    return np.array([state_digest, *numbers], np.int64).tobytes()
+
+
+class PlanVerdict(NamedTuple):
+    """The result of the votes of all ranks.
+
+    Attributes:
+        is_same_state: whether all state digests are equal.
+        reuses_plan: whether the state is the same, all ranks have the same cached plan, and
+            replicas are still equal.
+        are_described: whether all ranks have described their shards.
+        num_shards: the number of shards on all ranks.
+        num_bytes: the bytes that all ranks write according to the plan.
+    """
+
+    is_same_state: bool
+    reuses_plan: bool
+    are_described: bool
+    num_shards: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, votes: Sequence[bytes]) -> PlanVerdict:
+        """Compare the votes of all ranks."""
+        rows = np.frombuffer(b"".join(votes), np.int64).reshape(len(votes), -1)
+        states, numbers, are_described, digests, sizes, counts = rows.T
+        is_same_state = bool((states == states[0]).all())
+        is_same_plan = bool(numbers[0]) and bool((numbers == numbers[0]).all())
+        # The digests of equal replicas add up to 0 modulo 2**64.
+        are_equal = not digests.sum()
+        return cls(
+            is_same_state=is_same_state,
+            reuses_plan=is_same_state and is_same_plan and are_equal,
+            are_described=bool(are_described.all()),
+            num_shards=int(counts.sum()),
+            num_bytes=int(sizes.sum()),
         )
+
+    def to_bytes(self) -> bytes:
+        """Encode for sending."""
+        return json.dumps(self).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PlanVerdict:
+        """Decode the result of `to_bytes`."""
+        return cls(*json.loads(data))
 
 
 def compare_plans(
-    ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
+    ranks: Ranks, shards: Sequence[Shard], options: SaveOptions, engine: EngineSettings
 ) -> tuple[ReadyShards, PlanVerdict]:
     """Look for a cached plan that all ranks have.
 
     Collective operation: all ranks must call it.
     """
     with ranks.telling("describe the shards") as exchange:
-        ready = ready_to_plan(ranks, shards, settings)
-        exchange.payload = ready.vote().to_bytes()
+        ready = ready_to_plan(ranks, shards, options, engine)
+        exchange.payload = ready.vote()
     with ranks.answering(exchange, "describe the shards"):
         if ranks.is_coordinator:
             exchange.answer = PlanVerdict.of(exchange.payloads).to_bytes()
     return ready, PlanVerdict.from_bytes(exchange.answer)
 
 
-def ready_to_plan(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings) -> ReadyShards:
+def ready_to_plan(
+    ranks: Ranks, shards: Sequence[Shard], options: SaveOptions, engine: EngineSettings
+) -> ReadyShards:
     """Encode objects; look for a cached plan, or describe the shards."""
-    options = settings.options
     comparison = _comparison_of(ranks, options)
-    # Comparing the whole content of replicas takes an exchange each time.
-    is_compared_whole = comparison is _Comparison.ALL
+    encode_copies = comparison is _Comparison.ALL
     leaves_out = options.unsupported == "warn"
-    ready = [ready_to_save(shard, is_compared_whole, leaves_out) for shard in shards]
-    group = groups.group_number(settings.exchange_group)
+    ready = [ready_to_save(shard, encode_copies, leaves_out) for shard in shards]
+    group = groups.group_number(engine.exchange_group)
     structure = structure_of(ready, ranks, options.validate_access_integrity, group)
+    # Comparing the whole content of replicas takes an exchange each time.
     is_known = False
     plan = None
-    if not is_compared_whole:
-        is_known, plan = settings.plans.find(structure)
+    if comparison is not _Comparison.ALL:
+        is_known, plan = plan_cache(engine).find(structure)
     if plan is None:
         table = None
         if not is_known:
-            table = _describe(ready, settings, comparison)
-        return ReadyShards(ready, settings, structure, table)
+            table = _describe(ready, group, comparison)
+        return ReadyShards(ready, options, engine, structure, table)
     digest = 0
     if comparison is _Comparison.SAMPLES and plan.replicas is not None:
         digest = weighted_digest(plan, ready)
-    object_bytes = sum(map(len, encoded_objects(plan.objects, ready).values()))
-    num_bytes = plan.tensor_bytes + object_bytes
-    return ReadyShards(ready, settings, structure, None, plan, digest, num_bytes)
+    encoded = encoded_objects(plan.objects, ready)
+    num_bytes = plan.num_bytes(encoded)
+    return ReadyShards(ready, options, engine, structure, None, plan, digest, encoded, num_bytes)
 
 
 def plan_of(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> SavePlan:
@@ -195,8 +224,6 @@ def plan_of(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> SavePlan:
 
     Collective operation: all ranks must call it.
     """
-    shards = ready.shards
-    settings = ready.settings
     table = ready.table
     if verdict.reuses_plan and ready.plan is not None:
         return ready.plan
@@ -204,12 +231,15 @@ def plan_of(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> SavePlan:
         # Some ranks, though not all, know a plan, or replicas have become different.
         with ranks.phase("describe the shards again"):
             if table is None:
-                table = _describe(shards, settings, _comparison_of(ranks, settings.options))
+                group = groups.group_number(ready.engine.exchange_group)
+                table = _describe(ready.shards, group, _comparison_of(ranks, ready.options))
     assert table is not None
-    plan, have_differences = _make_plan(ranks, table, shards, settings, verdict.num_shards)
+    plan, have_differences = _make_plan(
+        ranks, table, ready.shards, ready.options, verdict.num_shards
+    )
     if not have_differences:
         # Replicas that have drifted apart may have nothing in common at the next save.
-        settings.plans.keep(ready.structure, plan)
+        plan_cache(ready.engine).keep(ready.structure, plan)
     return plan
 
 
@@ -229,12 +259,9 @@ def _comparison_of(ranks: Ranks, options: SaveOptions) -> _Comparison:
     return _Comparison.NOTHING
 
 
-def _describe(
-    shards: Sequence[Shard], settings: ShardSettings, comparison: _Comparison
-) -> ShardTable:
+def _describe(shards: Sequence[Shard], exchange_group: int, comparison: _Comparison) -> ShardTable:
     """Return the table of shards; with hashes if replicas are compared."""
-    group = groups.group_number(settings.exchange_group)
-    table = shard_table(shards)._replace(exchange_group=group)
+    table = shard_table(shards)._replace(exchange_group=exchange_group)
     if comparison is not _Comparison.NOTHING:
         add_digests(table, shards, of_samples=comparison is _Comparison.SAMPLES)
     return table
@@ -285,7 +312,7 @@ def _make_plan(
     ranks: Ranks,
     table: ShardTable,
     shards: Sequence[Shard],
-    settings: ShardSettings,
+    options: SaveOptions,
     num_shards: int,
 ) -> tuple[SavePlan, bool]:
     """Plan a save together; return the plan, and whether replicas differ.
@@ -294,10 +321,10 @@ def _make_plan(
     coordinator, receive the pieces to write, and send tables of chunks. Where replicas differ, the
     coordinator compares samples of them.
     """
-    shared = _plan_together(ranks, table, settings.options, num_shards)
+    shared = _plan_together(ranks, table, options, num_shards)
     share = shared.share
     if share.sampled is not None:
-        _report_differences(ranks, samples_of_rows(table, shards, share.sampled), shared, settings)
+        _report_differences(ranks, samples_of_rows(table, shards, share.sampled), shared, options)
     checksum_file = None
     if share.has_checksum_file and len(share.pieces.key_ids):
         checksum_file = checksum_file_name(ranks.rank)
@@ -308,17 +335,17 @@ def _make_plan(
 
 
 def _report_differences(
-    ranks: Ranks, samples: Sequence[bytes], shared: SharedPlan, settings: ShardSettings
+    ranks: Ranks, samples: Sequence[bytes], shared: SharedPlan, options: SaveOptions
 ) -> None:
     """Let the coordinator compare samples of replicas that differ."""
     # Imported when it is needed: replicas rarely differ.
     from distckpt._io import replica_differences as comparing
 
-    messages = ranks.gather(comparing.samples_to_bytes(samples))
+    messages = ranks.gather(pack_parts(samples))
     with ranks.phase("compare replicas", decision=True):
         if shared.differing is not None:
-            samples_of_ranks = [comparing.samples_from_bytes(data) for data in messages]
-            warns = settings.options.unsupported == "warn"
+            samples_of_ranks = [unpack_parts(data) for data in messages]
+            warns = options.unsupported == "warn"
             comparing.report_differences(shared.differing, samples_of_ranks, warns)
 
 
@@ -427,7 +454,9 @@ def _lay_out(
     except Exception as caught:
         error = caught
     # Even after an error, since the coordinator waits for this rank.
-    own, parts = shared.divide_chunks(ranks, own)
+    parts: Mapping[str, bytes] = {}
+    if shared.divide_chunks is not None:
+        own, parts = shared.divide_chunks(ranks, own)
     tables = _gather_tables(ranks, own)
     planned = None
     with ranks.phase("lay out files", decision=True):

@@ -11,7 +11,6 @@ import numpy as np
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
-from distckpt._format.columns import pack, unpack
 from distckpt._state.common_differences import compare_samples, largest_of
 from distckpt._state.shards import GlobalTable
 from distckpt._state.validation import (
@@ -58,13 +57,21 @@ class ReplicasToCompare:
     error: InvalidShardingError | None = None
 
 
-def select_pairs(
-    table: GlobalTable, differences: ReplicaDifferences, starts: Sequence[int]
+def keep_different_whole(
+    table: GlobalTable, differences: ReplicaDifferences, starts: Sequence[int], are_errors: bool
 ) -> ReplicasToCompare:
-    """Select different replicas, evenly over all of them.
+    """Let one rank write each different replica whole, and select some to compare.
 
-    Of equal replicas, one is enough. `starts` has the first row of each rank in the table.
+    They are selected evenly over all of them; of equal replicas, one is enough. `starts` has the
+    first row of each rank in the table.
+
+    Raises:
+        InvalidShardingError: `are_errors`.
     """
+    error = different_replicas_error(table, differences)
+    if are_errors:
+        raise error
+    keep_whole(table, differences)
     rows, firsts = differences
     contents = np.column_stack((firsts, table.digests[rows].astype(np.int64)))
     _, distinct = np.unique(contents, axis=0, return_index=True)
@@ -85,22 +92,8 @@ def select_pairs(
         ranks=np.unique(table.ranks[rows]).tolist(),
         pairs=pairs,
         rows_of_ranks=rows_of_ranks,
-        error=different_replicas_error(table, differences),
+        error=error,
     )
-
-
-def keep_different_whole(
-    table: GlobalTable, differences: ReplicaDifferences, starts: Sequence[int], are_errors: bool
-) -> ReplicasToCompare:
-    """Let one rank write each different replica whole; see `select_pairs`.
-
-    Raises:
-        InvalidShardingError: `are_errors`.
-    """
-    if are_errors:
-        raise different_replicas_error(table, differences)
-    keep_whole(table, differences)
-    return select_pairs(table, differences, starts)
 
 
 def _pair(table: GlobalTable, places: dict[int, tuple[int, int]], row: int, first: int) -> Pair:
@@ -112,17 +105,6 @@ def _pair(table: GlobalTable, places: dict[int, tuple[int, int]], row: int, firs
         main=places[first],
         other=places[row],
     )
-
-
-def samples_to_bytes(samples: Sequence[bytes]) -> bytes:
-    """Encode the samples of one rank for sending."""
-    return pack(None, {str(i): np.frombuffer(sample, np.uint8) for i, sample in enumerate(samples)})
-
-
-def samples_from_bytes(data: bytes) -> list[bytes]:
-    """Decode the samples that `samples_to_bytes` made."""
-    _, columns = unpack(data)
-    return [columns[str(i)].tobytes() for i in range(len(columns))]
 
 
 def report_differences(

@@ -34,21 +34,23 @@ def add_digests(table: ShardTable, shards: Sequence[Shard], of_samples: bool) ->
             content = _content_of(shards[shard_id], table.row_region(row))
             table.digests[row] = max(1, checksum(content))
         return
-    views = {}
+    of_tensors = []
     for row, shard_id in rows:
-        shard = shards[shard_id]
-        if isinstance(shard, ShardedTensor):
-            views[row] = _values_of(table, row, shard)
-    table.digests[list(views)] = sampled_digests(list(views.values()))
+        if isinstance(shards[shard_id], ShardedTensor):
+            of_tensors.append(row)
+    table.digests[of_tensors] = sampled_digests(_views_of_rows(table, shards, of_tensors))
 
 
-def _values_of(table: ShardTable, row: int, shard: ShardedTensor) -> torch.Tensor:
-    """Return the values in a row of a table, of any shape."""
-    if shard.flattened_range is None:
-        # Most shards are one row, and need no view of a region.
-        assert shard.data is not None
-        return shard.data
-    return region_view(shard, table.row_region(row))
+def _views_of_rows(
+    table: ShardTable, shards: Sequence[Shard], rows: Sequence[int]
+) -> list[torch.Tensor]:
+    """Return views of the tensors in some rows of this rank's table."""
+    views = []
+    for row in rows:
+        shard = shards[int(table.shard_ids[row])]
+        assert isinstance(shard, ShardedTensor)
+        views.append(region_view(shard, table.row_region(row)))
+    return views
 
 
 def _content_of(shard: Shard, region: Region) -> bytes | Bytes:
@@ -63,12 +65,7 @@ def _content_of(shard: Shard, region: Region) -> bytes | Bytes:
 
 def samples_of_rows(table: ShardTable, shards: Sequence[Shard], rows: Sequence[int]) -> list[bytes]:
     """Return samples of the tensors in some rows of this rank's table."""
-    views = []
-    for row in rows:
-        shard = shards[int(table.shard_ids[row])]
-        assert isinstance(shard, ShardedTensor)
-        views.append(region_view(shard, table.row_region(row)))
-    return [bytes(sample) for sample in _samples(views)]
+    return [bytes(sample) for sample in _samples(_views_of_rows(table, shards, rows))]
 
 
 def weighted_digest(plan: SavePlan, shards: Sequence[Shard]) -> int:

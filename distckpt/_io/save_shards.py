@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from distckpt._base.options import FIGURES, SaveOptions
+from distckpt._base.threads import (
+    DEFAULT_INFLIGHT_BYTES,
+    UNIT_BYTES,
+    ProgressCounter,
+    num_requests_within,
+    num_threads_within,
+)
 from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.manifest import (
     MANIFEST_NAME,
@@ -22,15 +31,14 @@ from distckpt._format.manifest import (
 )
 from distckpt._format.planned_manifest import PlannedManifest, report_of, with_parts
 from distckpt._format.safetensors_file import ShardFile
-from distckpt._io.plan_vote import PlanVerdict
 from distckpt._io.planned_shards import (
+    EngineSettings,
+    PlanVerdict,
     ReadyShards,
-    ShardSettings,
     compare_plans,
     encoded_objects,
     plan_of,
 )
-from distckpt._io.prepared_save import FileCopies, OwnedChunk, PreparedSave
 from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
 from distckpt._plan.layout import (
     PlannedChunk,
@@ -45,11 +53,19 @@ from distckpt._state.shards import Shard, region_view
 from distckpt._storage import locations
 from distckpt.mapping._sharded_tensor import ShardedTensor
 
+if TYPE_CHECKING:
+    from distckpt._io.figures import LiveRegion
+
+
+class FileCopies(Protocol):
+    """The interface of `HostCopies`, which copies data for background saves."""
+
+    def copy(self, files: Sequence[NewFile]) -> Sequence[NewFile]:
+        """Return the same files with copied data."""
+
 
 def prepare_shards(
-    ranks: Ranks,
-    shards: Sequence[Shard],
-    settings: ShardSettings,
+    ranks: Ranks, shards: Sequence[Shard], options: SaveOptions, engine: EngineSettings
 ) -> ShardSave:
     """Plan a save: every byte gets one owner and a place in a file.
 
@@ -59,7 +75,7 @@ def prepare_shards(
     Raises:
         InvalidShardingError: shards overlap, leave gaps or contradict each other.
     """
-    return plan_shards(ranks, *compare_plans(ranks, shards, settings))
+    return plan_shards(ranks, *compare_plans(ranks, shards, options, engine))
 
 
 def plan_shards(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> ShardSave:
@@ -67,72 +83,139 @@ def plan_shards(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> Shard
 
     Collective operation: all ranks must call it.
     """
-    shards = ready.shards
-    num_bytes = ready.num_bytes
     plan = plan_of(ranks, ready, verdict)
-    encoded = encoded_objects(plan.objects, shards)
+    encoded = ready.encoded
+    num_bytes = ready.num_bytes
     if not verdict.reuses_plan:
-        num_bytes = plan.tensor_bytes + sum(map(len, encoded.values()))
+        encoded = encoded_objects(plan.objects, ready.shards)
+        num_bytes = plan.num_bytes(encoded)
     measured = {}
-    for name, (option, module) in _MEASURES.items():
-        if getattr(ready.settings.options, option):
-            with ranks.phase(f"compute {name}"):
-                measured[name] = module().numbers_of(_owned_chunks(plan, shards))
+    for name in FIGURES:
+        if getattr(ready.options, name):
+            # Imported when it is needed: few saves compute figures.
+            from distckpt._io import figures
+
+            with ranks.phase(f"compute {figures.TITLES[name]}"):
+                measured[name] = figures.numbers_of(name, live_regions(plan, ready.shards))
     return ShardSave(
-        make_tensor_files=tensor_files_of(plan.files, shards),
+        make_tensor_files=tensor_files_of(plan.files, ready.shards),
         plan=plan,
         encoded=encoded,
-        settings=ready.settings.for_writing(num_bytes),
+        settings=_write_settings(ready.options, ready.engine, num_bytes),
         num_bytes=num_bytes,
         plan_reused=verdict.reuses_plan,
         measured=measured,
     )
 
 
-def _fingerprints() -> ModuleType:
-    from distckpt._io import fingerprints
-
-    return fingerprints
-
-
-def _statistics() -> ModuleType:
-    from distckpt._io import save_stats
-
-    return save_stats
-
-
-_MEASURES = {
-    "fingerprints": ("fingerprint", _fingerprints),
-    "statistics": ("stats", _statistics),
-}
-"""Figures computed from values: the option that requests each, and its module.
-
-Modules are imported when they are needed: few saves compute figures.
-"""
+def _write_settings(options: SaveOptions, engine: EngineSettings, num_bytes: int) -> WriteSettings:
+    """Return the settings for writing files of `num_bytes` in total."""
+    limit = options.max_inflight_bytes
+    if limit is None:
+        limit = DEFAULT_INFLIGHT_BYTES
+    num_requests = num_requests_within(limit)
+    progress = None
+    if options.progress:
+        progress = ProgressCounter(options.progress, num_bytes).add
+    return WriteSettings(
+        durable=options.durable,
+        direct=engine.direct_io,
+        num_threads=num_threads_within(limit),
+        num_requests=num_requests,
+        max_part_bytes=limit // num_requests - UNIT_BYTES,
+        progress=progress,
+    )
 
 
-def plan_chunks(
-    ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
-) -> tuple[list[OwnedChunk], Manifest | None]:
-    """Give every element one owner, as `prepare_shards` does.
+def plan_regions(
+    ranks: Ranks, shards: Sequence[Shard], options: SaveOptions, engine: EngineSettings
+) -> tuple[list[LiveRegion], Manifest | None]:
+    """Plan a save of which nothing is written.
 
-    Collective operation: all ranks must call it. Return the chunks of tensors of this rank, and on
+    Collective operation: all ranks must call it. Return the regions of tensors of this rank, and on
     the coordinator the keys of all ranks.
     """
-    ready, verdict = compare_plans(ranks, shards, settings)
+    ready, verdict = compare_plans(ranks, shards, options, engine)
     plan = plan_of(ranks, ready, verdict)
-    owned = _owned_chunks(plan, ready.shards)
+    regions = live_regions(plan, ready.shards)
     if plan.manifest is None:
-        return owned, None
-    return owned, plan.manifest.manifest
+        return regions, None
+    return regions, plan.manifest.manifest
 
 
-def _owned_chunks(plan: SavePlan, shards: Sequence[Shard]) -> list[OwnedChunk]:
-    owned = []
+def live_regions(plan: SavePlan, shards: Sequence[Shard]) -> list[LiveRegion]:
+    """Return the regions of tensors that this rank writes; slots are the numbers of their keys."""
+    from distckpt._io.figures import LiveRegion
+
+    regions = []
     for file in plan.files:
         for chunk in file.chunks:
-            owned.append(OwnedChunk(chunk, _tensors_of(chunk, shards)))
-    return owned
+            values = _tensors_of(chunk, shards)
+            for (_, region), part in zip(chunk.pieces, values, strict=True):
+                regions.append(LiveRegion(chunk.key_id, region, part))
+    return regions
+
+
+class PreparedSave(ABC):
+    """A save that all ranks have planned and not yet written.
+
+    Attributes:
+        num_bytes: the bytes that this rank is going to write.
+        plan_reused: whether the plan was made for an earlier save.
+        folder_suffix: the end of the names of the folders `tensors` and `objects`. `save` sets it
+            before `write` if several saves may write in one place, on object stores. None for a
+            strategy that gives files fixed names: its saves are not kept apart there, and do not
+            replace a checkpoint.
+        exchanges_in_write: whether ranks exchange something within `write_own`.
+        written: on the coordinator, after `complete`: the name and size of each file, which `save`
+            checks before it commits.
+    """
+
+    num_bytes: int = 0
+    plan_reused: bool = False
+    folder_suffix: str | None = None
+    exchanges_in_write = True
+    written: Sequence[tuple[str, int]] = ()
+
+    def stage(self, copies: FileCopies) -> PreparedSave | None:
+        """Return the same save with copied tensors, so that training can continue.
+
+        Not a collective operation. The default returns None: `async_save` finishes such a save
+        before it returns.
+        """
+        del copies
+        return None
+
+    @abstractmethod
+    def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any] | None:
+        """Write all shards into a directory of this save alone.
+
+        See `SaveShardedStrategy.save`.
+
+        After `stage` this runs in a background thread, and must use no process group except
+        the one of `ranks`.
+        """
+
+    def write_own(self, checkpoint_dir: str, ranks: Ranks) -> bytes:
+        """Write the files of this rank; return its report for `complete`.
+
+        The default calls `write`.
+        """
+        fields = self.write(checkpoint_dir, ranks)
+        if not ranks.is_coordinator:
+            fields = None
+        return json.dumps(fields).encode()
+
+    def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any] | None:
+        """Return fields of the marker, on the coordinator.
+
+        Args:
+            checkpoint_dir: the directory of the files.
+            told: the result of `write_own` on each rank.
+        """
+        del checkpoint_dir
+        fields: Mapping[str, Any] | None = json.loads(told[0])
+        return fields
 
 
 @dataclass
@@ -210,9 +293,10 @@ class ShardSave(PreparedSave):
         figures: dict[str, npt.NDArray[Any]] = {}
         if self.measured:
             told, *columns = zip(*map(unpack_parts, told), strict=True)
+            from distckpt._io.figures import columns_of
+
             for name, numbers in zip(self.measured, columns, strict=True):
-                _, module = _MEASURES[name]
-                figures |= module().columns_of(planned.manifest, numbers)
+                figures |= columns_of(name, planned.manifest, numbers)
         fields, self.written = write_manifest(
             checkpoint_dir,
             planned,

@@ -59,12 +59,6 @@ class Share(NamedTuple):
         return cls(number, stride, sampled, has_checksum_file, factors, Pieces(**columns))
 
 
-def without_parts(ranks: Ranks, table: ChunkTable) -> tuple[ChunkTable, Mapping[str, bytes]]:
-    """Leave the sorting of all chunks to the coordinator."""
-    del ranks
-    return table, {}
-
-
 class SharedPlan(NamedTuple):
     """The view of one rank of a new plan of all ranks.
 
@@ -72,14 +66,14 @@ class SharedPlan(NamedTuple):
         share: the part of this rank.
         manifest: the keys of all ranks; only on the coordinator.
         differing: replicas that differ, if there are any; only on the coordinator.
-        divide_chunks: a collective operation. It takes the chunks that this rank writes, and
-            returns the chunks that no part of the manifest has; on the coordinator, also the parts
-            by name.
+        divide_chunks: a collective operation, None if the coordinator sorts all chunks. It takes
+            the chunks that this rank writes, and returns the chunks that no part of the manifest
+            has; on the coordinator, also the parts by name.
     """
 
     share: Share
     manifest: Manifest | None = None
     differing: ReplicasToCompare | None = None
-    divide_chunks: Callable[[Ranks, ChunkTable], tuple[ChunkTable, Mapping[str, bytes]]] = (
-        without_parts
+    divide_chunks: Callable[[Ranks, ChunkTable], tuple[ChunkTable, Mapping[str, bytes]]] | None = (
+        None
     )

@@ -102,13 +102,15 @@ def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArra
     of them is reserved first: a full disk is found before anything is written, if the file system
     can tell.
     """
-    outputs = []
-    for file in files:
-        outputs.append(_Output(file, locations.is_local(file.location), settings))
-    _write_local([output for output in outputs if output.is_local], settings)
-    remote = [output for output in outputs if not output.is_local]
-    if remote:
-        _upload(remote, settings)
+    # They are parts of one checkpoint.
+    are_local = not files or locations.is_local(files[0].location)
+    outputs = [_Output(file, are_local, settings) for file in files]
+    if are_local:
+        for output in outputs:
+            create_file(output.file.location, output.file.header, output.num_bytes)
+        _write_and_close(outputs, settings)
+    else:
+        _upload(outputs, settings)
     units = itertools.chain.from_iterable(output.checksums for output in outputs)
     return np.array(list(itertools.chain.from_iterable(units)), np.uint64)
 
@@ -125,15 +127,9 @@ def write_span(
     it is filled by itself.
     """
     output = _Output(file, True, settings, (start, stop))
-    reserve_span(file.location, file.header if start == 0 else b"", start, stop)
+    _reserve(file.location, file.header if start == 0 else b"", start, stop, os.O_CREAT)
     _write_and_close([output], settings)
     return np.array(list(itertools.chain.from_iterable(output.checksums)), np.uint64)
-
-
-def _write_local(outputs: Sequence[_Output], settings: WriteSettings) -> None:
-    for output in outputs:
-        create_file(output.file.location, output.file.header, output.num_bytes)
-    _write_and_close(outputs, settings)
 
 
 def _write_and_close(outputs: Sequence[_Output], settings: WriteSettings) -> None:
@@ -197,13 +193,20 @@ def in_folder(name: str, suffix: str) -> str:
 
 def create_file(location: str, header: bytes, num_bytes: int) -> None:
     """Create a local file at its full size, and write its header. So a full disk is found early."""
+    _reserve(location, header, 0, num_bytes, os.O_CREAT | os.O_EXCL)
+
+
+def _reserve(location: str, header: bytes, start: int, stop: int, flags: int) -> None:
+    """Reserve bytes [start, stop) of a local file, and write its header, if there is one."""
     try:
-        fd = os.open(location, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        fd = os.open(location, flags | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
-            reserve(fd, num_bytes)
+            # Not all of it: some file systems write zeros, and each process would wait for that.
+            reserve(fd, stop - start, start)
             write_all(fd, [np.frombuffer(header, np.uint8)], 0)
         except BaseException:
-            os.unlink(location)
+            if flags & os.O_EXCL:
+                os.unlink(location)
             raise
         finally:
             os.close(fd)
@@ -212,26 +215,10 @@ def create_file(location: str, header: bytes, num_bytes: int) -> None:
         raise
 
 
-def reserve_span(location: str, header: bytes, start: int, stop: int) -> None:
-    """Reserve bytes [start, stop) of a local file.
-
-    Make the file if it is not there, and write its header, if there is one.
-    """
-    with locations.naming(location):
-        fd = os.open(location, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        try:
-            # Not all of it: some file systems write zeros, and each process would wait for that.
-            reserve(fd, stop - start, start)
-            write_all(fd, [np.frombuffer(header, np.uint8)], 0)
-        finally:
-            os.close(fd)
-
-
 class _Output:
     """A file, or its `span` [start, stop), while it is being written.
 
     Attributes:
-        is_local: whether it is on a local disk.
         num_bytes: its size.
         units: the units that it is written in; a local file without data has one, so that it is
             finished like other files.
@@ -248,7 +235,6 @@ class _Output:
         span: tuple[int, int] | None = None,
     ) -> None:
         self.file = file
-        self.is_local = is_local
         self._settings = settings
         self._unit_bytes = max(UNIT_BYTES, settings.block_bytes)
         self.num_bytes = len(file.header) + sum(file.chunk_bytes)
@@ -258,7 +244,7 @@ class _Output:
             self.units = list(units_of(file.chunk_bytes, self._unit_bytes, settings.block_bytes))
         else:
             self.units, first = self._cut_span()
-        if self.is_local and not self.units:
+        if is_local and not self.units:
             self.units = [[]]
         self.checksums: list[list[int]] = [[] for _ in self.units]
         self.sizes = [sum(_sizes_of(unit)) for unit in self.units]
@@ -294,10 +280,13 @@ class _Output:
         """Write a unit, and finish the file after its last one."""
         try:
             self._open()
+            low, high = self._own_part(number)
             if self._direct_fd >= 0 and self.units[number]:
-                self._write_directly(number)
+                self._write_directly(number, low, high)
             else:
-                low, buffers = self._own_buffers(number)
+                buffers = self.buffers_of(number)
+                if (low, high) != (0, self.sizes[number]):
+                    buffers = cut_buffers(buffers, low, high)
                 write_all(self._fd, buffers, self._starts[number] + low)
             with self._lock:
                 self._num_pending -= 1
@@ -352,30 +341,23 @@ class _Output:
             # A block that begins before the span belongs to the one before.
             self.checksums[number] = checksums[self._starts[number] < self._span[0] :]
 
-    def _own_buffers(self, number: int) -> tuple[int, list[Bytes]]:
-        """Return a unit's bytes in the span, and where they begin."""
-        low, high = self._own_part(number)
-        buffers = self.buffers_of(number)
-        if (low, high) != (0, self.sizes[number]):
-            buffers = cut_buffers(buffers, low, high)
-        return low, buffers
-
     def _own_part(self, number: int) -> tuple[int, int]:
         """Return the range of a unit's bytes that is in the span."""
         start = self._starts[number]
         (first, last) = self._span
         return max(0, first - start), min(self.sizes[number], last - start)
 
-    def _write_directly(self, number: int) -> None:
-        """Write through an aligned window. Its unaligned edges go through the page cache."""
+    def _write_directly(self, number: int, low: int, high: int) -> None:
+        """Write bytes [low, high) of a unit through an aligned window.
+
+        Its unaligned edges go through the page cache.
+        """
         position = self._starts[number]
-        num_bytes = self.sizes[number]
         memory = bounce_buffer("write", self._unit_bytes + ALIGNMENT, self.file.device)
         phase = position % ALIGNMENT
-        window = memory[phase : phase + num_bytes]
+        window = memory[phase : phase + self.sizes[number]]
         copy_into(window, self.file.fill(self.units[number], window))
         self._keep_checksums(number, [window])
-        low, high = self._own_part(number)
         window = window[low:high]
         position = position + low
         num_bytes = high - low

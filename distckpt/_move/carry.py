@@ -16,7 +16,7 @@ from distckpt._base.messages import KeyFault, summarize_faults
 from distckpt._format.fingerprint import PRIME
 from distckpt._geometry.region import Region
 from distckpt._io.exchange import copy_values
-from distckpt._io.fingerprints import LiveRegion, sum_over_ranks, sums_of
+from distckpt._io.figures import LiveRegion, sum_over_ranks, sums_of
 from distckpt._move.host_memory import HostMemory
 from distckpt._move.pieces import Piece, Pieces
 from distckpt._move.plan import RankPlan

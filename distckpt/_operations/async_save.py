@@ -10,8 +10,8 @@ from typing import Any
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.options import SaveOptions, with_changes
 from distckpt._operations import background_save
-from distckpt._operations.background_save import SaveHandle, raising_pending_errors
-from distckpt._operations.planned_save import SaveRequest
+from distckpt._operations.background_save import SaveHandle
+from distckpt._operations.planned_save import SaveRequest, raising_pending_errors
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt.mapping._wrappers import ShardedStateDict
@@ -74,9 +74,8 @@ def async_save(
         verb="async_save",
     )
     with raising_pending_errors(ranks, request):
-        background = background_save.in_background(request)
-        planned = plan_save(ranks, state_dict, background.request)
-        save = background_save.prepare(ranks, background, planned)
+        planned = plan_save(ranks, state_dict, background_save.in_background(request))
+        save = background_save.prepare(ranks, planned)
         return background_save.start(ranks, save)
 
 
@@ -129,6 +128,5 @@ def reserve_for(state_dict: ShardedStateDict, request: SaveRequest) -> Future[in
     """Reserve the memory for the copies of a save, see `reserve_staging_memory`."""
     ranks = Ranks(request.process_group)
     without_target = replace(request, has_target=False, verb="reserve_staging_memory")
-    background = background_save.in_background(without_target)
-    planned = plan_save(ranks, state_dict, background.request)
-    return background_save.reserve(ranks, background, planned)
+    planned = plan_save(ranks, state_dict, background_save.in_background(without_target))
+    return background_save.reserve(ranks, planned)

@@ -15,16 +15,13 @@ report   from `SaveHandle.result`; an error that no caller has seen is raised by
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from distckpt._base.errors import CheckpointingException, RankFailedError
 from distckpt._base.interrupts import run_operation
@@ -32,8 +29,15 @@ from distckpt._base.options import SaveReport
 from distckpt._base.public import SaysOtherNames
 from distckpt._io import background
 from distckpt._io.host_copies import HostCopies, shared_memory, threads_to_copy_with
-from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
-from distckpt._ranks import groups
+from distckpt._operations.planned_save import (
+    FAILED,
+    OUT_OF_STEP,
+    GroupSaves,
+    PlannedSave,
+    SaveRequest,
+    saves_of,
+    write_and_commit,
+)
 from distckpt._ranks.attendance import ABANDONED
 from distckpt._ranks.collectives import Ranks
 
@@ -86,14 +90,14 @@ class SaveHandle(SaysOtherNames, background.Task[SaveReport]):
         try:
             return super().result(timeout)
         finally:
-            self.was_asked = self.was_asked or self.done()
+            self.was_asked |= self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end of the save and return its error; None if it succeeded."""
         try:
             return super().exception(timeout)
         finally:
-            self.was_asked = self.was_asked or self.done()
+            self.was_asked |= self.done()
 
     def error(self) -> BaseException | None:
         """Return the result of `exception` without marking it as seen."""
@@ -120,20 +124,7 @@ def finished_handle(location: str, end: Callable[[], SaveReport]) -> SaveHandle:
 # --- One save -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BackgroundRequest:
-    """A request for a save in the background.
-
-    Attributes:
-        request: the save to plan.
-        is_abandoned: set once the end of the process no longer waits for it.
-    """
-
-    request: SaveRequest
-    is_abandoned: threading.Event
-
-
-def in_background(request: SaveRequest) -> BackgroundRequest:
+def in_background(request: SaveRequest) -> SaveRequest:
     """Return the request for a save in the background.
 
     Half of its memory is for copies, the other half for data that is being written. An abandoned
@@ -153,7 +144,7 @@ def in_background(request: SaveRequest) -> BackgroundRequest:
     if isinstance(limit, int):
         limit = limit // 2
     options_of_write = replace(options, progress=check_progress, max_inflight_bytes=limit)
-    return BackgroundRequest(replace(request, options=options_of_write), is_abandoned)
+    return replace(request, options=options_of_write, is_abandoned=is_abandoned)
 
 
 @dataclass
@@ -254,7 +245,6 @@ class BackgroundSave:
 
 def prepare(
     ranks: Ranks,
-    background_request: BackgroundRequest,
     planned: PlannedSave,
     write: Write = write_and_commit,
     only_measures: bool = False,
@@ -266,24 +256,18 @@ def prepare(
 
     Args:
         ranks: the ranks of the caller's group.
-        background_request: the request.
-        planned: its plan.
+        planned: the plan of a request of `in_background`.
         write: writes and commits.
         only_measures: measure the memory for copies, without copying.
     """
+    request = planned.request
     # Ranks have compared these options when they planned the save.
-    options = planned.request.options
-    process_group = planned.request.process_group
-    saves = saves_of(process_group)
+    options = request.options
+    saves = saves_of(request.process_group)
     if options.timeout not in saves.ranks:
-        saves.ranks[options.timeout] = Ranks.in_background(process_group, options.timeout)
-    copies = HostCopies(
-        shared_memory,
-        options.max_inflight_bytes,
-        options.timeout,
-        threads_to_copy_with(ranks.size),
-        only_measures,
-    )
+        saves.ranks[options.timeout] = Ranks.in_background(request.process_group, options.timeout)
+    num_threads = threads_to_copy_with(ranks.size)
+    copies = HostCopies(options.max_inflight_bytes, options.timeout, num_threads, only_measures)
     return BackgroundSave(
         location=planned.location,
         exit_timeout=options.exit_timeout,
@@ -291,7 +275,7 @@ def prepare(
         ranks=saves.ranks[options.timeout],
         planned=planned,
         copies=copies,
-        is_abandoned=background_request.is_abandoned,
+        is_abandoned=request.is_abandoned or threading.Event(),
         write_planned=write,
     )
 
@@ -322,16 +306,14 @@ def _may_be_reported(handle: SaveHandle) -> bool:
     return not handle.done() or handle.error() is not None
 
 
-def reserve(
-    ranks: Ranks, background_request: BackgroundRequest, planned: PlannedSave
-) -> Future[int]:
+def reserve(ranks: Ranks, planned: PlannedSave) -> Future[int]:
     """Reserve the memory for a planned save in the background.
 
     The result is its size.
 
     Collective operation: all ranks must call it.
     """
-    save = prepare(ranks, background_request, planned, only_measures=True)
+    save = prepare(ranks, planned, only_measures=True)
     with ranks.phase("measure what is to be staged"):
         planned.prepared.stage(save.copies)
     sizes, device = save.copies.needed
@@ -362,106 +344,3 @@ def release_staging_memory() -> None:
     Not a collective operation.
     """
     shared_memory.free()
-
-
-# --- Pending saves --------------------------------------------------------------------------------
-
-
-FINE, FAILED, OUT_OF_STEP = range(3)
-
-
-@dataclass
-class GroupSaves:
-    """The background saves of one process group.
-
-    Attributes:
-        ranks: ranks by timeout, with process groups for the background thread alone.
-        unreported: the `SaveHandle`s of saves that have failed or may fail, unless the caller has
-            seen their outcome.
-        state: the worst state since ranks last compared it; `OUT_OF_STEP` after a rank was lost.
-    """
-
-    ranks: dict[float, Ranks] = field(default_factory=dict)
-    unreported: list[Any] = field(default_factory=list)
-    state: int = FINE
-
-
-_saves_of_groups: weakref.WeakKeyDictionary[Any, GroupSaves] = weakref.WeakKeyDictionary()
-"""Background saves by process group of the caller.
-
-When a group is destroyed, so are the groups of its background saves, which other ranks notice.
-"""
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_saves_of_groups.clear)
-
-
-def saves_of(process_group: Any) -> GroupSaves:
-    """Return the background saves of a process group; new ones are added there."""
-    return _saves_of_groups.setdefault(_owner_of(process_group), GroupSaves())
-
-
-def _owner_of(process_group: Any) -> Any:
-    # The class is the key for this process without a group.
-    return groups.group_of(process_group) or GroupSaves
-
-
-@contextlib.contextmanager
-def raising_pending_errors(ranks: Ranks, request: SaveRequest) -> Iterator[None]:
-    """Run a save, then raise an error of earlier background saves.
-
-    The body is the save. Errors are raised if no caller has seen them. The save comes first: a
-    program that ends with the error has stored its newest state.
-
-    Collective operation: all ranks must call it. It exchanges one number, or nothing without
-    earlier background saves. If a save has failed on any rank, all ranks wait for their unfinished
-    saves, and all raise.
-    """
-    saves = _saves_of_groups.get(_owner_of(request.process_group))
-    if saves is None or not _has_failed(ranks, saves):
-        yield
-        return
-    handles = saves.unreported
-    saves.unreported = []
-    try:
-        yield
-    except BaseException:
-        saves.unreported[:0] = handles
-        saves.state = max(saves.state, FAILED)
-        raise
-    with ranks.phase("raise the error of an earlier background save"):
-        raise_unseen_error(handles)
-
-
-def _has_failed(ranks: Ranks, saves: GroupSaves) -> bool:
-    """Whether a background save has failed on any rank.
-
-    If so, wait for all of them, and enable new saves.
-    """
-    state = saves.state
-    if ranks.all_equal(state) and state == FINE:
-        return False
-    from distckpt._io.background import wait_for_all
-
-    wait_for_all()
-    if OUT_OF_STEP in ranks.all_gather_numbers([saves.state]):
-        # The groups are not destroyed: a new group would get the name of a destroyed one, and find
-        # its traces in the store.
-        saves.ranks.clear()
-    saves.state = FINE
-    return True
-
-
-def raise_unseen_error(handles: list[Any]) -> None:
-    """Wait for saves; raise the first error that no caller has seen.
-
-    `handles` are `SaveHandle`s; the list is emptied.
-    """
-    unseen = []
-    for handle in handles:
-        if not handle.was_asked:
-            unseen.append(handle)
-    handles.clear()
-    for error in [handle.exception() for handle in unseen]:
-        if error is not None:
-            raise error

@@ -17,8 +17,8 @@ from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._format.fingerprint import PRIME, Fingerprint, region_number
 from distckpt._format.manifest import FINGERPRINTS, NO_FINGERPRINT, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.fingerprints import regions_of, sum_over_ranks, sums_of
-from distckpt._io.save_shards import plan_chunks
+from distckpt._io.figures import sum_over_ranks, sums_of
+from distckpt._io.save_shards import plan_regions
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._operations.save import describe_shards
 from distckpt._operations.windows import Window, map_windows
@@ -61,8 +61,8 @@ def fingerprint(
     request = SaveRequest(
         path="", process_group=process_group, has_target=False, verb="fingerprint"
     )
-    described = describe_shards(ranks, state_dict, request)
-    owned, manifest = plan_chunks(ranks, described.shards, described.settings)
+    local = describe_shards(ranks, state_dict, request)
+    regions, manifest = plan_regions(ranks, local.shards, request.options, local.target.engine)
     kinds = _Kinds(*ranks.decide_json("list the keys", lambda: _kinds_of(manifest)))
     if not set(kinds.dtypes).intersection(FROM_NAME):
         raise ValueError(
@@ -70,9 +70,9 @@ def fingerprint(
             "common state. Give it the module itself, such as {'model': model}."
         )
     if ranks.is_coordinator:
-        _warn_of_plain(described.common)
+        _warn_of_plain(local.common)
     with ranks.phase("compute fingerprints"):
-        own = sums_of(regions_of(owned), len(kinds.keys))
+        own = sums_of(regions, len(kinds.keys))
     totals = sum_over_ranks(ranks, own)
     fingerprints = {}
     for key, dtype, shape, number in zip(*kinds[:3], totals, strict=True):

@@ -6,7 +6,9 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +25,8 @@ from distckpt._base.options import (
 from distckpt._commit import posix
 from distckpt._commit.output import Output, OutputSettings, new_output
 from distckpt._format.marker import CheckpointingConfig, config_fields, marker_of, replaced
-from distckpt._io.prepared_save import PreparedSave
+from distckpt._io.save_shards import PreparedSave
+from distckpt._ranks import groups
 from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks
 from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt.mapping._wrappers import CommonStateDict, StateDict
@@ -50,6 +53,7 @@ class SaveRequest:
         verb: name of the call in the journal.
         has_target: False to plan only: the location is not checked, and common state, which may
             still change, is not compared.
+        is_abandoned: in the background, set once the end of the process no longer waits for it.
     """
 
     path: str | os.PathLike[str]
@@ -63,6 +67,7 @@ class SaveRequest:
     is_step: bool = False
     verb: str = "save"
     has_target: bool = True
+    is_abandoned: threading.Event | None = None
 
     def check(self) -> None:
         """Check the options.
@@ -135,8 +140,7 @@ def write_and_commit_to(ranks: Ranks, save: PlannedSave, output: Output) -> Save
     timer = save.timer
     prepared = save.prepared
     has_own_folders = prepared.folder_suffix is not None
-    settings = output_settings(save.request, prepared.num_bytes, has_own_folders)
-    output.aim(save.location, settings)
+    aim(output, save.location, save.request, prepared.num_bytes, has_own_folders)
     with contextlib.ExitStack() as written:
         with timer.phase("write") as details:
             details["bytes"] = prepared.num_bytes
@@ -169,19 +173,13 @@ def _commit(save: PlannedSave, output: Output, reports: Sequence[bytes]) -> None
     fields = save.prepared.complete(output.location, reports) or {}
     if save.source is not None:
         _check_source(save)
-    notes = {**_duration(save), **save.request.notes}
+    duration = {}
+    # Saves other than steps have no duration, so that equal states have equal bytes.
+    if save.request.is_step:
+        # A fixed length, so that markers of equal saves have the same size.
+        duration["seconds"] = f"{save.timer.seconds:012.3f}"
+    notes = {**duration, **save.request.notes}
     output.commit({**notes, **fields, **config_fields(save.config)}, save.prepared.written)
-
-
-def _duration(save: PlannedSave) -> Mapping[str, Any]:
-    """Return the duration of a step's save, for the marker.
-
-    Other saves have no duration, so that equal states have equal bytes.
-    """
-    if not save.request.is_step:
-        return {}
-    # A fixed length, so that markers of equal saves have the same size.
-    return {"seconds": f"{save.timer.seconds:012.3f}"}
 
 
 def _check_source(save: PlannedSave) -> None:
@@ -190,9 +188,15 @@ def _check_source(save: PlannedSave) -> None:
         raise replaced(save.location)
 
 
-def output_settings(request: SaveRequest, num_bytes: int, has_own_folders: bool) -> OutputSettings:
-    """Return the settings of a save's output."""
-    return OutputSettings(
+def aim(
+    output: Output,
+    location: str,
+    request: SaveRequest,
+    num_bytes: int = 0,
+    has_own_folders: bool = True,
+) -> None:
+    """Set the target and the settings of a save's output."""
+    settings = OutputSettings(
         num_bytes=num_bytes,
         folders=posix.SUBDIRECTORIES,
         overwrite=request.overwrite,
@@ -200,6 +204,7 @@ def output_settings(request: SaveRequest, num_bytes: int, has_own_folders: bool)
         has_marker=True,
         has_own_folders=has_own_folders,
     )
+    output.aim(location, settings)
 
 
 def _report(ranks: Ranks, save: PlannedSave, figures: Figures) -> SaveReport:
@@ -209,3 +214,106 @@ def _report(ranks: Ranks, save: PlannedSave, figures: Figures) -> SaveReport:
     if save.request.options.on_report is not None:
         publish(report, save.request.options.on_report)
     return report
+
+
+# --- Pending saves --------------------------------------------------------------------------------
+
+
+FINE, FAILED, OUT_OF_STEP = range(3)
+
+
+@dataclass
+class GroupSaves:
+    """The background saves of one process group.
+
+    Attributes:
+        ranks: ranks by timeout, with process groups for the background thread alone.
+        unreported: the `SaveHandle`s of saves that have failed or may fail, unless the caller has
+            seen their outcome.
+        state: the worst state since ranks last compared it; `OUT_OF_STEP` after a rank was lost.
+    """
+
+    ranks: dict[float, Ranks] = field(default_factory=dict)
+    unreported: list[Any] = field(default_factory=list)
+    state: int = FINE
+
+
+_saves_of_groups: weakref.WeakKeyDictionary[Any, GroupSaves] = weakref.WeakKeyDictionary()
+"""Background saves by process group of the caller.
+
+When a group is destroyed, so are the groups of its background saves, which other ranks notice.
+"""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_saves_of_groups.clear)
+
+
+def saves_of(process_group: Any) -> GroupSaves:
+    """Return the background saves of a process group; new ones are added there."""
+    return _saves_of_groups.setdefault(_owner_of(process_group), GroupSaves())
+
+
+def _owner_of(process_group: Any) -> Any:
+    # The class is the key for this process without a group.
+    return groups.group_of(process_group) or GroupSaves
+
+
+@contextlib.contextmanager
+def raising_pending_errors(ranks: Ranks, request: SaveRequest) -> Iterator[None]:
+    """Run a save, then raise an error of earlier background saves.
+
+    The body is the save. Errors are raised if no caller has seen them. The save comes first: a
+    program that ends with the error has stored its newest state.
+
+    Collective operation: all ranks must call it. It exchanges one number, or nothing without
+    earlier background saves. If a save has failed on any rank, all ranks wait for their unfinished
+    saves, and all raise.
+    """
+    saves = _saves_of_groups.get(_owner_of(request.process_group))
+    if saves is None or not _has_failed(ranks, saves):
+        yield
+        return
+    handles = saves.unreported
+    saves.unreported = []
+    try:
+        yield
+    except BaseException:
+        saves.unreported[:0] = handles
+        saves.state = max(saves.state, FAILED)
+        raise
+    with ranks.phase("raise the error of an earlier background save"):
+        raise_unseen_error(handles)
+
+
+def _has_failed(ranks: Ranks, saves: GroupSaves) -> bool:
+    """Whether a background save has failed on any rank.
+
+    If so, wait for all of them, and enable new saves.
+    """
+    state = saves.state
+    if ranks.all_equal(state) and state == FINE:
+        return False
+    from distckpt._io.background import wait_for_all
+
+    wait_for_all()
+    if OUT_OF_STEP in ranks.all_gather_numbers([saves.state]):
+        # The groups are not destroyed: a new group would get the name of a destroyed one, and find
+        # its traces in the store.
+        saves.ranks.clear()
+    saves.state = FINE
+    return True
+
+
+def raise_unseen_error(handles: list[Any]) -> None:
+    """Wait for saves; raise the first error that no caller has seen.
+
+    `handles` are `SaveHandle`s; the list is emptied.
+    """
+    unseen = []
+    for handle in handles:
+        if not handle.was_asked:
+            unseen.append(handle)
+    handles.clear()
+    for error in [handle.exception() for handle in unseen]:
+        if error is not None:
+            raise error

@@ -24,16 +24,21 @@ from distckpt._format.marker import (
     note_of_module,
     note_of_schedulers,
 )
-from distckpt._io.plan_vote import PlanVerdict, PlanVote
-from distckpt._io.planned_shards import ReadyShards, ShardSettings, ready_to_plan
-from distckpt._io.prepared_save import PreparedSave
-from distckpt._io.save_shards import plan_shards, prepare_shards
+from distckpt._io.planned_shards import (
+    EngineSettings,
+    PlanVerdict,
+    ReadyShards,
+    encoded_vote,
+    plan_cache,
+    ready_to_plan,
+)
+from distckpt._io.save_shards import PreparedSave, plan_shards, prepare_shards
 from distckpt._models import objects
-from distckpt._operations.background_save import raising_pending_errors
 from distckpt._operations.planned_save import (
     PlannedSave,
     SaveRequest,
-    output_settings,
+    aim,
+    raising_pending_errors,
     write_and_commit_to,
 )
 from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
@@ -123,13 +128,12 @@ def save_now(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) -
         return write_and_commit_to(ranks, planned, output)
 
 
-@dataclass(frozen=True)
-class _Target:
-    """The location of a save, and the strategy; None is the built-in engine."""
+class Target(NamedTuple):
+    """The location of a save and its strategy; None is the built-in engine."""
 
     location: str
     strategy: SaveShardedStrategy | None
-    settings: ShardSettings
+    engine: EngineSettings
 
     @property
     def config(self) -> CheckpointingConfig:
@@ -139,54 +143,28 @@ class _Target:
 
 
 @dataclass(frozen=True)
-class _FlatState:
-    """A state dict as shards of tensors and objects, and common state.
-
-    Attributes:
-        shards: the shards of this rank.
-        common: the common state; the coordinator saves its own.
-        compared: the part of the common state that ranks compare.
-        digest: the digest of `compared`; 0 if ranks do not compare it.
-        notes: about objects in the state dict, for the marker.
-    """
-
-    shards: list[Shard]
-    common: CommonStateDict
-    compared: StateDict
-    digest: int
-    notes: Mapping[str, Any]
-
-    def all_shards(self, ranks: Ranks) -> list[Shard]:
-        """Return the shards of this rank, with common state on the coordinator."""
-        if not ranks.is_coordinator:
-            return self.shards
-        return [*self.shards, ShardedObject(COMMON_KEY, self.common, (1,), (0,))]
-
-
-@dataclass(frozen=True)
-class _LocalSave:
+class LocalSave:
     """The part of this rank in a save, before the first exchange.
 
     Attributes:
         target: the target of the save.
         objects: the objects in the state dict.
-        state: the state dict without objects.
-        ready: its shards; None for a strategy, and without a plan.
-        digest: the digest of the objects, for the vote.
+        shards: shards of tensors and objects; those of the coordinator include the common state.
+        common: the common state; the coordinator saves its own.
+        compared: the part of the common state that ranks compare.
+        digest: the digest of `compared`; 0 if ranks do not compare it.
+        notes: about objects in the state dict, for the marker.
+        ready: the shards for the built-in engine; None for a strategy, and without a plan.
     """
 
-    target: _Target
+    target: Target
     objects: objects.Description
-    state: _FlatState
-    ready: ReadyShards | None
-    digest: int = 0
-
-    def vote(self) -> bytes:
-        """Return the vote of this rank, encoded."""
-        digest = self.state.digest ^ self.digest
-        if self.ready is None:
-            return PlanVote(digest).to_bytes()
-        return self.ready.vote(digest).to_bytes()
+    shards: list[Shard]
+    common: CommonStateDict
+    compared: StateDict
+    digest: int
+    notes: Mapping[str, Any]
+    ready: ReadyShards | None = None
 
 
 def plan_save(
@@ -204,38 +182,19 @@ def plan_save(
     with timer.phase("describe"):
         own, verdict = _describe(ranks, state_dict, request, timer, output)
     with timer.phase("plan"):
-        prepared = _prepare(ranks, own, verdict)
-    request = replace(request, notes={**request.notes, **own.state.notes})
+        prepared = _prepare(ranks, own, verdict, request)
+    request = replace(request, notes={**request.notes, **own.notes})
     return PlannedSave(own.target.location, request, own.target.config, prepared, timer)
 
 
-class DescribedShards(NamedTuple):
-    """The shards that a rank would save.
-
-    Attributes:
-        shards: shards of tensors and objects; the coordinator's include the common state.
-        common: the common state.
-        objects: the objects in the state dict.
-        settings: the settings of the save.
-    """
-
-    shards: list[Shard]
-    common: CommonStateDict
-    objects: objects.Description
-    settings: ShardSettings
-
-
-def describe_shards(
-    ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
-) -> DescribedShards:
+def describe_shards(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) -> LocalSave:
     """Describe a state dict as a save does.
 
     Collective operation: all ranks must call it.
     """
     timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
     own, _ = _describe(ranks, state_dict, request, timer)
-    shards = own.state.all_shards(ranks)
-    return DescribedShards(shards, own.state.common, own.objects, own.target.settings)
+    return own
 
 
 def _describe(
@@ -244,50 +203,52 @@ def _describe(
     request: SaveRequest,
     timer: PhaseTimer,
     output: Output | None = None,
-) -> tuple[_LocalSave, PlanVerdict]:
+) -> tuple[LocalSave, PlanVerdict]:
     """Describe a state dict in the same way on all ranks.
 
     The coordinator creates the directory of the output if the cached plans fit.
     """
     with ranks.telling("describe the state dict", same=request.of_all_ranks()) as exchange:
-        own = _describe_own(ranks, state_dict, request, timer)
-        exchange.payload = own.vote()
+        own, exchange.payload = _describe_own(ranks, state_dict, request, timer)
+    if output is not None:
+        aim(output, own.target.location, request)
     with ranks.answering(exchange, "create directories"):
         if ranks.is_coordinator:
             verdict = PlanVerdict.of(exchange.payloads)
             place = b""
             if output is not None and verdict.reuses_plan:
-                num_bytes = verdict.num_bytes
-                output.aim(own.target.location, output_settings(request, num_bytes, True))
-                place = output.make(num_bytes)
+                place = output.make(verdict.num_bytes)
             exchange.answer = pack_parts([verdict.to_bytes(), place])
     verdict_bytes, place = unpack_parts(exchange.answer)
     verdict = PlanVerdict.from_bytes(verdict_bytes)
     if output is not None and place:
-        output.aim(own.target.location, output_settings(request, 0, True))
         output.enter(place)
     if not verdict.is_same_state:
         if own.ready is not None and own.ready.plan is None:
-            own.target.settings.plans.keep(own.ready.structure, None)
+            plan_cache(own.target.engine).keep(own.ready.structure, None)
         own = _united(ranks, own, request)
     return own, verdict
 
 
 def _describe_own(
     ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest, timer: PhaseTimer
-) -> _LocalSave:
-    """Check the arguments and describe this rank's state dict, without exchanges."""
+) -> tuple[LocalSave, bytes]:
+    """Check the arguments and describe this rank's state dict, without exchanges.
+
+    Return its description and its vote.
+    """
     with ranks.part("check the arguments", decision=True):
         target = _check_target(ranks, request)
     timer.location = target.location
     with ranks.part("flatten the state dict"):
         description, digest = _describe_objects(ranks, state_dict, request)
-        state = _flatten(ranks, description, request)
-    ready = None
-    if target.strategy is None and request.has_target:
-        with ranks.part("describe the shards"):
-            ready = ready_to_plan(ranks, state.all_shards(ranks), target.settings)
-    return _LocalSave(target, description, state, ready, digest)
+        own = _flatten(ranks, target, description, request)
+    digest ^= own.digest
+    if target.strategy is not None or not request.has_target:
+        return own, encoded_vote(digest)
+    with ranks.part("describe the shards"):
+        ready = ready_to_plan(ranks, own.shards, request.options, target.engine)
+    return replace(own, ready=ready), ready.vote(digest)
 
 
 def _describe_objects(
@@ -312,22 +273,22 @@ def _compares(ranks: Ranks, request: SaveRequest) -> bool:
     return request.options.validate_access_integrity and ranks.size > 1 and request.has_target
 
 
-def _check_target(ranks: Ranks, request: SaveRequest) -> _Target:
+def _check_target(ranks: Ranks, request: SaveRequest) -> Target:
     request.check()
     location = ""
     if request.has_target:
         location = posix.resolve(request.path)
-    settings = ShardSettings(options=request.options)
     strategy = None
+    engine = EngineSettings()
     if request.options.strategy is not None:
-        strategy, settings = _choose_strategy(request)
+        strategy, engine = _choose_strategy(request)
     if ranks.is_coordinator and request.has_target:
         path = os.fspath(request.path)
         posix.check_target(location, request.overwrite, path, is_step=request.is_step)
-    return _Target(location, strategy, settings)
+    return Target(location, strategy, engine)
 
 
-def _choose_strategy(request: SaveRequest) -> tuple[SaveShardedStrategy | None, ShardSettings]:
+def _choose_strategy(request: SaveRequest) -> tuple[SaveShardedStrategy | None, EngineSettings]:
     """Return the strategy of the caller and the engine's settings.
 
     The strategy is None for the built-in engine.
@@ -336,22 +297,15 @@ def _choose_strategy(request: SaveRequest) -> tuple[SaveShardedStrategy | None, 
     from distckpt.strategies.base import choose_save_strategy
 
     strategy, engine = choose_save_strategy(options.strategy)
+    if strategy is None:
+        return None, engine
     figures = [name for name in FIGURES if getattr(options, name)]
-    if strategy is not None and figures:
+    if figures:
         raise ValueError(f"{figures[0]}=True is for the built-in format: a strategy stores none.")
-    if strategy is not None:
-        strategy = strategy.configure(options, request.process_group)
-    settings = ShardSettings(
-        options=options,
-        exchange_group=engine.exchange_group,
-        direct_io=engine.direct_io,
-    )
-    if engine.plans is not None:
-        settings = replace(settings, plans=engine.plans)
-    return strategy, settings
+    return strategy.configure(options, request.process_group), engine
 
 
-def _united(ranks: Ranks, own: _LocalSave, request: SaveRequest) -> _LocalSave:
+def _united(ranks: Ranks, own: LocalSave, request: SaveRequest) -> LocalSave:
     """Describe a state dict again, if it differs between ranks.
 
     Collective operation: all ranks must call it.
@@ -359,15 +313,18 @@ def _united(ranks: Ranks, own: _LocalSave, request: SaveRequest) -> _LocalSave:
     warns = request.options.unsupported == "warn"
     description = objects.united(ranks, own.objects, warns=warns)
     with ranks.phase("flatten the state dict"):
-        state = _flatten(ranks, description, request)
+        own = _flatten(ranks, own.target, description, request)
     if _compares(ranks, request):
         from distckpt._state.common_differences import check_differences
 
-        check_differences(ranks, state.compared, state.digest, warns)
-    return _LocalSave(own.target, description, state, None)
+        check_differences(ranks, own.compared, own.digest, warns)
+    return own
 
 
-def _flatten(ranks: Ranks, description: objects.Description, request: SaveRequest) -> _FlatState:
+def _flatten(
+    ranks: Ranks, target: Target, description: objects.Description, request: SaveRequest
+) -> LocalSave:
+    """Take a state dict apart into shards and common state."""
     state_dict = objects.completed(description)
     split = _split(state_dict, request)
     shards, common, _ = split
@@ -379,20 +336,22 @@ def _flatten(ranks: Ranks, description: objects.Description, request: SaveReques
     if request.content_metadata is not None:
         metadata = common_state.storable_metadata(request.content_metadata)
         common = {**common, CONTENT_METADATA: metadata}
-    notes = note_of_module(description.names) | note_of_schedulers(description.schedulers)
     compared = common_state.comparable(common, request.preprocess_common)
-    if not _compares(ranks, request):
-        return _FlatState(shards, common, compared, 0, notes)
-    try:
-        digest = common_state.digest(compared)
-    except UnsupportedObjectError:
-        if request.options.unsupported != "warn":
-            raise
-        # The coordinator logs the values that are left out when it encodes them.
-        common = cast(CommonStateDict, codec.without_unsupported(common)[0])
-        compared = common_state.comparable(common, request.preprocess_common)
-        digest = common_state.digest(compared)
-    return _FlatState(shards, common, compared, digest, notes)
+    digest = 0
+    if _compares(ranks, request):
+        try:
+            digest = common_state.digest(compared)
+        except UnsupportedObjectError:
+            if request.options.unsupported != "warn":
+                raise
+            # The coordinator logs the values that are left out when it encodes them.
+            common = cast(CommonStateDict, codec.without_unsupported(common)[0])
+            compared = common_state.comparable(common, request.preprocess_common)
+            digest = common_state.digest(compared)
+    if ranks.is_coordinator:
+        shards = [*shards, ShardedObject(COMMON_KEY, common, (1,), (0,))]
+    notes = note_of_module(description.names) | note_of_schedulers(description.schedulers)
+    return LocalSave(target, description, shards, common, compared, digest, notes)
 
 
 def _split(state_dict: StateDict, request: SaveRequest) -> flatten.SplitState:
@@ -415,14 +374,15 @@ def _check_metadata_entry(state_dict: StateDict, request: SaveRequest) -> None:
         )
 
 
-def _prepare(ranks: Ranks, own: _LocalSave, verdict: PlanVerdict) -> PreparedSave:
+def _prepare(
+    ranks: Ranks, own: LocalSave, verdict: PlanVerdict, request: SaveRequest
+) -> PreparedSave:
     """Plan the writes of all ranks, with a strategy or without."""
     if own.ready is not None:
         return plan_shards(ranks, own.ready, verdict)
-    shards = own.state.all_shards(ranks)
     if own.target.strategy is None:
-        return prepare_shards(ranks, shards, own.target.settings)
-    by_name = {str(number): shard for number, shard in enumerate(shards)}
+        return prepare_shards(ranks, own.shards, request.options, own.target.engine)
+    by_name = {str(number): shard for number, shard in enumerate(own.shards)}
     from distckpt.strategies.base import prepare_save
 
     return prepare_save(own.target.strategy, by_name)

@@ -59,25 +59,12 @@ def windows_of(tensors: Sequence[StoredTensor]) -> Iterator[Window]:
             yield Window(number, region)
 
 
-def map_some_windows(
-    sides: Sequence[Sequence[StoredTensor]],
-    windows: Iterable[Window],
-    compute: Callable[..., _Result],
-    counter: ProgressCounter,
-) -> Iterator[tuple[int, _Result]]:
-    """Yield a tensor's number and a result for each of some windows.
-
-    See `map_windows`.
-    """
-    return _results(sides, _batches(iter(windows)), compute, counter)
-
-
 def window_regions(shape: tuple[int, ...]) -> Iterator[Region]:
     """Return the windows of a tensor."""
     return cut_region(whole(shape), WINDOW_ELEMENTS)
 
 
-def _batches(windows: Iterator[Window]) -> Iterator[list[Window]]:
+def _batches(windows: Iterable[Window]) -> Iterator[list[Window]]:
     """Group windows that are read together."""
     batch: list[Window] = []
     room = 0
@@ -91,12 +78,17 @@ def _batches(windows: Iterator[Window]) -> Iterator[list[Window]]:
         yield batch
 
 
-def _results(
+def map_some_windows(
     sides: Sequence[Sequence[StoredTensor]],
-    batches: Iterator[list[Window]],
+    windows: Iterable[Window],
     compute: Callable[..., _Result],
     counter: ProgressCounter,
 ) -> Iterator[tuple[int, _Result]]:
+    """Yield a tensor's number and a result for each of some windows.
+
+    See `map_windows`.
+    """
+    batches = _batches(windows)
     while group := list(itertools.islice(batches, _GROUP_BATCHES)):
         results: dict[int, list[_Result]] = {}
 

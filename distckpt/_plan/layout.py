@@ -97,10 +97,10 @@ class SavePlan(NamedTuple):
     weights: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
     checksum_file: str | None = None
 
-    @property
-    def tensor_bytes(self) -> int:
-        """Total size of the tensors that this rank writes."""
-        return sum(sum(file.chunk_bytes) for file in self.files)
+    def num_bytes(self, encoded: Mapping[str, bytes]) -> int:
+        """Return the size of the tensors and encoded objects that this rank writes."""
+        num_tensor_bytes = sum(sum(file.chunk_bytes) for file in self.files)
+        return num_tensor_bytes + sum(map(len, encoded.values()))
 
 
 def manifest_of_keys(table: GlobalTable, aliases: Mapping[int, int]) -> Manifest:
@@ -108,13 +108,24 @@ def manifest_of_keys(table: GlobalTable, aliases: Mapping[int, int]) -> Manifest
 
     For `aliases` see `find_aliases`.
     """
-    stored = [key_id for key_id in range(len(table.keys)) if key_id not in aliases]
+    shapes = [table.global_shape(key_id) for key_id in range(len(table.keys))]
+    return manifest_without_chunks(table.keys, table.dtypes, shapes, aliases)
+
+
+def manifest_without_chunks(
+    keys: Sequence[str],
+    dtypes: Sequence[str],
+    global_shapes: Sequence[tuple[int, ...]],
+    aliases: Mapping[int, int],
+) -> Manifest:
+    """Describe keys in a manifest, see `manifest_of_keys`."""
+    stored = [key_id for key_id in range(len(keys)) if key_id not in aliases]
     return Manifest(
-        keys=[table.keys[i] for i in stored],
-        dtypes=[table.dtypes[i] for i in stored],
-        global_shapes=[table.global_shape(i) for i in stored],
+        keys=[keys[i] for i in stored],
+        dtypes=[dtypes[i] for i in stored],
+        global_shapes=[global_shapes[i] for i in stored],
         chunks=ChunkTable.empty(),
-        aliases={table.keys[alias]: table.keys[key] for alias, key in aliases.items()},
+        aliases={keys[alias]: keys[key] for alias, key in aliases.items()},
     )
 
 

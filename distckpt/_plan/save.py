@@ -63,7 +63,12 @@ def find_aliases(table: GlobalTable) -> dict[int, int]:
     tied = np.flatnonzero(table.is_main & (table.tie_ids != table.shard_ids))
     if not len(tied):
         return {}
-    partners = _keys_of_shards(table, table.ranks[tied], table.tie_ids[tied])
+    stride = int(table.shard_ids.max(initial=0)) + 1
+    # Ascending, because tables are put together by rank and list shards in order.
+    shards = table.ranks * stride + table.shard_ids
+    partners = table.key_ids[
+        np.searchsorted(shards, table.ranks[tied] * stride + table.tie_ids[tied])
+    ]
     # Some ranks of an uneven division have shards without elements, which have no memory to share.
     counted = table.is_main & (table.shapes > 0).all(axis=1)
     num_main = np.bincount(table.key_ids[counted], minlength=len(table.keys))
@@ -81,14 +86,6 @@ def find_aliases(table: GlobalTable) -> dict[int, int]:
     return aliases
 
 
-def _keys_of_shards(table: GlobalTable, ranks: IntArray, shard_ids: IntArray) -> IntArray:
-    """Return the key id of each `(rank, shard id)`."""
-    stride = int(table.shard_ids.max(initial=0)) + 1
-    # Ascending, because tables are put together by rank and list shards in order.
-    position = np.searchsorted(table.ranks * stride + table.shard_ids, ranks * stride + shard_ids)
-    return table.key_ids[position]
-
-
 def plan_owners(
     table: GlobalTable,
     num_ranks: int,
@@ -104,7 +101,7 @@ def plan_owners(
     replica in their own group.
     """
     groups = group_replicas(table, num_ranks, aliases, exchange_groups)
-    return _pieces_of_lines(table, groups, groups.shared_lines(), aliases, num_ranks)
+    return _pieces_of_lines(table, groups, list(groups.shared_lines()), aliases, num_ranks)
 
 
 def plan_held(table: GlobalTable, num_ranks: int, holders: Sequence[range]) -> list[Pieces]:
@@ -131,27 +128,24 @@ def plan_held(table: GlobalTable, num_ranks: int, holders: Sequence[range]) -> l
 def _pieces_of_lines(
     table: GlobalTable,
     groups: Groups,
-    shared: Iterable[tuple[IntArray, IntArray]],
+    shared: Sequence[tuple[IntArray, IntArray]],
     aliases: Collection[int],
     num_ranks: int,
 ) -> list[Pieces]:
     """Divide the shared lines; groups in no line go to the only rank that holds them."""
     whole_owner = groups.lone_owners()
-    shared = list(shared)
     for members, _ in shared:
         whole_owner[members] = -1
     loads = groups.loads_of(whole_owner, num_ranks)
-    cut: list[Slice] = []
+    cut_lines = []
     for members, candidates in shared:
-        sizes = groups.num_bytes[members]
-        shares = writer_shares(loads[candidates], int(sizes.sum()))
+        num_bytes = int(groups.num_bytes[members].sum())
+        shares = writer_shares(loads[candidates], num_bytes)
         loads[candidates] += shares
-        tolerance = cut_tolerance(int(sizes.sum()), len(candidates))
-        cuts = np.cumsum(shares)[:-1]
-        owners, slices = cut_line(table, groups, members, cuts, candidates, tolerance)
-        whole_owner[members] = owners
-        cut.extend(slices)
-    return _pieces_of_ranks(table, aliases, owned_parts(table, groups, whole_owner, cut), num_ranks)
+        tolerance = cut_tolerance(num_bytes, len(candidates))
+        cut_lines.append((members, candidates, np.cumsum(shares)[:-1], tolerance))
+    parts = parts_of_lines(table, groups, whole_owner, cut_lines)
+    return _pieces_of_ranks(table, aliases, parts, num_ranks)
 
 
 def cut_tolerance(num_bytes: int, num_ranks: int) -> int:
@@ -337,7 +331,7 @@ Slice: TypeAlias = tuple[int, int, int, int]
 """A part of a cut group: group, rank, first element, last element + 1."""
 
 
-def cut_line(
+def _cut_line(
     table: GlobalTable,
     groups: Groups,
     members: IntArray,
@@ -403,6 +397,10 @@ def _row_bytes(table: GlobalTable, row: int, tolerance: int) -> int:
     return step
 
 
+CutLine: TypeAlias = tuple[IntArray, IntArray, IntArray, int]
+"""A line to cut: its members, candidates, cuts and tolerance, see `_cut_line`."""
+
+
 class OwnedParts(NamedTuple):
     """The parts that ranks write, in the order of the ranks.
 
@@ -426,15 +424,21 @@ class OwnedParts(NamedTuple):
         return bounds
 
 
-def owned_parts(
-    table: GlobalTable, groups: Groups, whole_owner: IntArray, cut: Sequence[Slice]
+def parts_of_lines(
+    table: GlobalTable, groups: Groups, whole_owner: IntArray, cut_lines: Iterable[CutLine]
 ) -> OwnedParts:
-    """List the parts that ranks write; the parts of one rank in the order of groups.
+    """Cut lines, and list the parts that ranks write; those of one rank in the order of groups.
 
-    `whole_owner` is -1 for cut groups, whose parts are in `cut`.
+    `whole_owner` has the rank that writes a group which is in no line.
     """
+    whole_owner = whole_owner.copy()
+    cut: list[Slice] = []
+    for members, candidates, cuts, tolerance in cut_lines:
+        owners, slices = _cut_line(table, groups, members, cuts, candidates, tolerance)
+        whole_owner[members] = owners
+        cut += slices
     group_ids = [np.flatnonzero(whole_owner >= 0)]
-    owners = [whole_owner[group_ids[0]]]
+    owners_of_parts = [whole_owner[group_ids[0]]]
     num_whole = len(group_ids[0])
     whole_rows = groups.rows[group_ids[0]]
     offsets = [table.offsets[whole_rows]]
@@ -447,9 +451,9 @@ def owned_parts(
         offsets.append(widen(part_offsets + np.array(origin.offset, np.int64), ndim, 0))
         shapes.append(widen(part_shapes, ndim, 1))
         group_ids.append(np.full(len(regions), group))
-        owners.append(np.full(len(regions), rank))
+        owners_of_parts.append(np.full(len(regions), rank))
     group_id = np.concatenate(group_ids)
-    owner = np.concatenate(owners)
+    owner = np.concatenate(owners_of_parts)
     order = np.arange(num_whole)
     if cut:
         order = np.argsort(group_id, kind="stable")

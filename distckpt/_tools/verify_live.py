@@ -29,7 +29,7 @@ from distckpt._models.whole import coverage_of, left_out_of_all
 from distckpt._operations.file_checks import Problem
 from distckpt._operations.load_request import absent_ties
 from distckpt._operations.planned_save import SaveRequest
-from distckpt._operations.save import DescribedShards, describe_shards
+from distckpt._operations.save import LocalSave, describe_shards
 from distckpt._operations.shard_source import entries_of
 from distckpt._operations.verify import VerifyReport
 from distckpt._operations.windows import WINDOW_ELEMENTS
@@ -171,7 +171,7 @@ def _held_in_part(ranks: Ranks, stored: StoredCheckpoint, results: _Found) -> li
 
 
 def _absent_in_memory(
-    ranks: Ranks, stored: StoredCheckpoint, described: DescribedShards
+    ranks: Ranks, stored: StoredCheckpoint, described: LocalSave
 ) -> list[Problem]:
     """Name the stored tensors of modules and optimizers that no rank has.
 
@@ -193,7 +193,7 @@ def _absent_in_memory(
 def _compare(
     ranks: Ranks,
     stored: StoredCheckpoint,
-    described: DescribedShards,
+    described: LocalSave,
     num_threads: int | None,
     progress: Progress | None,
 ) -> _Found:

@@ -21,14 +21,15 @@ from distckpt._commit.presence import absence
 from distckpt._io import background
 from distckpt._operations import background_save
 from distckpt._operations.async_save import reserve_for
-from distckpt._operations.background_save import (
-    SaveHandle,
+from distckpt._operations.background_save import SaveHandle, release_staging_memory
+from distckpt._operations.load import Strict, load
+from distckpt._operations.planned_save import (
+    PlannedSave,
+    SaveRequest,
     raise_unseen_error,
     raising_pending_errors,
-    release_staging_memory,
+    write_and_commit,
 )
-from distckpt._operations.load import Strict, load
-from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._storage import locations
@@ -254,10 +255,9 @@ class CheckpointManager(SaysOtherNames):
             request = _with_warnings(request)
         write = partial(self._write, step)
         if self._is_async:
-            background = background_save.in_background(request)
-            planned = plan_save(ranks, state_dict, background.request)
+            planned = plan_save(ranks, state_dict, background_save.in_background(request))
             self._has_planned = True
-            save = background_save.prepare(ranks, background, planned, write)
+            save = background_save.prepare(ranks, planned, write)
             return background_save.start(ranks, save)
         planned = plan_save(ranks, state_dict, request)
         self._has_planned = True

@@ -13,10 +13,10 @@ from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.options import LoadOptions, SaveOptions, with_changes
 from distckpt._io import background
 from distckpt._operations import background_save
-from distckpt._operations.background_save import BackgroundSave, raising_pending_errors
+from distckpt._operations.background_save import BackgroundSave
 from distckpt._operations.load import run_load
 from distckpt._operations.load_request import LoadRequest
-from distckpt._operations.planned_save import PlannedSave, SaveRequest
+from distckpt._operations.planned_save import PlannedSave, SaveRequest, raising_pending_errors
 from distckpt._operations.save import plan_save, save_now
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._state.strictness import StrictHandling, parse_strict_flag
@@ -253,9 +253,9 @@ def _request_of(
 
     Collective operation: all ranks must call it.
     """
-    own = background_save.in_background(replace(request, verb="async_save"))
-    planned = _without_limit_on_copies(plan_save(ranks, state_dict, own.request))
-    save = background_save.prepare(ranks, own, planned)
+    request = background_save.in_background(replace(request, verb="async_save"))
+    planned = _without_limit_on_copies(plan_save(ranks, state_dict, request))
+    save = background_save.prepare(ranks, planned)
     return AsyncRequest(
         async_fn=_write_request,
         async_fn_args=(save, None, os.getpid()),

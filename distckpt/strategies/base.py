@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -19,8 +18,8 @@ from distckpt._base.options import LoadOptions, SaveOptions
 from distckpt._base.public import set_public_home
 from distckpt._format.foreign_formats import FORMATS
 from distckpt._format.marker import BUILT_IN
-from distckpt._io.prepared_save import PreparedSave
-from distckpt._plan.layout import PlanCache
+from distckpt._io.planned_shards import EngineSettings
+from distckpt._io.save_shards import PreparedSave
 from distckpt._ranks.collectives import Ranks
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import ShardedObject, ShardedStateDict, StateDict
@@ -42,21 +41,6 @@ __all__ = [
 set_public_home(globals())
 
 _Strategy = TypeVar("_Strategy", bound="StrategyBase")
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Settings of the built-in engine for a strategy.
-
-    Attributes:
-        exchange_group: process group within which replicas share work; None for all ranks.
-        direct_io: see `SafetensorsSaveStrategy`.
-        plans: cache for the plans of its saves; None for the cache of the process.
-    """
-
-    exchange_group: Any = None
-    direct_io: bool | None = None
-    plans: PlanCache | None = None
 
 
 class StrategyAction(Enum):
@@ -228,7 +212,9 @@ def get_default_strategy(
     Raises:
         CheckpointingException: there is none; the message lists the registered strategies.
     """
-    strategy = _registry[action].get((backend, version)) or _built_in(action, backend, version)
+    strategy = _registry[action].get((backend, version))
+    if strategy is None and is_built_in(action, backend, version):
+        strategy = BUILT_IN_STRATEGIES[action]
     if strategy is None:
         names = {*_registry[action], *((name, 1) for name in _BUILT_IN_NAMES.get(action, ()))}
         known = ", ".join(f"{name!r} version {number}" for name, number in sorted(names))
@@ -257,12 +243,6 @@ def is_built_in(action: StrategyAction, backend: str, version: int) -> bool:
     return version == 1 and backend in _BUILT_IN_NAMES.get(action, ())
 
 
-def _built_in(action: StrategyAction, backend: str, version: int) -> StrategyBase | None:
-    if not is_built_in(action, backend, version):
-        return None
-    return BUILT_IN_STRATEGIES[action]
-
-
 def choose_save_strategy(choice: Any) -> tuple[SaveShardedStrategy | None, EngineSettings]:
     """Return a caller's strategy, or None for the built-in engine.
 
@@ -272,43 +252,26 @@ def choose_save_strategy(choice: Any) -> tuple[SaveShardedStrategy | None, Engin
     Raises:
         CheckpointingException: it is no strategy that saves, or none has this name.
     """
-    strategy = _named(StrategyAction.SAVE_SHARDED, choice)
-    if strategy is None:
-        return None, EngineSettings()
-    if not isinstance(strategy, SaveShardedStrategy):
-        raise _not_a("SaveShardedStrategy", choice)
-    engine = strategy.engine_settings()
-    if engine is None:
-        return (strategy, EngineSettings())
-    return (None, engine)
+    return _choose(StrategyAction.SAVE_SHARDED, SaveShardedStrategy, choice)
 
 
 def choose_load_strategy(choice: Any) -> tuple[LoadShardedStrategy | None, EngineSettings]:
     """Return a caller's strategy for loading, like `choose_save_strategy`."""
-    strategy = _named(StrategyAction.LOAD_SHARDED, choice)
-    if strategy is None:
+    return _choose(StrategyAction.LOAD_SHARDED, LoadShardedStrategy, choice)
+
+
+def _choose(action: StrategyAction, kind: Any, choice: Any) -> tuple[Any, EngineSettings]:
+    if choice == (BUILT_IN, 1):
         return None, EngineSettings()
-    if not isinstance(strategy, LoadShardedStrategy):
-        raise _not_a("LoadShardedStrategy", choice)
+    strategy = choice
+    if isinstance(choice, tuple):
+        strategy = get_default_strategy(action, *choice)
+    if not isinstance(strategy, kind):
+        raise CheckpointingException(
+            f"strategy must be a {kind.__name__}, (backend, version) or None, got "
+            f"{type(choice).__name__}."
+        )
     engine = strategy.engine_settings()
     if engine is None:
-        return (strategy, EngineSettings())
-    return (None, engine)
-
-
-def _named(action: StrategyAction, choice: Any) -> Any:
-    """Return a named strategy, or None for the built-in one.
-
-    Anything else is returned as it is.
-    """
-    if choice == (BUILT_IN, 1):
-        return None
-    if isinstance(choice, tuple):
-        return get_default_strategy(action, *choice)
-    return choice
-
-
-def _not_a(kind: str, choice: Any) -> CheckpointingException:
-    return CheckpointingException(
-        f"strategy must be a {kind}, (backend, version) or None, got {type(choice).__name__}."
-    )
+        return strategy, EngineSettings()
+    return None, engine

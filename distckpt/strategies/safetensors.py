@@ -26,7 +26,6 @@ from distckpt._checkpoint.shards import (
 )
 from distckpt._format.marker import BUILT_IN
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.planned_shards import ShardSettings
 from distckpt._io.save_shards import ShardSave, prepare_shards
 from distckpt._plan.layout import PlanCache
 from distckpt._ranks.collectives import Ranks
@@ -101,14 +100,9 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
         Raises:
             InvalidShardingError: shards overlap, leave gaps or disagree.
         """
-        settings = ShardSettings(
-            options=self.options,
-            exchange_group=self.exchange_group,
-            direct_io=self.direct_io,
-            plans=self._plans,
-        )
+        engine = EngineSettings(self.exchange_group, self.direct_io, self._plans)
         shards = list(sharded_state_dict.values())
-        return prepare_shards(Ranks(self.process_group), shards, settings)
+        return prepare_shards(Ranks(self.process_group), shards, self.options, engine)
 
 
 @dataclass

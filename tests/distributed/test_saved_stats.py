@@ -11,7 +11,7 @@ import torch
 import distckpt
 from distckpt import CheckpointManager, SaveOptions, ShardedObject, ShardedTensor
 from distckpt._checkpoint.opening import open_checkpoint
-from distckpt._io import block_stats, fingerprints
+from distckpt._io import block_stats, figures
 from distckpt._ranks.collectives import Ranks
 from distckpt._tools.stats import saved_stats
 from distckpt.rules import Rename
@@ -132,7 +132,7 @@ def test_statistics_are_those_of_numpy_in_every_layout(run, tmp_path, layout, wa
 
 @pytest.mark.parametrize(("window", "block"), [(1 << 22, 1 << 18), (1000, 64)])
 def test_one_process_stores_the_same(tmp_path, monkeypatch, window, block):
-    monkeypatch.setattr(fingerprints, "WINDOW_ELEMENTS", window)
+    monkeypatch.setattr(figures, "WINDOW_ELEMENTS", window)
     monkeypatch.setattr(block_stats, "BLOCK_ELEMENTS", block)
     _saved(0, 1, "rows", str(tmp_path / "run"), "manager")
 

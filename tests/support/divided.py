@@ -13,7 +13,13 @@ from distckpt._io.divided.descriptions import (
     planner_ranks,
     tied_keys,
 )
-from distckpt._io.divided.owners import CutPoints, PlannedRows, join_factors, join_pieces
+from distckpt._io.divided.owners import (
+    CutPoints,
+    PlannedRows,
+    columns_of,
+    join_factors,
+    join_pieces,
+)
 from distckpt._io.divided.plan import Coordinator, PartPlanning
 from distckpt._plan.save import Pieces
 from distckpt._ranks.exchanges import unpack_parts
@@ -58,7 +64,7 @@ def plan_divided(
     cuts = coordinator.cuts_by_rank()
     payloads = [b""] * len(tables)
     for rank, planner in planners.items():
-        payloads[rank] = planner.finish(CutPoints.from_bytes(cuts[rank]))
+        payloads[rank] = planner.finish(CutPoints(**columns_of(cuts[rank])))
     coordinator.gather_shares(payloads)
     pieces = []
     factors = []

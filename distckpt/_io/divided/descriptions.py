@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.columns import compress, decompress, narrow, pack, unpack
-from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.manifest import OBJECT
 from distckpt._format.planned_manifest import cut_into_parts
-from distckpt._geometry.region import IntArray, stacked
+from distckpt._geometry.region import IntArray, stacked, widen
 from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt._state.shards import GlobalTable, ShardTable, choose_main_replicas, number_kinds
 
 _IS_MAIN = 1
 _IS_BUFFER = 2
 _OPEN_RANK = 4
+
+_Result = TypeVar("_Result")
 
 
 def planner_ranks(num_planners: int, num_ranks: int) -> list[int]:
@@ -75,11 +77,9 @@ class Numbering(NamedTuple):
     def to_ranks(self) -> list[bytes]:
         """Encode for each rank the numbers of its keys, see `KeysOfRank`."""
         fields = [self.ndim, self.edges]
-        messages: dict[int, bytes] = {}
-        for ids in self.ids_of_ranks:
-            if id(ids) not in messages:
-                messages[id(ids)] = pack(fields, {"ids": narrow(ids)})
-        return [messages[id(ids)] for ids in self.ids_of_ranks]
+        return _call_once_per_array(
+            self.ids_of_ranks, lambda ids: pack(fields, {"ids": narrow(ids)})
+        )
 
 
 def number_keys(kinds: Sequence[bytes], ties: Sequence[bytes], num_planners: int) -> Numbering:
@@ -111,10 +111,10 @@ def number_keys(kinds: Sequence[bytes], ties: Sequence[bytes], num_planners: int
 
 
 def _call_once_per_array(
-    arrays: Sequence[IntArray], function: Callable[[IntArray], IntArray]
-) -> list[IntArray]:
+    arrays: Sequence[IntArray], function: Callable[[IntArray], _Result]
+) -> list[_Result]:
     """Call a function once for each distinct array."""
-    results: dict[int, IntArray] = {}
+    results: dict[int, _Result] = {}
     for array in arrays:
         if id(array) not in results:
             results[id(array)] = function(array)
@@ -215,24 +215,13 @@ def _read_rows(message: bytes, ndim: int) -> _RowsOfRank:
     return _RowsOfRank(exchange_group, digests, numbers)
 
 
-class PlannerInput(NamedTuple):
-    """The keys of a planner, with the rows of all ranks.
-
-    Attributes:
-        table: the rows, rank by rank; keys are numbered from the planner's first key.
-        row_starts: the first row of each rank, then the number of rows.
-        exchange_groups: the exchange group of each rank.
-    """
-
-    table: GlobalTable
-    row_starts: IntArray
-    exchange_groups: list[int]
-
-
 def read_descriptions(
     keys: bytes, first_key: int, messages: Sequence[bytes], senders: IntArray
-) -> PlannerInput:
+) -> tuple[GlobalTable, IntArray, list[int]]:
     """Decode the descriptions of all ranks into one table.
+
+    Return the table, rank by rank, with keys numbered from the planner's first key; the first row
+    of each rank, then the number of rows; and the exchange group of each rank.
 
     Args:
         keys: see `Numbering.to_planner`.
@@ -263,14 +252,18 @@ def read_descriptions(
     )
     choose_main_replicas(table, (flags // _OPEN_RANK).astype(np.uint8))
     row_starts = np.append(0, np.cumsum(counts))
-    return PlannerInput(table, row_starts, [rows.exchange_group for rows in rows_of_ranks])
+    return table, row_starts, [rows.exchange_group for rows in rows_of_ranks]
 
 
 # --- Chunks ---------------------------------------------------------------------------------------
 
 
-def split_chunks(table: ChunkTable, edges: Sequence[int]) -> tuple[ChunkTable, list[bytes]]:
+def split_chunks(
+    table: ChunkTable, edges: Sequence[int], ndim: int
+) -> tuple[ChunkTable, list[bytes]]:
     """Separate the chunks that planners receive from the rest.
+
+    `ndim` is the largest number of axes of any stored tensor.
 
     Returns:
         The chunks whose files are not laid out yet, with all files of the rank; and for each
@@ -280,11 +273,12 @@ def split_chunks(table: ChunkTable, edges: Sequence[int]) -> tuple[ChunkTable, l
     is_rest = is_open[table.file_ids]
     planner = np.searchsorted(edges[1:-1], table.key_ids, side="right")
     columns = (table.key_ids, table.file_ids, table.first_bytes, table.num_bytes)
-    numbers = np.vstack((*columns, table.offsets.T, table.shapes.T))
+    offsets = widen(table.offsets, ndim, 0)
+    shapes = widen(table.shapes, ndim, 1)
+    numbers = np.vstack((*columns, offsets.T, shapes.T))
     encoded = []
     for number in range(len(edges) - 1):
-        own_numbers = numbers[:, ~is_rest & (planner == number)]
-        encoded.append(len(numbers).to_bytes(1, "little") + _numbers_to_bytes(own_numbers))
+        encoded.append(_numbers_to_bytes(numbers[:, ~is_rest & (planner == number)]))
     return table.rows(np.flatnonzero(is_rest)), encoded
 
 
@@ -293,30 +287,25 @@ def chunks_message(rest: ChunkTable, encoded: Sequence[bytes]) -> bytes:
     return pack_parts([len(rest.files).to_bytes(8, "little"), *encoded])
 
 
-def chunks_by_planner(messages: list[bytes], manifest: Manifest) -> list[bytes]:
+def chunks_by_planner(messages: list[bytes]) -> list[bytes]:
     """Sort the chunks of all ranks by planner; return a message for each.
 
-    Args:
-        messages: see `chunks_message`. The list is emptied.
-        manifest: the keys, without chunks.
+    `messages` are of `chunks_message`. The list is emptied.
     """
     counts, *columns = zip(*map(unpack_parts, messages), strict=True)
     messages.clear()
     ends = np.cumsum([int.from_bytes(count, "little") for count in counts])
     first_files = np.append(0, ends[:-1]).astype(np.int64).tobytes()
-    ndim = max(map(len, manifest.global_shapes), default=0).to_bytes(1, "little")
-    return [pack_parts([ndim, first_files, *chunks]) for chunks in columns]
+    return [pack_parts([first_files, *chunks]) for chunks in columns]
 
 
-def parts_of_chunks(bundle: bytes) -> list[bytes]:
+def parts_of_chunks(bundle: bytes, ndim: int) -> list[bytes]:
     """Sort the chunks in a message of `chunks_by_planner` into manifest parts."""
-    axes, files, *messages = unpack_parts(bundle)
-    ndim = axes[0]
+    files, *messages = unpack_parts(bundle)
     first_files = np.frombuffer(files, np.int64)
-    tables = [_numbers_from_bytes(message[1:], message[0]) for message in messages]
+    tables = [_numbers_from_bytes(message, 4 + 2 * ndim) for message in messages]
     counts = [table.shape[1] for table in tables]
-    numbers = np.concatenate([_widened(table, ndim) for table in tables], axis=1)
-    key_ids, file_ids, first_bytes, num_bytes, *regions = numbers
+    key_ids, file_ids, first_bytes, num_bytes, *regions = np.concatenate(tables, axis=1)
     if not len(key_ids):
         return []
     chunks = ChunkTable.empty()._replace(
@@ -328,13 +317,3 @@ def parts_of_chunks(bundle: bytes) -> list[bytes]:
         shapes=np.array(regions[ndim:]).T,
     )
     return cut_into_parts(chunks.rows(chunks.sorted_rows))
-
-
-def _widened(numbers: IntArray, ndim: int) -> IntArray:
-    """Add axes to the regions of a table until there are `ndim`."""
-    missing = ndim - (len(numbers) - 4) // 2
-    if not missing:
-        return numbers
-    middle = 4 + (len(numbers) - 4) // 2
-    zeros = np.zeros((missing, numbers.shape[1]), numbers.dtype)
-    return np.vstack((numbers[:middle], zeros, numbers[middle:], zeros + 1))

@@ -14,19 +14,7 @@ import numpy as np
 
 from distckpt._format.columns import narrow, pack, unpack
 from distckpt._geometry.region import IntArray
-from distckpt._io.divided.descriptions import PlannerInput
-from distckpt._plan.save import (
-    Groups,
-    OwnedParts,
-    Pieces,
-    Slice,
-    cut_line,
-    cut_tolerance,
-    find_aliases,
-    group_replicas,
-    owned_parts,
-    writer_shares,
-)
+from distckpt._plan.save import Pieces, cut_tolerance, writer_shares
 from distckpt._state.shards import ShardTable
 
 
@@ -47,16 +35,6 @@ class ReplicaGroups(NamedTuple):
     starts: IntArray
     candidates: IntArray
 
-    def to_bytes(self) -> bytes:
-        """Encode for sending."""
-        return pack(None, {name: narrow(column) for name, column in self._asdict().items()})
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> ReplicaGroups:
-        """Decode the result of `to_bytes`."""
-        _, columns = unpack(data)
-        return cls(*(columns[name].astype(np.int64) for name in cls._fields))
-
 
 class CutPoints(NamedTuple):
     """The positions at which the lines of a planner are cut.
@@ -69,15 +47,16 @@ class CutPoints(NamedTuple):
     positions: IntArray
     tolerances: IntArray
 
-    def to_bytes(self) -> bytes:
-        """Encode for sending."""
-        return pack(None, {name: narrow(column) for name, column in self._asdict().items()})
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> CutPoints:
-        """Decode the result of `to_bytes`."""
-        _, columns = unpack(data)
-        return cls(*(columns[name].astype(np.int64) for name in cls._fields))
+def to_bytes(columns: ReplicaGroups | CutPoints) -> bytes:
+    """Encode columns for sending."""
+    return pack(None, {name: narrow(column) for name, column in columns._asdict().items()})
+
+
+def columns_of(data: bytes) -> dict[str, IntArray]:
+    """Decode the result of `to_bytes`; return the columns by field."""
+    _, columns = unpack(data)
+    return {name: column.astype(np.int64) for name, column in columns.items()}
 
 
 def choose_cuts(groups_of_planners: Sequence[ReplicaGroups]) -> list[CutPoints]:
@@ -112,96 +91,6 @@ def choose_cuts(groups_of_planners: Sequence[ReplicaGroups]) -> list[CutPoints]:
     return [CutPoints(*columns) for columns in zip(positions, tolerances, strict=True)]
 
 
-class Planner:
-    """The owners of the valid shards of a range of keys."""
-
-    def __init__(self, planner_input: PlannerInput) -> None:
-        self.table = planner_input.table
-        self.row_starts = planner_input.row_starts
-        exchange_groups = planner_input.exchange_groups
-        self.num_ranks = len(exchange_groups)
-        self.aliases = find_aliases(self.table)
-        self.groups: Groups = group_replicas(
-            self.table, self.num_ranks, self.aliases, exchange_groups, by_key=True
-        )
-        self._owners = self.groups.lone_owners()
-        self._lines = list(self.groups.shared_lines())
-
-    def replica_groups(self) -> ReplicaGroups:
-        """Return the bytes that the coordinator distributes over ranks."""
-        sizes = []
-        totals = []
-        candidates = [np.zeros(0, np.int64)]
-        for members, ranks in self._lines:
-            sizes.append(len(ranks))
-            totals.append(int(self.groups.num_bytes[members].sum()))
-            candidates.append(ranks)
-        return ReplicaGroups(
-            loads=self.groups.loads_of(self._owners, self.num_ranks),
-            totals=np.array(totals, np.int64),
-            starts=np.append(0, np.cumsum(sizes)).astype(np.int64),
-            candidates=np.concatenate(candidates),
-        )
-
-    def assign(self, cut_points: CutPoints) -> OwnedParts:
-        """Return the parts that each rank writes."""
-        owners = self._owners.copy()
-        slices: list[Slice] = []
-        low = 0
-        for (members, candidates), tolerance in zip(
-            self._lines, cut_points.tolerances.tolist(), strict=True
-        ):
-            high = low + len(candidates) - 1
-            cuts = cut_points.positions[low:high]
-            owners[members], slices_of_line = cut_line(
-                self.table, self.groups, members, cuts, candidates, tolerance
-            )
-            slices += slices_of_line
-            low = high
-        return owned_parts(self.table, self.groups, owners, slices)
-
-    def shares(
-        self, parts: OwnedParts, factors: IntArray, sampled: Sequence[Sequence[int]]
-    ) -> list[bytes]:
-        """Encode the answer to each rank, see `PlannedRows`.
-
-        Args:
-            parts: the parts that ranks write.
-            factors: of all rows, see `replica_factors`.
-            sampled: for each rank the rows whose samples the coordinator needs.
-        """
-        shares = []
-        ndim = self.table.offsets.shape[1]
-        local_rows = parts.rows - self.row_starts[parts.ranks]
-        regions = np.hstack((parts.offsets, parts.shapes)).astype(np.int64)
-        with_factor = np.flatnonzero(factors)
-        factor_bounds = np.searchsorted(with_factor, self.row_starts).tolist()
-        ranges_of_ranks = zip(
-            itertools.pairwise(parts.bounds(self.num_ranks)),
-            itertools.pairwise(factor_bounds),
-            self.row_starts.tolist(),
-            sampled,
-            strict=False,
-        )
-        for (low, high), (first, last), row_start, sampled_rows in ranges_of_ranks:
-            rows = local_rows[low:high]
-            is_whole = parts.is_whole[low:high]
-            is_cut = ~is_whole
-            factor_rows = with_factor[first:last]
-            counts = [is_whole.sum(), is_cut.sum(), len(factor_rows), len(sampled_rows), ndim]
-            arrays = (
-                np.array(counts, np.int64),
-                rows[is_cut].astype(np.int64),
-                regions[low:high][is_cut],
-                factors[factor_rows].astype(np.int64),
-                (factor_rows - row_start).astype(np.int64),
-                np.array(sampled_rows, np.int64),
-                rows[is_whole].astype(np.int32),
-            )
-            shares.append(b"".join(array.tobytes() for array in arrays))
-        return shares
-
-
 class PlannedRows(NamedTuple):
     """The answer of a planner to a rank.
 
@@ -225,7 +114,7 @@ class PlannedRows(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes, rows: IntArray) -> PlannedRows:
-        """Decode a message of `Planner.shares` to a rank.
+        """Decode a message of `PartPlanning.finish` to a rank.
 
         Args:
             data: the message.

@@ -10,7 +10,7 @@ import itertools
 import json
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from distckpt._format.planned_manifest import parts_by_name
 from distckpt._io.divided.descriptions import (
     KeysOfRank,
     Numbering,
-    PlannerInput,
     chunks_by_planner,
     chunks_message,
     describe_rows,
@@ -38,11 +37,12 @@ from distckpt._io.divided.descriptions import (
 from distckpt._io.divided.owners import (
     CutPoints,
     PlannedRows,
-    Planner,
     ReplicaGroups,
     choose_cuts,
+    columns_of,
     join_factors,
     join_pieces,
+    to_bytes,
 )
 from distckpt._io.replica_differences import (
     Pair,
@@ -50,6 +50,14 @@ from distckpt._io.replica_differences import (
     keep_different_whole,
 )
 from distckpt._io.shared_plan import Share, SharedPlan
+from distckpt._plan.layout import manifest_without_chunks
+from distckpt._plan.save import (
+    CutLine,
+    OwnedParts,
+    find_aliases,
+    group_replicas,
+    parts_of_lines,
+)
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt._state.shards import ShardTable
@@ -95,11 +103,11 @@ def plan_divided(
     with ranks.answering(exchange, _STEP):
         if ranks.is_coordinator:
             exchange.answer = coordinator.balance(exchange.payloads)
-    number, stride, aliases, has_differences = json.loads(exchange.answer)
+    number, stride, aliases, has_differences, ndim = json.loads(exchange.answer)
     cuts = ranks.decide_each(_STEP, coordinator.cuts_by_rank)
     with ranks.telling(_STEP) as exchange:
         if bundle:
-            exchange.payload = planning.finish(CutPoints.from_bytes(cuts))
+            exchange.payload = planning.finish(CutPoints(**columns_of(cuts)))
     with ranks.answering(exchange, _STEP):
         if ranks.is_coordinator:
             exchange.answer = bytes([coordinator.gather_shares(exchange.payloads)])
@@ -110,7 +118,7 @@ def plan_divided(
         answers.append(PlannedRows.from_bytes(message, rows))
     sampled = None
     if has_differences:
-        sampled = _sampled_rows(answers)
+        sampled = np.concatenate([answer.sampled_rows for answer in answers]).tolist()
     share = Share(
         number=number,
         stride=stride,
@@ -119,23 +127,16 @@ def plan_divided(
         factors=join_factors(table, answers),
         pieces=join_pieces(table, answers, own_keys.ids, aliases),
     )
-    manifest = coordinator.manifest
+    shared = SharedPlan(share, coordinator.manifest, coordinator.differing)
     if not has_files:
-        return SharedPlan(share, manifest, coordinator.differing)
+        return shared
     edges = own_keys.edges - np.searchsorted(sorted(aliases), own_keys.edges)
-    divide = partial(_gather_parts, edges=edges.tolist(), manifest=manifest)
-    return SharedPlan(share, manifest, coordinator.differing, divide)
-
-
-def _sampled_rows(answers: Sequence[PlannedRows]) -> list[int]:
-    rows: list[int] = []
-    for answer in answers:
-        rows += answer.sampled_rows.tolist()
-    return rows
+    divide = partial(_gather_parts, edges=edges.tolist(), ndim=ndim)
+    return shared._replace(divide_chunks=divide)
 
 
 def _gather_parts(
-    ranks: Ranks, table: ChunkTable, edges: Sequence[int], manifest: Manifest | None
+    ranks: Ranks, table: ChunkTable, edges: Sequence[int], ndim: int
 ) -> tuple[ChunkTable, dict[str, bytes]]:
     """Let planners sort all chunks into parts of the manifest.
 
@@ -146,21 +147,19 @@ def _gather_parts(
         ranks: the ranks that save together.
         table: the chunks that this rank writes.
         edges: the first key of each planner in the manifest, then the number of keys.
-        manifest: these keys; on the coordinator.
+        ndim: the largest number of axes of any key there.
     """
-    rest, encoded = split_chunks(table, edges)
+    rest, encoded = split_chunks(table, edges, ndim)
     messages = ranks.gather(chunks_message(rest, encoded))
     planners = planner_ranks(len(encoded), ranks.size)
 
-    def bundles_by_rank() -> list[bytes]:
-        assert manifest is not None
-        return _by_rank(chunks_by_planner(messages, manifest), planners, ranks.size)
-
-    bundle = ranks.decide_each(_STEP, bundles_by_rank)
+    bundle = ranks.decide_each(
+        _STEP, lambda: _by_rank(chunks_by_planner(messages), planners, ranks.size)
+    )
     parts: dict[str, bytes] = {}
     with ranks.telling(_STEP) as exchange:
         if bundle:
-            exchange.payload = pack_parts(parts_of_chunks(bundle))
+            exchange.payload = pack_parts(parts_of_chunks(bundle, ndim))
     with ranks.answering(exchange, _STEP):
         if ranks.is_coordinator:
             parts_of_planners = [unpack_parts(exchange.payloads[rank]) for rank in planners]
@@ -192,12 +191,12 @@ class _PlannerReport(NamedTuple):
     differing: Any
 
     def to_bytes(self) -> bytes:
-        return pack_parts([self.groups.to_bytes(), json.dumps(self[1:]).encode()])
+        return pack_parts([to_bytes(self.groups), json.dumps(self[1:]).encode()])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> _PlannerReport:
         groups, fields = unpack_parts(data)
-        return cls(ReplicaGroups.from_bytes(groups), *json.loads(fields))
+        return cls(ReplicaGroups(**columns_of(groups)), *json.loads(fields))
 
 
 def _read_reports(answers: Sequence[bytes]) -> list[_PlannerReport]:
@@ -211,7 +210,7 @@ def _read_reports(answers: Sequence[bytes]) -> list[_PlannerReport]:
 
 
 class PartPlanning:
-    """The work of one planner, in two steps."""
+    """The work of one planner, in two steps: the owners of the shards of a range of keys."""
 
     def __init__(self, allow_gaps: bool, differences_are_errors: bool) -> None:
         self._allow_gaps = allow_gaps
@@ -221,20 +220,22 @@ class PartPlanning:
     def begin(self, bundle: bytes) -> bytes:
         """Validate the shards of some keys; return a report, or a refusal."""
         keys, first_key, senders, *messages = unpack_parts(bundle)
-        self._first_key = int.from_bytes(first_key, "little")
+        first = int.from_bytes(first_key, "little")
         positions = np.frombuffer(senders, np.int32).astype(np.int64)
-        planner_input = read_descriptions(keys, self._first_key, messages, positions)
+        self._table, self._row_starts, exchange_groups = read_descriptions(
+            keys, first, messages, positions
+        )
         try:
-            return _VALID + self._report(planner_input).to_bytes()
+            return _VALID + self._report(first, exchange_groups).to_bytes()
         except InvalidShardingError as error:
             return _INVALID + str(error).encode()
 
-    def _report(self, planner_input: PlannerInput) -> _PlannerReport:
-        table = planner_input.table
+    def _report(self, first_key: int, exchange_groups: Sequence[int]) -> _PlannerReport:
+        table = self._table
         validate_shards(table, allow_gaps=self._allow_gaps)
         differences = find_differences(table)
         differing = None
-        starts = planner_input.row_starts[:-1].tolist()
+        starts = self._row_starts[:-1].tolist()
         self._sampled = [()] * len(starts)
         if len(differences.rows):
             replicas = keep_different_whole(
@@ -242,18 +243,78 @@ class PartPlanning:
             )
             self._sampled = replicas.rows_of_ranks
             differing = differences_to_json(replicas)
-        self._planner = Planner(planner_input)
+        aliases = find_aliases(table)
+        self._groups = group_replicas(table, len(starts), aliases, exchange_groups, by_key=True)
+        self._owners = self._groups.lone_owners()
+        self._lines = list(self._groups.shared_lines())
         self._factors = replica_factors(table)
-        first = self._first_key
-        aliases = [(first + a, first + b) for a, b in self._planner.aliases.items()]
-        num = num_replicated(self._factors)
-        return _PlannerReport(self._planner.replica_groups(), aliases, num, differing)
+        return _PlannerReport(
+            self._replica_groups(),
+            [(first_key + alias, first_key + key) for alias, key in aliases.items()],
+            num_replicated(self._factors),
+            differing,
+        )
+
+    def _replica_groups(self) -> ReplicaGroups:
+        """Return the bytes that the coordinator distributes over ranks."""
+        sizes = []
+        totals = []
+        candidates = [np.zeros(0, np.int64)]
+        for members, ranks in self._lines:
+            sizes.append(len(ranks))
+            totals.append(int(self._groups.num_bytes[members].sum()))
+            candidates.append(ranks)
+        return ReplicaGroups(
+            loads=self._groups.loads_of(self._owners, len(self._sampled)),
+            totals=np.array(totals, np.int64),
+            starts=np.append(0, np.cumsum(sizes)).astype(np.int64),
+            candidates=np.concatenate(candidates),
+        )
 
     def finish(self, cut_points: CutPoints) -> bytes:
         """Encode the number of all pieces, then the answer to each rank."""
-        parts = self._planner.assign(cut_points)
-        shares = self._planner.shares(parts, self._factors, self._sampled)
-        return pack_parts([len(parts.rows).to_bytes(8, "little"), *shares])
+        parts = parts_of_lines(self._table, self._groups, self._owners, self._cut_lines(cut_points))
+        return pack_parts([len(parts.rows).to_bytes(8, "little"), *self._shares(parts)])
+
+    def _cut_lines(self, cut_points: CutPoints) -> Iterator[CutLine]:
+        low = 0
+        for line, tolerance in zip(self._lines, cut_points.tolerances.tolist(), strict=True):
+            high = low + len(line[1]) - 1
+            yield (*line, cut_points.positions[low:high], tolerance)
+            low = high
+
+    def _shares(self, parts: OwnedParts) -> list[bytes]:
+        """Encode the answer to each rank, see `PlannedRows`."""
+        shares = []
+        ndim = self._table.offsets.shape[1]
+        local_rows = parts.rows - self._row_starts[parts.ranks]
+        regions = np.hstack((parts.offsets, parts.shapes)).astype(np.int64)
+        with_factor = np.flatnonzero(self._factors)
+        factor_bounds = np.searchsorted(with_factor, self._row_starts).tolist()
+        ranges_of_ranks = zip(
+            itertools.pairwise(parts.bounds(len(self._sampled))),
+            itertools.pairwise(factor_bounds),
+            self._row_starts.tolist(),
+            self._sampled,
+            strict=False,
+        )
+        for (low, high), (first, last), row_start, sampled_rows in ranges_of_ranks:
+            rows = local_rows[low:high]
+            is_whole = parts.is_whole[low:high]
+            is_cut = ~is_whole
+            factor_rows = with_factor[first:last]
+            counts = [is_whole.sum(), is_cut.sum(), len(factor_rows), len(sampled_rows), ndim]
+            arrays = (
+                np.array(counts, np.int64),
+                rows[is_cut].astype(np.int64),
+                regions[low:high][is_cut],
+                self._factors[factor_rows].astype(np.int64),
+                (factor_rows - row_start).astype(np.int64),
+                np.array(sampled_rows, np.int64),
+                rows[is_whole].astype(np.int32),
+            )
+            shares.append(b"".join(array.tobytes() for array in arrays))
+        return shares
 
 
 class Coordinator:
@@ -308,28 +369,20 @@ class Coordinator:
             if report.differing:
                 differing.append(report.differing)
         self.not_stored = [alias for alias, _ in aliases]
-        self.manifest = self._manifest_of_keys(aliases)
+        numbering = self._numbering
+        self.manifest = manifest_without_chunks(
+            numbering.keys, numbering.dtypes, numbering.global_shapes, dict(aliases)
+        )
         if differing:
             self.differing = join_differences(differing)
         number = 1 + secrets.randbits(61)
         stride = stride_of(sum(report.num_replicated for report in reports))
-        return json.dumps([number, stride, self.not_stored, bool(differing)]).encode()
-
-    def _manifest_of_keys(self, aliases: Sequence[tuple[int, int]]) -> Manifest:
-        numbering = self._numbering
-        not_stored = {alias for alias, _ in aliases}
-        stored = [i for i in range(len(numbering.keys)) if i not in not_stored]
-        return Manifest(
-            keys=[numbering.keys[i] for i in stored],
-            dtypes=[numbering.dtypes[i] for i in stored],
-            global_shapes=[numbering.global_shapes[i] for i in stored],
-            chunks=ChunkTable.empty(),
-            aliases={numbering.keys[alias]: numbering.keys[key] for alias, key in aliases},
-        )
+        ndim = max(map(len, self.manifest.global_shapes), default=0)
+        return json.dumps([number, stride, self.not_stored, bool(differing), ndim]).encode()
 
     def cuts_by_rank(self) -> list[bytes]:
         """Return, by rank, the cuts of each planner."""
-        cuts = [cut_points.to_bytes() for cut_points in self._cuts]
+        cuts = list(map(to_bytes, self._cuts))
         return _by_rank(cuts, self._planners, self._num_ranks)
 
     def gather_shares(self, payloads: Sequence[bytes]) -> bool:
