@@ -12,7 +12,14 @@ from distckpt._plan.selection import matches, renamed
 from distckpt._ranks.collectives import Ranks
 from distckpt._tools.diff import DiffReport
 from distckpt._tools.tensor_differences import TensorDifference
-from distckpt.cli._diff_texts import changes_of, counts_of, place_of, place_of_object
+from distckpt.cli._diff import (
+    changes_of,
+    counted,
+    counts_of,
+    number_that_differ,
+    place_of,
+    place_of_object,
+)
 from distckpt.cli._output import count_text
 
 
@@ -69,13 +76,11 @@ def _title(report: DiffReport) -> str:
     counts = counts_of(report)
     del counts["equal"]
     num_different = counts.pop("differ")
-    parts = [f"{count:,} {name}" for name, count in counts.items() if count]
+    parts = counted(counts)
     if num_different:
-        verb = "differ"
-        if num_different == 1:
-            verb = "differs"
+        number, verb = number_that_differ(num_different).split(" ")
         compared = count_text(report.num_compared, "tensor")
-        parts.insert(0, f"{num_different:,} of {compared} {verb}")
+        parts.insert(0, f"{number} of {compared} {verb}")
     return ", ".join(parts) or "All tensors are equal, but not all objects or common state"
 
 

@@ -7,17 +7,19 @@ import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._base.messages import key_pattern, summarize_keys, without_numbers
+from distckpt._base.options import Progress
 from distckpt._checkpoint.opening import opened
 from distckpt._format.tensor_stats import TensorStats
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt._tools.stats import saved_stats
-from distckpt.cli._arguments import is_in_parts
+from distckpt._tools.stats import compute_stats, saved_stats
 from distckpt.cli._output import Output, count_text, size_text
+from distckpt.cli._selection import call
 
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _ASCII_BARS = "_.:-=+*#"
@@ -29,31 +31,15 @@ def run(arguments: Namespace, output: Output) -> int:
 
     Return 1 if there is a NaN.
     """
-    location = locations.normalize(arguments.path)
-    if is_in_parts(arguments):
-        return _run_part(location, arguments, output)
-    with opened(Ranks.alone(), location) as stored:
-        tensors = None if arguments.recompute else saved_stats(stored, arguments.keys)
-        if tensors is not None:
-            return _print_stats(_Report(location, tensors, is_saved=True), arguments.tree, output)
-        from distckpt._tools.stats import compute_stats
-
-        started = time.perf_counter()
-        with output.progress("reading") as progress:
-            tensors = list(compute_stats(stored, arguments.keys, progress))
-    seconds = time.perf_counter() - started
-    return _print_stats(_Report(location, tensors, seconds), arguments.tree, output)
-
-
-def _run_part(location: str, arguments: Namespace, output: Output) -> int:
-    def show(tensors: Sequence[TensorStats], output: Output) -> int:
-        # Other processes have read most of it.
-        return _print_stats(_Report(location, tensors), arguments.tree, output)
-
-    from distckpt.cli._selection import run_parts_of_check
-
-    values = {"checkpoint_dir": arguments.path, "keys": arguments.keys}
-    return run_parts_of_check(arguments, output, "stats", values, show)
+    return call(
+        arguments,
+        output,
+        partial(_measure, arguments.recompute),
+        {"checkpoint_dir": arguments.path, "keys": arguments.keys},
+        partial(_print_stats, arguments),
+        verb="stats",
+        doing="reading",
+    )
 
 
 class _Report(NamedTuple):
@@ -62,7 +48,6 @@ class _Report(NamedTuple):
     It is the tensors, with the seconds of reading them if known, or the save.
     """
 
-    location: str
     tensors: Sequence[TensorStats]
     seconds: float | None = None
     is_saved: bool = False
@@ -80,16 +65,33 @@ class _Report(NamedTuple):
         return f"{size_text(num_bytes)} read in {self.seconds:.2f} s, {speed}/s"
 
 
-def _print_stats(report: _Report, is_listing: bool, output: Output) -> int:
+def _measure(
+    is_recomputing: bool, checkpoint_dir: str, keys: Sequence[str] | None, progress: Progress
+) -> _Report:
+    started = time.perf_counter()
+    with opened(Ranks.alone(), locations.normalize(checkpoint_dir)) as stored:
+        saved = None if is_recomputing else saved_stats(stored, keys)
+        if saved is not None:
+            return _Report(saved, is_saved=True)
+        tensors = list(compute_stats(stored, keys, progress))
+    return _Report(tensors, time.perf_counter() - started)
+
+
+def _print_stats(
+    arguments: Namespace, report: _Report | Sequence[TensorStats], output: Output
+) -> int:
+    if not isinstance(report, _Report):
+        # Other processes have read most of it.
+        report = _Report(report)
     tensors = report.tensors
     output.json(
         {
-            "location": report.location,
+            "location": locations.normalize(arguments.path),
             "from_save": report.is_saved,
             "tensors": list(map(vars, tensors)),
         }
     )
-    groups = [[tensor] for tensor in tensors] if is_listing else _grouped(tensors)
+    groups = [[tensor] for tensor in tensors] if arguments.tree else _grouped(tensors)
     _print_groups(groups, not report.is_saved, output)
     with_nan = []
     for tensor in tensors:
@@ -100,7 +102,6 @@ def _print_stats(report: _Report, is_listing: bool, output: Output) -> int:
     )
     if with_nan:
         output.line(f"NaN in {summarize_keys(with_nan)}")
-    if with_nan:
         return 1
     return 0
 
