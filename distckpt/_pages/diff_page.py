@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distckpt._checkpoint.opening import open_undisturbed
-from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._pages.page import write_page
-from distckpt._plan.selection import matches, renamed
+from distckpt._plan.selection import matches, names_of_tensors, renamed
 from distckpt._ranks.collectives import Ranks
 from distckpt._tools.diff import DiffReport
 from distckpt._tools.tensor_differences import TensorDifference
@@ -29,21 +28,15 @@ def write_diff_page(
     """Write a page about the differences between two checkpoints."""
     a, b = (open_undisturbed(Ranks.alone(), location) for location in (report.a, report.b))
     names = {}
-    for key in _tensors_of(a, keys):
-        names[renamed(key, rename)] = key
+    for key in names_of_tensors(a.manifest):
+        if keys is None or matches(key, keys):
+            names[renamed(key, rename)] = key
     changes = {}
     for tensor in report.tensors:
         changes[tensor.key] = _change(tensor)
     for side, only in (("A", report.only_in_a), ("B", report.only_in_b)):
         changes |= {name: {"rate": None, "text": f"only in {side}"} for name in only}
     write_page(path, a, names, _head(report), changes, (b, report.only_in_b))
-
-
-def _tensors_of(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[str]:
-    tensors = [key for key in stored.manifest.key_index if not stored.is_object(key)]
-    if keys is None:
-        return tensors
-    return [key for key in tensors if matches(key, keys)]
 
 
 def _head(report: DiffReport) -> dict[str, Any]:

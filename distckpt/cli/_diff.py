@@ -152,7 +152,7 @@ def _rows_of(report: DiffReport) -> list[list[str]]:
         alike.setdefault(kind, []).append(tensor)
     rows = list(map(_row_of, sorted(alike.values(), key=_order)))
     for side, keys in (("A", report.only_in_a), ("B", report.only_in_b)):
-        groups: dict[str, list[str]] = {}
+        groups: dict[object, list[str]] = {}
         for key in keys:
             groups.setdefault(without_numbers(key), []).append(key)
         for names in groups.values():

@@ -13,12 +13,9 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distckpt._base.tree import Position, map_leaves, new_like
-
-if TYPE_CHECKING:
-    from distckpt.manager._listing import CheckpointInfo
 
 MAX_LISTED = 50
 """Findings that a verb lists without --json."""
@@ -265,21 +262,6 @@ def size_text(num_bytes: float) -> str:
 def time_text(seconds: float | None) -> str:
     """Format a time by the clock of this machine; an empty string for None."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
-def metrics_text(info: CheckpointInfo) -> str:
-    """Format the metrics of a step in one line."""
-    return " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items())
-
-
-def state_text(info: CheckpointInfo) -> str:
-    """Say what is known about a checkpoint."""
-    words = {
-        "not whole": info.problem is not None,
-        "newest": info.is_newest,
-        "pinned": info.pinned,
-    }
-    return ", ".join(word for word, applies in words.items() if applies)
 
 
 # --- Table ----------------------------------------------------------------------------------------
