@@ -138,7 +138,7 @@ def _with_changes_of_norms(layers_by_step: Sequence[_Layers]) -> list[_Layers]:
 
 def _map_of_changes(drawn: _Drawn) -> str:
     later = drawn._replace(steps=drawn.steps[1:], layers_by_step=drawn.layers_by_step[1:])
-    ratios = []
+    ratios: list[float] = []
     for layers in later.layers_by_step:
         ratios.extend(filter(None, map(_ratio, layers.values())))
     least = min(ratios, default=0.1)

@@ -160,11 +160,15 @@ def _branches(members: _Members, is_by_size: bool) -> list[tuple[str, _Members]]
 
 def _total(name: str, members: _Members) -> Group:
     """Return the module of all groups below a name."""
-    sums = {"num_keys": 0, "num_bytes": 0, "num_chunks": 0}
-    for _, group in members:
-        for field in sums:
-            sums[field] += getattr(group, field)
-    return Group(name, "", (), **sums)
+    groups = [group for _, group in members]
+    return Group(
+        pattern=name,
+        dtype="",
+        shape=(),
+        num_keys=sum(group.num_keys for group in groups),
+        num_bytes=sum(group.num_bytes for group in groups),
+        num_chunks=sum(group.num_chunks for group in groups),
+    )
 
 
 def _segments(pattern: str) -> list[str]:

@@ -16,7 +16,7 @@ from distckpt._storage import locations
 from distckpt.cli._output import Output
 from distckpt.manager import _removal as removal
 from distckpt.manager import _steps as steps
-from distckpt.manager._retention import Retention, metric_names, surplus, unknown_metric
+from distckpt.manager._removal import Retention, metric_names, surplus, unknown_metric
 from distckpt.manager._seen_steps import changes_in
 from distckpt.manager._steps import Saved, step_name
 from distckpt.tasks._journal import Journal

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from distckpt._commit import conditional_put, posix
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
-from distckpt.manager._retention import metric_names, unknown_metric
+from distckpt.manager._removal import metric_names, unknown_metric
 from distckpt.manager._steps import Saved
 
 logger = logging.getLogger(__name__)
