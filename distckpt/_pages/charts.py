@@ -6,13 +6,13 @@ import importlib.resources
 import itertools
 import logging
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape, unescape
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import sealed, unsealed
+from distckpt._storage import locations
 from distckpt.cli._output import COLORS
 
 logger = logging.getLogger(__name__)
@@ -106,11 +106,8 @@ def write_static_page(
         f"<title>{escape(title)}</title><style>{style}{_STYLE}</style></head><body><main>"
         f'<h1>{escape(title)}</h1><div id="head">{head}</div>{body}</main></body></html>\n'
     )
-    temporary = f"{path}.tmp-{os.getpid()}"
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(page)
-        os.replace(temporary, path)
+        locations.write_bytes(path, page.encode(), durable=False)
     except OSError as error:
         raise CheckpointingException(
             f"The page cannot be written to {path!r}: {error.strerror}."

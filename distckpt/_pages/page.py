@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import gzip
 import importlib.resources
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,9 +53,7 @@ def write_page(
     files = list_files(stored.manifest)
     writers = list_writers(files)
     owners = [owner_of(writer["rank"], writer["file"]) for writer in writers]
-    places = {}
-    for place, owner in enumerate(owners):
-        places[owner] = place
+    places = dict(zip(owners, itertools.count(), strict=False))
     tensors = []
     for name, key in names.items():
         tensors.append(_describe(stored, name, key, places, changes or {}))
@@ -95,11 +94,12 @@ def _describe(
     It has name, dtype, shape, bytes, chunks (place of the owner, offset, shape, bytes), tied tensor
     and difference.
     """
-    chunks_of_key = chunks_of(stored, key)
-    chunks = (
-        [[places[c.owner], c.offset, c.shape, c.num_bytes] for c in chunks_of_key] if places else []
-    )
-    size = sum(chunk.num_bytes for chunk in chunks_of_key)
+    chunks = []
+    size = 0
+    for chunk in chunks_of(stored, key):
+        size += chunk.num_bytes
+        if places:
+            chunks.append([places[chunk.owner], chunk.offset, chunk.shape, chunk.num_bytes])
     shape = stored.global_shape(key)
     tied = stored.manifest.aliases.get(key)
     return [name, stored.dtype_name(key), shape, size, chunks, tied, changes.get(name)]

@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from distckpt._checkpoint.model_keys import optimizer_keys
-from distckpt._checkpoint.opening import opened
 from distckpt._format.manifest import STATS_VALUES
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._format.tensor_stats import TensorStats
 from distckpt._pages.charts import heat_map, html_table, ramp
 from distckpt._plan.selection import names_of_tensors
-from distckpt._ranks.collectives import Ranks
 from distckpt._tools.stats import compute_stats, saved_stats
 from distckpt.cli._output import count_text
+from distckpt.cli._selection import opened_at
 from distckpt.manager._listing import CheckpointInfo
 
 
@@ -170,7 +169,7 @@ def _map_of_norms(drawn: _Drawn) -> str:
 
 def _saved_layers(location: str, keys: Sequence[str] | None) -> dict[str, _Layer] | None:
     """Return the layers that a save stored with its checkpoint, or None."""
-    with opened(Ranks.alone(), location) as stored:
+    with opened_at(location) as stored:
         if STATS_VALUES not in stored.manifest.figures:
             return None
         if _has_none(stored, keys):
@@ -185,7 +184,7 @@ def _read_layers(
     info: CheckpointInfo, before: CheckpointInfo | None, keys: Sequence[str] | None
 ) -> dict[str, _Layer]:
     """Return the layers of a checkpoint, in order, computed from its tensors."""
-    with opened(Ranks.alone(), info.location) as stored:
+    with opened_at(info.location) as stored:
         if _has_none(stored, keys):
             return {}
         patterns = keys or _all_but_optimizers(stored)

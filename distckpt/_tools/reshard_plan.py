@@ -181,7 +181,12 @@ def plan_reshard(ranks: Ranks, stored: StoredCheckpoint, request: ReshardRequest
     options = request.options
     notes = _notes_of(stored, options)
     with ranks.phase("plan the new checkpoint") as vote:
-        _check_place(stored, request)
+        if request.is_in_place and not stored.manifest.has_checksums:
+            # Its files would stay.
+            raise CheckpointingException(
+                f"A checkpoint of another format cannot be rewritten in its own place "
+                f"{stored.location!r}."
+            )
         if options.is_of_values:
             stored = decoded(stored)
         content = _content_of(stored, options)
@@ -193,15 +198,6 @@ def plan_reshard(ranks: Ranks, stored: StoredCheckpoint, request: ReshardRequest
             f"{stored.location!r} was changed while it was read: nothing was written, try again."
         )
     return ReshardPlan(stored, content, layout, save, notes)
-
-
-def _check_place(stored: StoredCheckpoint, request: ReshardRequest) -> None:
-    """Refuse other formats in their own place, where files would stay."""
-    if request.is_in_place and not stored.manifest.has_checksums:
-        raise CheckpointingException(
-            f"A checkpoint of another format cannot be rewritten in its own place "
-            f"{stored.location!r}."
-        )
 
 
 def _notes_of(stored: StoredCheckpoint, options: ReshardOptions) -> dict[str, Any]:
@@ -450,12 +446,14 @@ def _grid_regions(key: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> li
             f"Key {key!r} of shape {shape} cannot be divided into a grid of {grid}: give one "
             "number of parts for each axis, from 1 to its size."
         )
+    axes = []
+    for n, size in zip(grid, shape, strict=True):
+        edges = [i * size // n for i in range(n + 1)]
+        axes.append(list(itertools.pairwise(edges)))
     regions = []
-    for cell in itertools.product(*map(range, grid)):
-        starts = [i * size // n for i, n, size in zip(cell, grid, shape, strict=True)]
-        stops = [(i + 1) * size // n for i, n, size in zip(cell, grid, shape, strict=True)]
-        extents = [stop - start for start, stop in zip(starts, stops, strict=True)]
-        regions.append(Region(tuple(starts), tuple(extents)))
+    for cell in itertools.product(*axes):
+        offset = tuple(start for start, _ in cell)
+        regions.append(Region(offset, tuple(stop - start for start, stop in cell)))
     return regions
 
 

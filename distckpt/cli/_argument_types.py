@@ -72,43 +72,26 @@ def parse_size(text: str) -> int:
         ) from None
 
 
-def positive(text: str) -> int:
-    """Convert a positive integer."""
-    return int(_checked(text, int, lambda number: number >= 1, "a positive integer"))
+def _number(
+    kind: Callable[[str], float], name: str, least: float = -math.inf, most: float = math.inf
+) -> Callable[[str], float]:
+    """Return a type of finite numbers within limits."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError, OverflowError):
+            number = kind(text)
+            if math.isfinite(number) and least <= number <= most:
+                return number
+        raise ArgumentTypeError(f"{text!r} is not {name}")
+
+    return parse
 
 
-def not_negative(text: str) -> float:
-    """Convert a number of at least 0."""
-    return _checked(text, float, lambda number: 0 <= number < math.inf, "a number of at least 0")
-
-
-def parse_tolerance(text: str) -> float:
-    """Convert a number of at least 0."""
-    return _checked(
-        text,
-        float,
-        lambda number: 0 <= number < math.inf,
-        "a tolerance: use a number of at least 0",
-    )
-
-
-def _checked(
-    text: str, kind: Callable[[str], float], is_valid: Callable[[float], bool], name: str
-) -> float:
-    with contextlib.suppress(ValueError):
-        if is_valid(number := kind(text)):
-            return number
-    raise ArgumentTypeError(f"{text!r} is not {name}")
-
-
-def parse_weight(text: str) -> float:
-    """Convert a finite number."""
-    return _checked(text, float, math.isfinite, "a finite number; --weights comes behind all paths")
-
-
-def parse_decay(text: str) -> float:
-    """Convert a number from 0 to 1."""
-    return _checked(text, float, lambda number: 0 <= number <= 1, "a number from 0 to 1")
+positive = _number(int, "a positive integer", 1)
+not_negative = _number(float, "a number of at least 0", 0)
+parse_tolerance = _number(float, "a tolerance: use a number of at least 0", 0)
+parse_weight = _number(float, "a finite number; --weights comes behind all paths")
+parse_decay = _number(float, "a number from 0 to 1", 0, 1)
 
 
 def parse_format(text: str) -> tuple[str, str]:

@@ -36,6 +36,7 @@ STORE_TITLES = {"save": "save", "warm_load": "load"}
 
 A put is always durable there, and nothing is in the page cache.
 """
+_COLUMNS = ("median_seconds", "gb_per_second", "raw_gb_per_second", "of_raw")
 RANK_BYTES = 500_000_000
 """Memory of a process that has imported torch."""
 
@@ -52,9 +53,12 @@ def run(arguments: Namespace, output: Output) -> int:
         seconds = run_ranks(measure, task.num_ranks, task._replace(folder=scratch))
     titles = TITLES if locations.is_local(folder) else STORE_TITLES
     figures = []
-    for case in titles:
+    rows = []
+    for case, title in titles.items():
         if case in seconds:
-            figures.append(_figure(case, titles[case], task.num_bytes, seconds[case]))
+            figure = _figure(case, title, task.num_bytes, seconds[case])
+            figures.append(figure)
+            rows.append([title, *(f"{figure[column]:.3f}" for column in _COLUMNS)])
     output.json(
         {
             "location": folder,
@@ -67,10 +71,6 @@ def run(arguments: Namespace, output: Output) -> int:
     rounds = count_text(task.num_runs, "round")
     output.line(f"{size_text(task.num_bytes)} in tensors of 16 MiB on {ranks}, median of {rounds}")
     output.line()
-    columns = ("median_seconds", "gb_per_second", "raw_gb_per_second", "of_raw")
-    rows = []
-    for figure in figures:
-        rows.append([figure["title"], *(f"{figure[column]:.3f}" for column in columns)])
     output.table(["", "seconds", "GB/s", "raw GB/s", "of raw"], rows)
     if len(figures) < len(titles):
         output.line(
@@ -123,22 +123,6 @@ def _check_resources(task: Task) -> None:
             )
 
 
-def _warn_of_races(folder: str, reason: str) -> None:
-    if reason:
-        logger.warning(
-            "%s has %s: nothing keeps two programs that save there at the same time apart",
-            folder,
-            reason,
-        )
-
-
-def _remove_scratch(scratch: str) -> None:
-    try:
-        locations.remove_tree(scratch)
-    except OSError as error:
-        logger.warning("%s could not be removed: %s", scratch, error)
-
-
 @contextlib.contextmanager
 def scratch_folder(folder: str) -> Iterator[str]:
     """Make a temporary folder below a directory or URL.
@@ -151,7 +135,13 @@ def scratch_folder(folder: str) -> Iterator[str]:
             os.mkdir(scratch)
         else:
             # Before the ranks start, rather than after a job has uploaded all its bytes.
-            _warn_of_races(folder, _try_requests(scratch))
+            reason = _try_requests(scratch)
+            if reason:
+                logger.warning(
+                    "%s has %s: nothing keeps two programs that save there at the same time apart",
+                    folder,
+                    reason,
+                )
         yield scratch
     finally:
         before = {}
@@ -160,7 +150,10 @@ def scratch_folder(folder: str) -> Iterator[str]:
         with contextlib.suppress(OSError):
             locations.remove_tree(scratch)
         # A store may still carry out a request of a rank that was killed: look again.
-        _remove_scratch(scratch)
+        try:
+            locations.remove_tree(scratch)
+        except OSError as error:
+            logger.warning("%s could not be removed: %s", scratch, error)
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -22,7 +22,6 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import did_you_mean, other_prefix
 from distckpt._base.options import Progress
 from distckpt._checkpoint.consistent_read import check_files
-from distckpt._checkpoint.opening import opened
 from distckpt._checkpoint.stored_values import (
     StoredTensor,
     holds_objects,
@@ -33,11 +32,11 @@ from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import cut_region
-from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 from distckpt.cli._output import Output, shape_text
 from distckpt.cli._plain import plain, without_middle
+from distckpt.cli._selection import opened_at
 
 _SUMMARIZED = 1000
 """Largest number of elements that is read and printed in full.
@@ -53,7 +52,7 @@ _WIDTH = 120
 
 def run(arguments: Namespace, output: Output) -> int:
     """Print or save values, unless the checkpoint is replaced meanwhile."""
-    with opened(Ranks.alone(), locations.normalize(arguments.path)) as stored:
+    with opened_at(arguments.path) as stored:
         _show(stored, arguments, output)
     return 0
 

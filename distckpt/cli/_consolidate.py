@@ -55,16 +55,11 @@ def run(arguments: Namespace, output: Output) -> int:
 def _options(arguments: Namespace) -> ExportOptions:
     return ExportOptions(
         keys=["*"] if arguments.all else arguments.keys,
-        family=arguments.family,
         rename=dict(arguments.rename),
         dtype=dtype_option(arguments.dtype),
         quantize=dict(arguments.quantize) if arguments.quantize else None,
-        tied=arguments.tied,
-        like=arguments.like,
-        merge_adapter=arguments.merge_adapter,
-        extra_files_from=arguments.extra_files_from,
-        extra_code=arguments.extra_code,
-        verify=arguments.verify,
+        **given(arguments, "family", "tied", "like", "merge_adapter", "verify"),
+        **given(arguments, "extra_files_from", "extra_code"),
         **given(arguments, "max_file_bytes", "max_inflight_bytes"),
     )
 

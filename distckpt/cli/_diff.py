@@ -16,21 +16,15 @@ from distckpt._state.common_state import COMMON_KEY
 from distckpt._tools.diff import DiffReport, ObjectDifference, diff
 from distckpt._tools.tensor_differences import TensorDifference
 from distckpt.cli._output import MAX_LISTED, Output, count_text, shape_text, size_text
-from distckpt.cli._selection import call
+from distckpt.cli._selection import call, given
 
 _HEADS = ("tensor", "differs", "max", "rel L2", "where")
 
 
 def run(arguments: Namespace, output: Output) -> int:
     """Compare, list the differences, return 1 if there are any."""
-    values = {
-        "a": arguments.a,
-        "b": arguments.b,
-        "keys": arguments.keys,
-        "rename": dict(arguments.rename),
-        "atol": arguments.atol,
-        "rtol": arguments.rtol,
-    }
+    values = given(arguments, "a", "b", "keys", "atol", "rtol")
+    values["rename"] = dict(arguments.rename)
     show = partial(_show, arguments)
     return call(arguments, output, diff, values, show, verb="diff", doing="comparing")
 

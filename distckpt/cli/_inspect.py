@@ -9,17 +9,15 @@ from typing import Any
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import did_you_mean, other_prefix
 from distckpt._checkpoint import consistent_read
-from distckpt._checkpoint.opening import opened
 from distckpt._commit.conditional_put import stray_files
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._operations.file_checks import Problem, check_files
-from distckpt._ranks.collectives import Ranks
-from distckpt._storage import locations
 from distckpt.cli import _grid as grid
 from distckpt.cli._grid import balance_text, list_files, list_writers, owner_of
 from distckpt.cli._groups import Group, group_keys, tree_lines
 from distckpt.cli._output import BOLD, RED, Output, count_text, shape_text, size_text
+from distckpt.cli._selection import opened_at
 from distckpt.cli._summary import objects_text, save_text, summarize
 from distckpt.cli._verify import list_problems, strays_text
 
@@ -33,7 +31,7 @@ def run(arguments: Namespace, output: Output) -> int:
 
     Return 1 if files are missing or damaged.
     """
-    with opened(Ranks.alone(), locations.normalize(arguments.path)) as stored:
+    with opened_at(arguments.path) as stored:
         file_ids = range(len(stored.manifest.files))
         problems = check_files(stored, file_ids, _NUM_THREADS)
         consistent_read.check_files(stored)

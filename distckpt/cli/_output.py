@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -14,8 +13,6 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
-
-from distckpt._base.tree import Position, map_leaves, new_like
 
 MAX_LISTED = 50
 """Findings that a verb lists without --json."""
@@ -210,21 +207,7 @@ def encodable(text: str) -> str:
 
 def finite(value: Any) -> Any:
     """Replace numbers that JSON does not have by strings: "NaN", "Infinity", "-Infinity"."""
-    return map_leaves(_finite, value, _is_nested, join=new_like)
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple)
-
-
-def _finite(_: Position, value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        if math.isnan(value):
-            return "NaN"
-        if value > 0:
-            return "Infinity"
-        return "-Infinity"
-    return value
+    return json.loads(json.dumps(value), parse_constant=str)
 
 
 def _wrapped(text: str, width: int) -> str:

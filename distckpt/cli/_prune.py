@@ -14,6 +14,7 @@ from distckpt._base.errors import CheckpointNotFoundError
 from distckpt._commit import hidden_directories, posix
 from distckpt._storage import locations
 from distckpt.cli._output import Output
+from distckpt.cli._selection import given
 from distckpt.manager import _removal as removal
 from distckpt.manager import _steps as steps
 from distckpt.manager._removal import Retention, metric_names, surplus, unknown_metric
@@ -93,13 +94,8 @@ def _why_kept(name: str) -> str:
 
 
 def _plan(arguments: Namespace) -> _Pruning:
-    policy = Retention(
-        keep_last=arguments.keep_last,
-        keep_every=arguments.keep_every,
-        best_metric=arguments.best_metric,
-        best_mode=arguments.best_mode,
-        keep_best=arguments.keep_best,
-    )
+    conditions = ("keep_last", "keep_every", "best_metric", "best_mode", "keep_best")
+    policy = Retention(**given(arguments, *conditions))
     root = posix.resolve(arguments.root)
     if not locations.isdir(root):
         raise CheckpointNotFoundError(f"{root!r} is not a directory")

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from distckpt._base.lazy import torch
+from distckpt._checkpoint.opening import opened
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.cli._arguments import is_in_parts
 from distckpt.cli._output import Output
+
+
+def opened_at(path: str) -> AbstractContextManager[StoredCheckpoint]:
+    """Open a checkpoint, see `opened`."""
+    return opened(Ranks.alone(), locations.normalize(path))
 
 
 def given(arguments: Namespace, *names: str) -> dict[str, Any]:

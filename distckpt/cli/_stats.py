@@ -13,13 +13,12 @@ from typing import NamedTuple
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._base.messages import key_pattern, summarize_keys, without_numbers
 from distckpt._base.options import Progress
-from distckpt._checkpoint.opening import opened
 from distckpt._format.tensor_stats import TensorStats
-from distckpt._ranks.collectives import Ranks
+from distckpt._io.block_stats import BlockStats, together
 from distckpt._storage import locations
 from distckpt._tools.stats import compute_stats, saved_stats
 from distckpt.cli._output import Output, count_text, size_text
-from distckpt.cli._selection import call
+from distckpt.cli._selection import call, opened_at
 
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _ASCII_BARS = "_.:-=+*#"
@@ -69,7 +68,7 @@ def _measure(
     is_recomputing: bool, checkpoint_dir: str, keys: Sequence[str] | None, progress: Progress
 ) -> _Report:
     started = time.perf_counter()
-    with opened(Ranks.alone(), locations.normalize(checkpoint_dir)) as stored:
+    with opened_at(checkpoint_dir) as stored:
         saved = None if is_recomputing else saved_stats(stored, keys)
         if saved is not None:
             return _Report(saved, is_saved=True)
@@ -130,31 +129,18 @@ def _grouped(tensors: Sequence[TensorStats]) -> list[list[TensorStats]]:
 
 def _cells(group: Sequence[TensorStats], bars: str) -> list[str]:
     """Format the statistics of all values of a group; a single tensor has a histogram."""
+    parts = []
+    for tensor in group:
+        num_finite = tensor.num_elements - tensor.num_nan - tensor.num_infinite
+        counts = (num_finite, tensor.num_nan, tensor.num_infinite, tensor.num_zero)
+        parts.append(BlockStats(*counts, tensor.mean, tensor.norm, tensor.min, tensor.max))
+    total = together(parts)
     cells = [key_pattern([tensor.key for tensor in group]), str(len(group))]
-    cells += [f"{value:.3g}" for value in _totals(group)]
-    for field in ("num_zero", "num_nan", "num_infinite"):
-        count = sum(getattr(tensor, field) for tensor in group)
+    cells += [f"{value:.3g}" for value in (total.norm, total.mean, total.low, total.high)]
+    for count in (total.num_zero, total.num_nan, total.num_infinite):
         cells.append(f"{count:,}" if count else "")
     cells.append(_histogram(group[0], bars) if len(group) == 1 else "")
     return cells
-
-
-def _totals(group: Sequence[TensorStats]) -> tuple[float, float, float, float]:
-    """Return norm, mean, minimum and maximum of a group's finite values."""
-    # A tensor without finite values has none of these.
-    members = [tensor for tensor in group if _num_finite(tensor)] or group[:1]
-    number = sum(_num_finite(tensor) for tensor in members) or 1
-    means = (tensor.mean * (_num_finite(tensor) / number) for tensor in members)
-    return (
-        math.hypot(*(tensor.norm for tensor in members)),
-        sum(means) if len(members) > 1 else members[0].mean,
-        min(tensor.min for tensor in members),
-        max(tensor.max for tensor in members),
-    )
-
-
-def _num_finite(tensor: TensorStats) -> int:
-    return tensor.num_elements - tensor.num_nan - tensor.num_infinite
 
 
 def _histogram(tensor: TensorStats, bars: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distckpt._base.libc import cached_fraction
+from distckpt._base.libc import DIRECT, cached_fraction
 from distckpt._operations.load import load
 from distckpt._operations.save import save
 from distckpt._ranks.collectives import Ranks
@@ -200,7 +200,7 @@ def _raw_objects(num_bytes: int, prefix: str) -> Contestant:
 def _opened(path: str, flags: int, is_direct: bool) -> Iterator[int]:
     """Open a file, around the page cache if `is_direct` and possible."""
     try:
-        fd = os.open(path, flags | (getattr(os, "O_DIRECT", 0) if is_direct else 0), 0o666)
+        fd = os.open(path, flags | (DIRECT if is_direct else 0), 0o666)
     except OSError:
         fd = os.open(path, flags, 0o666)
     try:
@@ -219,11 +219,13 @@ def drop_from_page_cache(folder: str) -> bool:
 
     Return False where that cannot be done.
     """
-    paths = []
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    is_dropped = True
     for place, _, names in os.walk(folder):
         for name in names:
-            paths.append(os.path.join(place, name))
-    return hasattr(os, "posix_fadvise") and all(list(map(_drop_file, paths)))
+            is_dropped &= _drop_file(os.path.join(place, name))
+    return is_dropped
 
 
 def _drop_file(path: str) -> bool:

@@ -229,12 +229,11 @@ class _Progress:
         # Callbacks that average weights put the average into "state_dict", and the weights
         # elsewhere.
         places = []
+        rest = {}
         for name, value in checkpoint.items():
             if value is weights:
                 places.append(name)
-        rest = {}
-        for name, value in checkpoint.items():
-            if name not in places:
+            else:
                 rest[name] = value
         return {**rest, "places_of_weights": places, "has_loaders": bool(self.loaders.states)}
 

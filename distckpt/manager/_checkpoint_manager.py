@@ -138,7 +138,7 @@ class CheckpointManager(SaysOtherNames):
 
     def location(self, step: int) -> str:
         """Return the location of a step, whether it exists or not."""
-        return locations.join(self.root, steps.step_name(step))
+        return steps.step_location(self.root, step)
 
     # --- Save
 

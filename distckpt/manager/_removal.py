@@ -14,7 +14,7 @@ from distckpt._base.messages import check_choice, did_you_mean
 from distckpt._commit import conditional_put, hidden_directories, posix
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
-from distckpt.manager._steps import Saved, step_name
+from distckpt.manager._steps import Saved, step_location
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def remove_step(root: str, step: int, save: str) -> bool:
 
     It is never half deleted under its name.
     """
-    location = locations.join(root, step_name(step))
+    location = step_location(root, step)
 
     def is_that_save(place: str) -> bool:
         saved = steps.saved_at(place, step)
@@ -226,7 +226,7 @@ def clear_leftovers(root: str, is_abandoned: Callable[[str], bool]) -> None:
     for name in steps.list_root(root):
         replaced = steps.replaced_step(name)
         if replaced is not None:
-            posix.put_back(locations.join(root, step_name(replaced)))
+            posix.put_back(step_location(root, replaced))
             clear_leftover(root, name, locations.exists)
         elif steps.is_leftover(name):
             clear_leftover(root, name, is_abandoned)
@@ -259,7 +259,7 @@ def clear_leftover(root: str, name: str, is_abandoned: Callable[[str], bool]) ->
 
 def _clear_unfinished_objects(root: str, is_abandoned: Callable[[str], bool]) -> None:
     for step in set(steps.all_steps(root)).difference(steps.committed_steps(root)):
-        location = locations.join(root, step_name(step))
+        location = step_location(root, step)
         if is_abandoned(location):
             logger.info("removing what an interrupted save of step %d has left in %s", step, root)
             conditional_put.remove_unfinished(location)
