@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from typing import Any
@@ -37,19 +38,20 @@ _UNITS = {
 }
 
 
-def parse_part(text: str) -> str:
-    """Check `K/N`, `auto` or `auto/N`."""
-    index, slash, count = text.partition("/")
-    numbers = [count] if index == "auto" else [index, count]
-    is_right = text == "auto" or (slash and all(number.isdecimal() for number in numbers))
-    if not is_right or (slash and int(count) == 0):
+def parse_part(text: str) -> tuple[int | None, int | None]:
+    """Split `K/N`, `auto` or `auto/N`; None is left to the environment."""
+    match = re.fullmatch(r"(?:auto|(\d+)(?=/))(?:/(\d+))?", text)
+    index = count = None
+    if match:
+        index, count = (None if number is None else int(number) for number in match.groups())
+    if not match or count == 0:
         raise ArgumentTypeError(f"{text!r} is no part; write 3/16, auto or auto/16")
-    if index != "auto" and int(index) >= int(count):
+    if index is not None and count is not None and index >= count:
         raise ArgumentTypeError(
             f"{text!r} is no part: they are counted from 0, and the last of {count} is "
-            f"{int(count) - 1}/{count}"
+            f"{count - 1}/{count}"
         )
-    return text
+    return index, count
 
 
 def pair(text: str) -> tuple[str, str]:

@@ -11,7 +11,10 @@ from functools import partial
 from typing import Any
 
 from distckpt._base.messages import key_pattern, natural_order, without_numbers
+from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._geometry.region import whole
+from distckpt._plan.selection import matches, names_of_tensors, renamed
+from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._tools.diff import DiffReport, ObjectDifference, diff
 from distckpt._tools.tensor_differences import TensorDifference
@@ -32,10 +35,7 @@ def run(arguments: Namespace, output: Output) -> int:
 def _show(arguments: Namespace, report: DiffReport, output: Output) -> int:
     output.json(_as_json(report))
     if arguments.html:
-        # Imported only for this option, which is rare.
-        from distckpt._pages.diff_page import write_diff_page
-
-        write_diff_page(arguments.html, report, arguments.keys, dict(arguments.rename))
+        _write_page(arguments.html, report, arguments.keys, dict(arguments.rename))
         output.message(f"wrote {arguments.html}")
     _print_differences(report, output, arguments.keys is None)
     output.line(f"{'SAME' if report.is_same else 'DIFFERENT'}: {_outcome(report)}")
@@ -121,7 +121,7 @@ def _optimizer_text(report: DiffReport) -> str:
         "only in A": len(report.only_in_a),
         "only in B": len(report.only_in_b),
     }
-    parts = counted(counts)
+    parts = _counted(counts)
     if not parts:
         return ""
     rates = []
@@ -162,12 +162,12 @@ def _order(members: Sequence[TensorDifference]) -> float:
 
 
 def _row_of(members: Sequence[TensorDifference]) -> list[str]:
-    row = [key_pattern([tensor.key for tensor in members]), changes_of(members)]
+    row = [key_pattern([tensor.key for tensor in members]), _changes_of(members)]
     if not members[0].num_different:
         return [*row, "", "", ""]
     for field in ("max_difference", "relative_difference"):
         row.append(f"{_largest(getattr(tensor, field) for tensor in members):.1e}")
-    return [*row, place_of(members[0]) if len(members) == 1 else ""]
+    return [*row, _place_of(members[0]) if len(members) == 1 else ""]
 
 
 def _largest(numbers: Iterable[float]) -> float:
@@ -178,7 +178,7 @@ def _largest(numbers: Iterable[float]) -> float:
     return max(values)
 
 
-def changes_of(members: Sequence[TensorDifference]) -> str:
+def _changes_of(members: Sequence[TensorDifference]) -> str:
     """Format the common difference of some tensors: shapes, dtypes and number of values."""
     first = members[0]
     parts = []
@@ -195,7 +195,7 @@ def changes_of(members: Sequence[TensorDifference]) -> str:
     return ", ".join(parts)
 
 
-def place_of(tensor: TensorDifference) -> str:
+def _place_of(tensor: TensorDifference) -> str:
     """Return the place where a tensor differs; an empty string for everywhere."""
     if tensor.num_different == 1 or not tensor.region:
         return json.dumps(tensor.first_index)
@@ -209,7 +209,7 @@ def place_of(tensor: TensorDifference) -> str:
 
 def _describe_object(difference: ObjectDifference) -> str:
     """Format the difference of an object as one line."""
-    place = place_of_object(difference)
+    place = _place_of_object(difference)
     a, b = difference.values
     if difference.where != "both":
         value = a or b
@@ -219,7 +219,7 @@ def _describe_object(difference: ObjectDifference) -> str:
     return f"{place}: {a} -> {b}"
 
 
-def place_of_object(difference: ObjectDifference) -> str:
+def _place_of_object(difference: ObjectDifference) -> str:
     """Name the place of a difference."""
     part = ""
     if difference.offset not in (None, (0,)):
@@ -233,7 +233,7 @@ def place_of_object(difference: ObjectDifference) -> str:
 # --- The whole ------------------------------------------------------------------------------------
 
 
-def counts_of(report: DiffReport) -> dict[str, int]:
+def _counts_of(report: DiffReport) -> dict[str, int]:
     """Count the tensors by how they compare."""
     num_different = sum(tensor.shapes[0] == tensor.shapes[1] for tensor in report.tensors)
     return {
@@ -245,12 +245,12 @@ def counts_of(report: DiffReport) -> dict[str, int]:
     }
 
 
-def counted(counts: Mapping[str, int]) -> list[str]:
+def _counted(counts: Mapping[str, int]) -> list[str]:
     """Format the counts that are not 0."""
     return [f"{count:,} {name}" for name, count in counts.items() if count]
 
 
-def number_that_differ(number: int) -> str:
+def _number_that_differ(number: int) -> str:
     """Format how many differ: `1 differs`, `2 differ`."""
     if number == 1:
         return "1 differs"
@@ -259,10 +259,10 @@ def number_that_differ(number: int) -> str:
 
 def _outcome(report: DiffReport) -> str:
     """Format how the checkpoints compare as one line."""
-    counts = counts_of(report)
+    counts = _counts_of(report)
     num_equal = counts.pop("equal")
-    differing = number_that_differ(counts.pop("differ"))
-    rest = counted(counts)
+    differing = _number_that_differ(counts.pop("differ"))
+    rest = _counted(counts)
     if report.objects:
         differences = count_text(len(report.objects), "difference")
         rest.append(f"{differences} in common state and objects")
@@ -271,3 +271,79 @@ def _outcome(report: DiffReport) -> str:
     if rest:
         return "; ".join([text, ", ".join(rest)])
     return text
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+
+def _write_page(
+    path: str, report: DiffReport, keys: Sequence[str] | None, rename: Mapping[str, str]
+) -> None:
+    """Write a page about the differences between two checkpoints."""
+    # Imported only for this option, which is rare.
+    from distckpt._pages.page import write_page
+
+    a, b = (open_undisturbed(Ranks.alone(), location) for location in (report.a, report.b))
+    names = {}
+    for key in names_of_tensors(a.manifest):
+        if keys is None or matches(key, keys):
+            names[renamed(key, rename)] = key
+    changes = {}
+    for tensor in report.tensors:
+        changes[tensor.key] = _change(tensor)
+    for side, only in (("A", report.only_in_a), ("B", report.only_in_b)):
+        changes |= {name: {"rate": None, "text": f"only in {side}"} for name in only}
+    write_page(path, a, names, _head(report), changes, (b, report.only_in_b))
+
+
+def _head(report: DiffReport) -> dict[str, Any]:
+    note = ""
+    if not report.objects_compared:
+        note = "Objects and common state were not compared."
+    objects = []
+    for item in report.objects:
+        objects.append([_place_of_object(item), *(value or "" for value in item.values)])
+    return {
+        "title": "No differences" if report.is_same else _title(report),
+        "lines": [("A", report.a), ("B", report.b), ("", note)],
+        "tiles": _tiles(report),
+        "objects": objects,
+        "same": report.is_same,
+    }
+
+
+def _tiles(report: DiffReport) -> list[tuple[str, str]]:
+    always = {"equal", "differ"}
+    counts = {"tensors compared": report.num_compared, **_counts_of(report)}
+    tiles = []
+    for name, count in counts.items():
+        if count or name in always:
+            tiles.append((f"{count:,}", name))
+    return tiles
+
+
+def _title(report: DiffReport) -> str:
+    counts = _counts_of(report)
+    del counts["equal"]
+    num_different = counts.pop("differ")
+    parts = _counted(counts)
+    if num_different:
+        number, verb = _number_that_differ(num_different).split(" ")
+        compared = count_text(report.num_compared, "tensor")
+        parts.insert(0, f"{number} of {compared} {verb}")
+    return ", ".join(parts) or "All tensors are equal, but not all objects or common state"
+
+
+def _change(tensor: TensorDifference) -> dict[str, Any]:
+    """Return the entry of the page for a tensor that differs."""
+    text = _changes_of([tensor])
+    if not tensor.num_different:
+        return {"rate": None, "text": text}
+    return {
+        "different": tensor.num_different,
+        "elements": tensor.num_elements,
+        "max": tensor.max_difference,
+        "rate": tensor.relative_difference,
+        "where": _place_of(tensor),
+        "text": text,
+    }
