@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import math
 import os
 import re
-import secrets
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -145,16 +143,18 @@ def _save(
     stored: StoredCheckpoint, tensor: StoredTensor, selection: Selection, path: str, output: Output
 ) -> None:
     """Write a .npy file, a window at a time; it appears when it is complete."""
-    temporary = f"{path}.tmp-{secrets.token_hex(8)}"
+    temporary = locations.temporary_beside(path)
     try:
-        with open(temporary, "xb") as file, output.progress("saving") as progress:
+        with (
+            locations.naming(path),
+            open(temporary, "xb") as file,
+            output.progress("saving") as progress,
+        ):
             _write_npy(file, tensor, selection, progress)
         check_files(stored)
         os.replace(temporary, path)
-    except BaseException as error:
+    except BaseException:
         locations.remove_file(temporary)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(error.errno, error.strerror, path) from error
         raise
     saved = _numpy_dtype(tensor.dtype)
     is_exact = torch.from_numpy(np.empty(0, saved)).dtype == FROM_NAME[tensor.dtype]
