@@ -93,9 +93,7 @@ def _measure_cases(
         _empty(ranks, folder)
     yield "save", _time(ranks, lambda: contestant.save(True))
     if is_local:
-        if ranks.broadcast(
-            b"yes" if ranks.is_coordinator and drop_from_page_cache(folder) else b""
-        ):
+        if ranks.decide_json("empty the page cache", lambda: drop_from_page_cache(folder)):
             yield "cold_load", _time(ranks, lambda: contestant.load(True))
         contestant.load(False)  # brings all files into the page cache
     yield "warm_load", _time(ranks, lambda: contestant.load(False))
@@ -125,11 +123,9 @@ def _wait_for_all(ranks: Ranks) -> None:
 
 def _distckpt(rank: int, task: Task) -> Contestant:
     """Save a checkpoint, and load it into existing tensors, verifying checksums."""
-    keys = []
-    for i in range(task.num_tensors):
-        keys.append(f"layers.{i}.weight")
     shards = {}
-    for key in keys:
+    for i in range(task.num_tensors):
+        key = f"layers.{i}.weight"
         shards[key] = ShardedTensor.from_rank_offsets(
             key, torch.randn(TENSOR_SHAPE), (0, rank, task.num_ranks)
         )
