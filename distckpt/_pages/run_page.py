@@ -13,8 +13,7 @@ from distckpt._pages.charts import (
     tiles,
     write_static_page,
 )
-from distckpt.cli._ls import HEADS, cells_of
-from distckpt.cli._output import size_text
+from distckpt.cli._output import CHECKPOINT_HEADS, cells_of_checkpoint, size_text
 from distckpt.manager._listing import CheckpointInfo
 
 _BYTES = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
@@ -129,8 +128,8 @@ def _waits(infos: Sequence[CheckpointInfo]) -> Iterator[Point]:
 def _table(infos: Sequence[CheckpointInfo]) -> str:
     rows = []
     for info in reversed(infos):
-        name, saved, metrics, state, size = cells_of(info)
+        name, saved, metrics, state, size = cells_of_checkpoint(info)
         if info.problem:
             state += f": {info.problem}"
         rows.append([name, saved, metrics, state, size])
-    return html_table(HEADS, rows)
+    return html_table(CHECKPOINT_HEADS, rows)

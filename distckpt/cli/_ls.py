@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from distckpt.cli._output import Output, size_text, time_text
-from distckpt.manager._listing import CheckpointInfo, list_checkpoints
-
-HEADS = ["checkpoint", "saved", "metrics", "state", "size"]
+from distckpt.cli._output import CHECKPOINT_HEADS, Output, cells_of_checkpoint
+from distckpt.manager._listing import list_checkpoints
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -23,23 +21,9 @@ def run(arguments: Namespace, output: Output) -> int:
     if not infos:
         output.line(f"there are no checkpoints in {arguments.root}")
         return 0
-    output.table(HEADS, list(map(cells_of, infos)), num_text=4, drop="metrics saved")
+    rows = list(map(cells_of_checkpoint, infos))
+    output.table(CHECKPOINT_HEADS, rows, num_text=4, drop="metrics saved")
     for info in infos:
         if info.problem:
             output.line(f"{info.name}: {info.problem}")
     return 0
-
-
-def cells_of(info: CheckpointInfo) -> list[str]:
-    """Return the cells of a checkpoint in a table with these heads."""
-    metrics = " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items())
-    words = {
-        "not whole": info.problem is not None,
-        "newest": info.is_newest,
-        "pinned": info.pinned,
-    }
-    state = ", ".join(word for word, applies in words.items() if applies)
-    size = ""
-    if info.num_bytes:
-        size = size_text(info.num_bytes)
-    return [info.name, time_text(info.saved_at), metrics, state, size]

@@ -12,7 +12,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distckpt.manager._listing import CheckpointInfo
 
 MAX_LISTED = 50
 """Findings that a verb lists without --json."""
@@ -37,6 +40,7 @@ COLORS = (
     "#86bcb6",
 )
 """The colors of ranks, on pages as on terminals."""
+CHECKPOINT_HEADS = ["checkpoint", "saved", "metrics", "state", "size"]
 _MAX_SWATCHES = 16
 _BLOCK = "\u2588"
 
@@ -245,6 +249,21 @@ def size_text(num_bytes: float) -> str:
 def time_text(seconds: float | None) -> str:
     """Format a time by the clock of this machine; an empty string for None."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def cells_of_checkpoint(info: CheckpointInfo) -> list[str]:
+    """Return the cells of a checkpoint in a table with `CHECKPOINT_HEADS`."""
+    metrics = " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items())
+    words = {
+        "not whole": info.problem is not None,
+        "newest": info.is_newest,
+        "pinned": info.pinned,
+    }
+    state = ", ".join(word for word, applies in words.items() if applies)
+    size = ""
+    if info.num_bytes:
+        size = size_text(info.num_bytes)
+    return [info.name, time_text(info.saved_at), metrics, state, size]
 
 
 # --- Table ----------------------------------------------------------------------------------------
