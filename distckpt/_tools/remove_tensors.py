@@ -79,9 +79,9 @@ def remove_tensors(
 
 
 def _names_after(manifest: Manifest, removed: set[str]) -> tuple[list[str | None], dict[str, str]]:
-    """Return the new name of each stored key, None if it is removed, and the aliases that stay.
+    """Return the new names of stored keys, and the aliases that stay.
 
-    A tied tensor whose own name is removed gets the name of its first alias.
+    The name of a key that is removed is None.     A tied tensor whose own name is removed gets the name of its first alias.
     """
     tied: dict[str, list[str]] = {key: [key] for key in manifest.keys}
     for alias, target in manifest.aliases.items():
@@ -114,7 +114,7 @@ def _write_remaining(
     file_ids = all_chunks.file_ids
     key_ids = [key_id for key_id, name in enumerate(names) if name is not None]
     stays = np.isin(all_chunks.key_ids, key_ids)
-    is_renamed = np.array([name != key for name, key in zip(names, manifest.keys, strict=True)])
+    is_renamed = np.array(names, object) != np.array(manifest.keys, object)
     changes = is_renamed[all_chunks.key_ids]
     files: dict[int, ShardFile] = {}
     for file_id in sorted(set(file_ids[stays].tolist())):

@@ -235,7 +235,7 @@ def _tensors_to_compare(
 
 
 def _compare_plain(stored: StoredCheckpoint, common: Any) -> Iterator[tuple[str, str | None]]:
-    """Compare plain tensors with the checkpoint; yield the name of each, and how it differs."""
+    """Yield the name of each plain tensor, and how it differs."""
     plain = []
     for pair in leaves(common):
         if isinstance(pair[1], torch.Tensor):

@@ -80,7 +80,7 @@ def _print_differences(report: DiffReport, output: Output, is_folding: bool) -> 
 
 
 def _print_table(rows: Sequence[Sequence[str]], output: Output) -> None:
-    """Print the first rows, without columns that are empty in all of them."""
+    """Print the first rows, without columns that are always empty."""
     columns = []
     for head, *cells in zip(_HEADS, *rows, strict=True):
         if any(cells):
@@ -135,9 +135,9 @@ def _optimizer_text(report: DiffReport) -> str:
 
 
 def _rows_of(report: DiffReport) -> list[list[str]]:
-    """Return a row for tensors that differ in the same way, and in numbers of their keys.
+    """Return a row for each group of tensors that differ alike.
 
-    The largest relative difference comes first. Tensors whose values are not compared, or that only
+    Their keys differ in numbers only. The largest relative difference comes first. Tensors whose values are not compared, or that only
     one side has, come last.
     """
     alike: dict[object, list[TensorDifference]] = {}

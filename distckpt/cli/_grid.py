@@ -1,4 +1,4 @@
-"""The chunks and files of a checkpoint, and the ranks that wrote them."""
+"""Chunks and files of a checkpoint, and the ranks that wrote them."""
 
 from __future__ import annotations
 
@@ -182,7 +182,10 @@ def _owners(chunks: Sequence[Chunk]) -> dict[str, int]:
 
 
 def _drawn(values: tuple[int, ...], axes: tuple[int, ...], missing: int) -> tuple[int, int]:
-    """Return the values of the axes down and across; a picture of one has no axis down."""
+    """Return the values of the axes down and across.
+
+    A tensor of one axis has none down: its value is `missing`.
+    """
     drawn = [values[axis] for axis in axes]
     row, column = [missing] * (2 - len(axes)) + drawn
     return row, column

@@ -1,4 +1,4 @@
-"""Choose the steps to keep, remove the others, and remains of interrupted saves and removals."""
+"""Choose the steps to keep, and remove others and leftovers."""
 
 from __future__ import annotations
 
