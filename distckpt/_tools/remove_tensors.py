@@ -81,7 +81,8 @@ def remove_tensors(
 def _names_after(manifest: Manifest, removed: set[str]) -> tuple[list[str | None], dict[str, str]]:
     """Return the new names of stored keys, and the aliases that stay.
 
-    The name of a key that is removed is None.     A tied tensor whose own name is removed gets the name of its first alias.
+    The name of a key that is removed is None. A tied tensor whose own name is removed gets the name
+    of its first alias.
     """
     tied: dict[str, list[str]] = {key: [key] for key in manifest.keys}
     for alias, target in manifest.aliases.items():

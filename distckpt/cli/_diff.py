@@ -137,8 +137,8 @@ def _optimizer_text(report: DiffReport) -> str:
 def _rows_of(report: DiffReport) -> list[list[str]]:
     """Return a row for each group of tensors that differ alike.
 
-    Their keys differ in numbers only. The largest relative difference comes first. Tensors whose values are not compared, or that only
-    one side has, come last.
+    Their keys differ in numbers only. The largest relative difference comes first. Tensors whose
+    values are not compared, or that only one side has, come last.
     """
     alike: dict[object, list[TensorDifference]] = {}
     for tensor in report.tensors:
