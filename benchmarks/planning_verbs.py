@@ -31,9 +31,9 @@ from distckpt._tools.reshard_plan import (
     ReshardRequest,
     plan_reshard,
 )
+from distckpt.cli._grid import list_files, list_writers
 from distckpt.cli._groups import group_keys
 from distckpt.cli._summary import summarize
-from distckpt.cli._writers import list_files, list_writers
 
 FILE_BYTES = 5 << 30
 RESHARDED_RANKS = 8

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.resources
+import itertools
 import logging
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape, unescape
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import sealed, unsealed
+from distckpt._storage import locations
 from distckpt.cli._output import COLORS
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,9 @@ section h2 { margin: 0 0 10px; }
 
 
 _MAX_COLUMN_LABELS = 6
-"""Pixels below a heat map, which separate two on a phone."""
+"""Labels below a heat map, which stay apart on a phone."""
+_KIND_COLORS = [color for color in COLORS if color != "#e15759"]
+"""The colors of kinds: never red, which stands for a problem."""
 
 
 _FIGURES = ('<meta name="distckpt-figures" content="', '">')
@@ -103,11 +106,8 @@ def write_static_page(
         f"<title>{escape(title)}</title><style>{style}{_STYLE}</style></head><body><main>"
         f'<h1>{escape(title)}</h1><div id="head">{head}</div>{body}</main></body></html>\n'
     )
-    temporary = f"{path}.tmp-{os.getpid()}"
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(page)
-        os.replace(temporary, path)
+        locations.write_bytes(path, page.encode(), durable=False)
     except OSError as error:
         raise CheckpointingException(
             f"The page cannot be written to {path!r}: {error.strerror}."
@@ -149,8 +149,9 @@ def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cells_of(heads: Sequence[str], row: Sequence[str]) -> str:
-    html = f'<td class="text">{escape(row[0])}</td>'
-    for head, cell in zip(heads[1:], row[1:], strict=True):
+    first, *cells = row
+    html = f'<td class="text">{escape(first)}</td>'
+    for head, cell in zip(heads[1:], cells, strict=True):
         if cell:
             html += f'<td class="text" data-name="{escape(head)}">{escape(cell)}</td>'
         else:
@@ -164,25 +165,31 @@ def line_chart(points: Sequence[Point], ends: tuple[float, float], height: int =
     The axis across goes from one of the ends to the other.
     """
     ys = [point.y for point in points]
+    low, high = min(ys), max(ys)
     bottom = height - _BOTTOM
     at_x = _scale(*ends, 0, 100)
-    at_y = _scale(min(ys), max(ys), bottom, _TOP)
-    places = []
+    at_y = _scale(low, high, bottom, _TOP)
+    dots = []
+    path = ""
     for point in points:
-        places.append((at_x(point.x), at_y(point.y)))
-    dots = "".join(
-        f'<circle class="dot" cx="{x:.2f}%" cy="{y:.1f}" r="4"><title>{escape(point.text)}</title>'
-        "</circle>"
-        for (x, y), point in zip(places, points, strict=True)
-    )
-    limits = dict(zip(_apart(max(ys), min(ys)), (max(ys), min(ys)), strict=True))
+        x, y = at_x(point.x), at_y(point.y)
+        path += f"{x:.2f},{y:.1f} "
+        dots.append(
+            f'<circle class="dot" cx="{x:.2f}%" cy="{y:.1f}" r="4">'
+            f"<title>{escape(point.text)}</title></circle>"
+        )
+    limits = dict(zip(_apart(high, low), (high, low), strict=True))
     labels = []
     for text, limit in limits.items():
         labels.append(_label(at_y(limit) + 4, text))
     first, last = _apart(*ends)
     below = [_text(0, height - 4, first, "start"), _text(100, height - 4, last, "end")]
     axis = f'<line class="axis" x1="0" y1="{bottom}" x2="100%" y2="{bottom}"/>'
-    return _chart(height, labels, [axis, _curve(places, height), dots, *below])
+    # The line is a picture in the picture, stretched to its width.
+    stretched = f'viewBox="0 0 100 {height:.0f}" preserveAspectRatio="none"'
+    line = f'<polyline class="curve" points="{path.rstrip()}"/>'
+    curve = f'<svg class="plot" {stretched} height="{height:.0f}">{line}</svg>'
+    return _chart(height, labels, [axis, curve, *dots, *below])
 
 
 def _apart(first: float, second: float) -> tuple[str, str]:
@@ -198,14 +205,6 @@ def _apart(first: float, second: float) -> tuple[str, str]:
     return f"{first:.{digits}g}", f"{second:.{digits}g}"
 
 
-def _curve(places: Sequence[tuple[float, float]], height: float) -> str:
-    """Return the line through places: a picture in the picture, stretched to its width."""
-    path = " ".join(f"{x:.2f},{y:.1f}" for x, y in places)
-    stretched = f'viewBox="0 0 100 {height:.0f}" preserveAspectRatio="none"'
-    line = f'<polyline class="curve" points="{path}"/>'
-    return f'<svg class="plot" {stretched} height="{height:.0f}">{line}</svg>'
-
-
 def timeline(bars: Sequence[Bar], unit: str = "s") -> str:
     """Return a row of bars for each name; gaps between them are gray."""
     rows: dict[str, list[Bar]] = {}
@@ -218,14 +217,13 @@ def timeline(bars: Sequence[Bar], unit: str = "s") -> str:
         pitch = 20
     height = _TOP + pitch * len(rows) + _BOTTOM
     at = _scale(first, last, 0, 100)
-    colors = {}
-    for number, kind in enumerate(_kinds(bars)):
-        colors[kind] = _color_of(number)
+    kinds = dict.fromkeys(bar.kind for bar in bars)
+    colors = dict(zip(kinds, itertools.cycle(_KIND_COLORS), strict=False))
     parts: list[str] = []
     labels: list[str] = []
     for number, (row, own) in enumerate(rows.items()):
         top = _TOP + pitch * number
-        parts += _row_parts(row, own, at, colors, (top, pitch - 3))
+        parts += _row_parts(row, own, at, colors, top, pitch - 3)
         if pitch == 20:
             labels.append(_label(top + 13, row))
     parts.append(_text(0, height - 6, f"0 {unit}", "start"))
@@ -237,19 +235,15 @@ def timeline(bars: Sequence[Bar], unit: str = "s") -> str:
     return f'{_chart(height, labels, parts)}<div class="legend">{legend}</div>'
 
 
-def _kinds(bars: Sequence[Bar]) -> list[str]:
-    return list(dict.fromkeys(bar.kind for bar in bars))
-
-
 def _row_parts(
     row: str,
     bars: Sequence[Bar],
-    at: _Scale,
+    at: Callable[[float], float],
     colors: Mapping[str, str],
-    top_and_height: tuple[float, float],
+    top: float,
+    height: float,
 ) -> Iterator[str]:
     """Yield the parts of a row: its waiting time, and above it its bars."""
-    top, height = top_and_height
     begin = at(min(bar.start for bar in bars))
     end = at(max(bar.stop for bar in bars))
     yield _rect(begin, top, end - begin, height, 'class="wait"', f"{row}: waits")
@@ -296,15 +290,6 @@ def ramp(low: str, high: str, bad: str) -> str:
     )
 
 
-def _color_of(number: int) -> str:
-    """Return the color of a kind: never red, which stands for a problem."""
-    colors = []
-    for color in COLORS:
-        if color != "#e15759":
-            colors.append(color)
-    return colors[number % len(colors)]
-
-
 def _shade(value: float) -> str:
     """Return a color between pale and dark."""
     low = (222, 233, 247)
@@ -313,22 +298,18 @@ def _shade(value: float) -> str:
     return f"rgb({red},{green},{blue})"
 
 
-class _Scale(NamedTuple):
-    """A line through two points."""
-
-    first: float
-    per_unit: float
-    origin: float
-
-    def __call__(self, value: float) -> float:
-        return self.origin + (value - self.first) * self.per_unit
-
-
-def _scale(low: float, high: float, start: float, stop: float) -> _Scale:
+def _scale(low: float, high: float, start: float, stop: float) -> Callable[[float], float]:
     """Return the function that brings `low` to `start` and `high` to `stop`."""
-    if high == low:
-        return _Scale(low, 0.0, (start + stop) / 2)
-    return _Scale(low, (stop - start) / (high - low), start)
+    per_unit = 0.0
+    origin = (start + stop) / 2
+    if high != low:
+        per_unit = (stop - start) / (high - low)
+        origin = start
+
+    def at(value: float) -> float:
+        return origin + (value - low) * per_unit
+
+    return at
 
 
 def _chart(height: float, labels: Sequence[str], parts: Sequence[str]) -> str:

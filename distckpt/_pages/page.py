@@ -9,16 +9,22 @@ from __future__ import annotations
 import base64
 import gzip
 import importlib.resources
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import natural_order
+from distckpt._checkpoint.stored_values import load_common_state
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt.cli._grid import chunks_of
-from distckpt.cli._output import finite
-from distckpt.cli._writers import balance_text, list_files, list_writers, owner_of
+from distckpt._operations.file_checks import Problem
+from distckpt._plan.selection import names_of_tensors
+from distckpt.cli._grid import balance_text, chunks_of, list_files, list_writers, owner_of
+from distckpt.cli._output import count_text, finite, size_text
+from distckpt.cli._plain import plain
+from distckpt.cli._summary import objects_text, save_text
+from distckpt.cli._verify import describe
 
 _MAX_TEXT = 200_000
 
@@ -47,9 +53,7 @@ def write_page(
     files = list_files(stored.manifest)
     writers = list_writers(files)
     owners = [owner_of(writer["rank"], writer["file"]) for writer in writers]
-    places = {}
-    for place, owner in enumerate(owners):
-        places[owner] = place
+    places = dict(zip(owners, itertools.count(), strict=False))
     tensors = []
     for name, key in names.items():
         tensors.append(_describe(stored, name, key, places, changes or {}))
@@ -90,11 +94,60 @@ def _describe(
     It has name, dtype, shape, bytes, chunks (place of the owner, offset, shape, bytes), tied tensor
     and difference.
     """
-    chunks_of_key = chunks_of(stored, key)
-    chunks = (
-        [[places[c.owner], c.offset, c.shape, c.num_bytes] for c in chunks_of_key] if places else []
-    )
-    size = sum(chunk.num_bytes for chunk in chunks_of_key)
+    chunks = []
+    size = 0
+    for chunk in chunks_of(stored, key):
+        size += chunk.num_bytes
+        if places:
+            chunks.append([places[chunk.owner], chunk.offset, chunk.shape, chunk.num_bytes])
     shape = stored.global_shape(key)
     tied = stored.manifest.aliases.get(key)
     return [name, stored.dtype_name(key), shape, size, chunks, tied, changes.get(name)]
+
+
+# --- One checkpoint ------------------------------------------------------------------------------
+
+
+def write_inspect_page(
+    path: str, stored: StoredCheckpoint, facts: dict[str, Any], problems: Sequence[Problem]
+) -> None:
+    """Write a page about a checkpoint: its facts, and the problems of its files."""
+    texts = (facts["location"], save_text(facts), objects_text(facts))
+    head = {
+        "title": stored.location.rstrip("/").rpartition("/")[2],
+        "lines": [("", text) for text in texts if text],
+        "problems": list(map(describe, problems)),
+        "common": _common_state_text(stored) if facts["common_state"] else "",
+        "tiles": _tiles(stored, facts),
+    }
+    names = names_of_tensors(stored.manifest)
+    write_page(path, stored, dict(zip(names, names, strict=True)), head)
+
+
+def _common_state_text(stored: StoredCheckpoint) -> str:
+    values = plain(load_common_state(stored))
+    if values:
+        return json.dumps(finite(values), indent=2, ensure_ascii=False)
+    return ""
+
+
+def _tiles(stored: StoredCheckpoint, facts: dict[str, Any]) -> list[tuple[str, ...]]:
+    writers = list_writers(list_files(stored.manifest))
+    num_ranks = sum(writer["rank"] is not None for writer in writers)
+    written = ""
+    if num_ranks:
+        written = f", written by {count_text(num_ranks, 'rank')}"
+    files = count_text(facts["num_files"], "file") + written
+    return [
+        tuple(count_text(facts["num_tensors"], "tensor").split(" ")),
+        (_count_in_words(facts["num_elements"]), "elements"),
+        (size_text(facts["tensor_bytes"]), "of tensors"),
+        tuple(files.split(" ", 1)),
+    ]
+
+
+def _count_in_words(number: int) -> str:
+    for name, unit in (("trillion", 10**12), ("billion", 10**9), ("million", 10**6)):
+        if number >= unit:
+            return f"{number / unit:.2f} {name}"
+    return f"{number:,}"

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from distckpt._checkpoint.model_keys import optimizer_keys
-from distckpt._checkpoint.opening import opened
 from distckpt._format.manifest import STATS_VALUES
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._pages.charts import heat_map, html_table, ramp
-from distckpt._ranks.collectives import Ranks
-from distckpt._tools.stats import TensorStats, saved_stats
+from distckpt._plan.selection import names_of_tensors
+from distckpt._tools.stats import TensorStats, compute_stats, saved_stats
 from distckpt.cli._output import count_text
+from distckpt.cli._selection import opened_at
 from distckpt.manager._listing import CheckpointInfo
 
 
@@ -88,10 +88,15 @@ def changes_of_layers(
     if not names:
         yield "Changes", "<p>These steps have no tensors.</p>"
         return
-    began = list(filter(None, (_beginning_of_nan(steps, layers_by_step, name) for name in names)))
+    began = []
+    for name in names:
+        began += _beginning_of_nan(steps, layers_by_step, name)
     if began:
         yield "NaN", html_table(["layer", "first seen at step"], began)
-    drawn = _drawn(names, steps, layers_by_step)
+    drawn = _Drawn("relative change", names, steps, layers_by_step)
+    if _lacks_changes(layers_by_step):
+        changes = _with_changes_of_norms(layers_by_step)
+        drawn = _Drawn("relative change of the norm", names, steps, changes)
     if len(infos) > 1:
         yield "Most changed", _most_changed(drawn)
         yield f"{drawn.title.capitalize()} since the step before", _map_of_changes(drawn)
@@ -107,12 +112,9 @@ class _Drawn(NamedTuple):
     layers_by_step: Sequence[_Layers]
 
 
-def _drawn(names: Sequence[str], steps: Sequence[str], layers_by_step: Sequence[_Layers]) -> _Drawn:
-    for layers in layers_by_step[1:]:
-        if any(layer.change is None for layer in layers.values()):
-            changes = _with_changes_of_norms(layers_by_step)
-            return _Drawn("relative change of the norm", names, steps, changes)
-    return _Drawn("relative change", names, steps, layers_by_step)
+def _lacks_changes(layers_by_step: Sequence[_Layers]) -> bool:
+    later = itertools.chain.from_iterable(layers.values() for layers in layers_by_step[1:])
+    return any(layer.change is None for layer in later)
 
 
 def _with_changes_of_norms(layers_by_step: Sequence[_Layers]) -> list[_Layers]:
@@ -134,30 +136,39 @@ def _with_changes_of_norms(layers_by_step: Sequence[_Layers]) -> list[_Layers]:
 
 def _map_of_changes(drawn: _Drawn) -> str:
     later = drawn._replace(steps=drawn.steps[1:], layers_by_step=drawn.layers_by_step[1:])
-    ratios: list[float | None] = []
+    ratios: list[float] = []
     for layers in later.layers_by_step:
-        ratios.extend(map(_ratio, layers.values()))
-    shade = _Shade.of([ratio for ratio in ratios if ratio])
-    cells = _cells(later, lambda _, layer: shade(_ratio(layer)))
-    legend = ramp(f"{shade.least:.2g}", f"{shade.most:.2g}", "NaN or infinite")
+        ratios.extend(filter(None, map(_ratio, layers.values())))
+    least = min(ratios, default=0.1)
+    most = max(ratios, default=1.0)
+
+    def shade(_: str, layer: _Layer) -> float | None:
+        ratio = _ratio(layer)
+        if not ratio:
+            return ratio
+        if least == most:
+            return 1.0
+        return math.log(ratio / least) / math.log(most / least)
+
+    legend = ramp(f"{least:.2g}", f"{most:.2g}", "NaN or infinite")
     note = ""
     if drawn.title != "relative change":
         note = _NOTE
-    return heat_map(later.steps, cells) + legend + note
+    return heat_map(later.steps, _cells(later, shade)) + legend + note
 
 
 def _map_of_norms(drawn: _Drawn) -> str:
-    layers_by_step = drawn.layers_by_step
-    largest = {}
-    for key in drawn.names:
-        largest[key] = max(_norm_in(layers, key) for layers in layers_by_step)
+    largest: dict[str, float] = {}
+    for layers in drawn.layers_by_step:
+        for name, layer in layers.items():
+            largest[name] = max(layer.norm, largest.get(name, 0.0))
     cells = _cells(drawn, lambda name, layer: layer.norm / (largest[name] or 1.0))
     return heat_map(drawn.steps, cells) + ramp("0", "1", "NaN")
 
 
 def _saved_layers(location: str, keys: Sequence[str] | None) -> dict[str, _Layer] | None:
     """Return the layers that a save stored with its checkpoint, or None."""
-    with opened(Ranks.alone(), location) as stored:
+    with opened_at(location) as stored:
         if STATS_VALUES not in stored.manifest.figures:
             return None
         if _has_none(stored, keys):
@@ -172,12 +183,10 @@ def _read_layers(
     info: CheckpointInfo, before: CheckpointInfo | None, keys: Sequence[str] | None
 ) -> dict[str, _Layer]:
     """Return the layers of a checkpoint, in order, computed from its tensors."""
-    with opened(Ranks.alone(), info.location) as stored:
+    with opened_at(info.location) as stored:
         if _has_none(stored, keys):
             return {}
         patterns = keys or _all_but_optimizers(stored)
-        from distckpt._tools.stats import compute_stats
-
         stats = list(compute_stats(stored, patterns))
     distances: dict[str, float] | None = None
     if before is not None:
@@ -189,18 +198,23 @@ def _read_layers(
 
 
 def _has_none(stored: StoredCheckpoint, keys: Sequence[str] | None) -> bool:
-    return keys is None and all(map(stored.is_object, stored.manifest.key_index))
+    return keys is None and not names_of_tensors(stored.manifest)
 
 
 def _by_layer(
     stats: Sequence[TensorStats], distances: Mapping[str, float] | None
 ) -> dict[str, _Layer]:
+    """Combine the tensors of each layer; `distances` holds the changed ones."""
     members = defaultdict(list)
     for tensor in stats:
         members[_layer_of(tensor.key)].append(tensor)
     layers = {}
     for name, tensors in members.items():
-        layers[name] = _layer(tensors, distances)
+        change = None
+        if distances is not None:
+            change = math.hypot(*(distances.get(tensor.key, 0.0) for tensor in tensors))
+        norm = math.hypot(*filter(math.isfinite, (tensor.norm for tensor in tensors)))
+        layers[name] = _Layer(norm, change, sum(tensor.num_nan for tensor in tensors))
     return layers
 
 
@@ -211,36 +225,22 @@ def _all_but_optimizers(stored: StoredCheckpoint) -> list[str] | None:
     return sorted({f"!{entry}{state}" for entry, state, _ in parts}) or None
 
 
-def _layer(tensors: Sequence[TensorStats], distances: Mapping[str, float] | None) -> _Layer:
-    """Combine the tensors of a layer; `distances` holds the changed ones."""
-    change = None
-    if distances is not None:
-        change = math.hypot(*(distances.get(tensor.key, 0.0) for tensor in tensors))
-    finite = []
-    for tensor in tensors:
-        if math.isfinite(tensor.norm):
-            finite.append(tensor.norm)
-    num_nan = sum(tensor.num_nan for tensor in tensors)
-    return _Layer(norm=math.hypot(*finite), change=change, num_nan=num_nan)
-
-
 def _layer_of(key: str) -> str:
     """Return a key up to its first number, or its module."""
     names = key.split(".")
-    numbers = []
-    for place, name in enumerate(names):
+    for place, name in enumerate(names, 1):
         if name.isdecimal():
-            numbers.append(place)
-    return ".".join(names[: numbers[0] + 1] if numbers else names[:-1] or names)
+            return ".".join(names[:place])
+    return ".".join(names[:-1] or names)
 
 
 def _beginning_of_nan(
     steps: Sequence[str], layers_by_step: Sequence[_Layers], name: str
-) -> list[str]:
-    """Return a row with the first NaN step, or an empty one."""
+) -> list[list[str]]:
+    """Return a row with the first NaN step, or none."""
     for step, layers in zip(steps, layers_by_step, strict=True):
         if name in layers and layers[name].num_nan:
-            return [name, f"{step} ({count_text(layers[name].num_nan, 'value')})"]
+            return [[name, f"{step} ({count_text(layers[name].num_nan, 'value')})"]]
     return []
 
 
@@ -267,31 +267,6 @@ def _ratio_text(layer: _Layer) -> str:
     return f"{ratio:.3g}"
 
 
-class _Shade(NamedTuple):
-    """The logarithmic scale of changes, between the least and the most."""
-
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, ratios: Sequence[float]) -> _Shade:
-        """Return the scale for changes above 0."""
-        return cls(min(ratios, default=0.1), max(ratios, default=1.0))
-
-    def __call__(self, ratio: float | None) -> float | None:
-        if not ratio:
-            return ratio
-        if self.least == self.most:
-            return 1.0
-        return math.log(ratio / self.least) / math.log(self.most / self.least)
-
-
-def _norm_in(layers: _Layers, name: str) -> float:
-    if name in layers:
-        return layers[name].norm
-    return 0.0
-
-
 def _cells(
     drawn: _Drawn, value_of: Callable[[str, _Layer], float | None]
 ) -> dict[str, list[tuple[float | None, str]]]:
@@ -306,15 +281,8 @@ def _cells(
             text = f"{name}, step {step}: norm {layer.norm:.4g}"
             if layer.change is not None:
                 text += f", {drawn.title} {_ratio_text(layer)}"
-            bad = None
-            if not layer.num_nan:
-                bad = value_of(name, layer)
-            cells.append((bad, text + _count_of_nan(layer)))
+            if layer.num_nan:
+                cells.append((None, f"{text}, {count_text(layer.num_nan, 'value')} NaN"))
+            else:
+                cells.append((value_of(name, layer), text))
     return rows
-
-
-def _count_of_nan(layer: _Layer) -> str:
-    """Format the number of NaN among the values; an empty string for none."""
-    if layer.num_nan:
-        return f", {count_text(layer.num_nan, 'value')} NaN"
-    return ""

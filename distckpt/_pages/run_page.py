@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,7 +13,7 @@ from distckpt._pages.charts import (
     tiles,
     write_static_page,
 )
-from distckpt.cli._output import metrics_text, size_text, state_text, time_text
+from distckpt.cli._output import CHECKPOINT_HEADS, cells_of_checkpoint, size_text
 from distckpt.manager._listing import CheckpointInfo
 
 _BYTES = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
@@ -73,12 +72,9 @@ def _metrics(infos: Sequence[CheckpointInfo]) -> Iterator[tuple[str, list[Point]
     for info in infos:
         names.update(dict.fromkeys(info.metrics))
     for name in names:
-        values = []
-        for info in infos:
-            if name in info.metrics:
-                values.append((info, info.metrics[name]))
         points = []
-        for info, value in values:
+        for info in infos:
+            value = info.metrics.get(name, math.nan)
             if math.isfinite(value):
                 points.append(Point(info.step or 0, value, f"{info.name}: {name} {value:.6g}"))
         if points:
@@ -89,22 +85,19 @@ def _sizes_and_times(
     infos: Sequence[CheckpointInfo], ends: tuple[int, int]
 ) -> Iterator[tuple[str, str]]:
     sizes = []
-    for info in infos:
-        sizes.append(
-            Point(info.step or 0, info.num_bytes, f"{info.name}: {size_text(info.num_bytes)}")
-        )
-    yield _chart_in("Size", sizes, ends, _BYTES)
     durations = []
     for info in infos:
+        step = info.step or 0
+        sizes.append(Point(step, info.num_bytes, f"{info.name}: {size_text(info.num_bytes)}"))
         if info.seconds is not None:
-            durations.append(
-                Point(info.step or 0, info.seconds, f"{info.name}: {info.seconds:.3f} s")
-            )
-    if durations:
-        yield _chart_in("Duration of the save", durations, ends, _SECONDS)
-    waits = list(_waits(infos))
-    if waits:
-        yield _chart_in("Time since the step before was committed", waits, ends, _SECONDS)
+            durations.append(Point(step, info.seconds, f"{info.name}: {info.seconds:.3f} s"))
+    yield _chart_in("Size", sizes, ends, _BYTES)
+    for title, points in (
+        ("Duration of the save", durations),
+        ("Time since the step before was committed", list(_waits(infos))),
+    ):
+        if points:
+            yield _chart_in(title, points, ends, _SECONDS)
 
 
 def _chart_in(
@@ -121,20 +114,22 @@ def _chart_in(
 
 def _waits(infos: Sequence[CheckpointInfo]) -> Iterator[Point]:
     """Yield the time from the commit of each step to the next."""
-    timed = []
+    before = None
     for info in infos:
-        if info.saved_at is not None:
-            timed.append((info, info.saved_at))
-    for (_, before), (info, at) in itertools.pairwise(timed):
-        yield Point(info.step or 0, at - before, f"{info.name}: {(at - before) / 60:.1f} minutes")
+        at = info.saved_at
+        if at is None:
+            continue
+        if before is not None:
+            wait = at - before
+            yield Point(info.step or 0, wait, f"{info.name}: {wait / 60:.1f} minutes")
+        before = at
 
 
 def _table(infos: Sequence[CheckpointInfo]) -> str:
     rows = []
     for info in reversed(infos):
-        state = ": ".join(filter(None, [state_text(info), info.problem]))
-        size = ""
-        if info.num_bytes:
-            size = size_text(info.num_bytes)
-        rows.append([info.name, time_text(info.saved_at), metrics_text(info), state, size])
-    return html_table(["checkpoint", "saved", "metrics", "state", "size"], rows)
+        name, saved, metrics, state, size = cells_of_checkpoint(info)
+        if info.problem:
+            state += f": {info.problem}"
+        rows.append([name, saved, metrics, state, size])
+    return html_table(CHECKPOINT_HEADS, rows)

@@ -142,7 +142,7 @@ def select_tensors(
         LoadMismatchError: nothing matches, or nothing matches one of the patterns.
     """
     check_patterns(keys)
-    names = _names_of_tensors(manifest)
+    names = names_of_tensors(manifest)
     visible = []
     for name in names:
         if name not in hidden and name not in left_out:
@@ -197,7 +197,7 @@ def _first_of_tied(names: Iterable[str], key_index: Mapping[str, int]) -> list[s
     return list(firsts.values())
 
 
-def _names_of_tensors(manifest: Manifest) -> list[str]:
+def names_of_tensors(manifest: Manifest) -> list[str]:
     """Return all names of tensors, tied ones at the end."""
     key_index = manifest.key_index
     dtypes = manifest.dtypes

@@ -32,7 +32,14 @@ from distckpt._checkpoint.stored_values import (
 from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._operations.windows import map_windows
-from distckpt._plan.selection import check_all_match, check_patterns, check_rename, matches, renamed
+from distckpt._plan.selection import (
+    check_all_match,
+    check_patterns,
+    check_rename,
+    matches,
+    names_of_tensors,
+    renamed,
+)
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt._tools.tensor_differences import (
@@ -238,7 +245,17 @@ def plan_diff(
     Raises:
         LoadMismatchError: a pattern matches nothing.
     """
-    tensors_a, tensors_b = _tensors_to_compare(first, second, keys, rename)
+    back = {new: old for old, new in rename.items()}
+    names_in_a = {name: name for name in names_of_tensors(first.manifest)}
+    names_of_b = {name: renamed(name, back) for name in names_of_tensors(second.manifest)}
+    tensors_a = _chosen(first, names_in_a, keys, rename)
+    tensors_b = _chosen(second, names_of_b, keys, {})
+    if keys is not None and not (tensors_a or tensors_b):
+        raise LoadMismatchError(
+            f"No tensor of {first.location!r} or {second.location!r} matches {keys!r}."
+        )
+    check_all_match(names_in_a, rename=rename, where=f" of {first.location!r}")
+    check_all_match({*names_in_a, *(names_of_b[name] for name in tensors_b)}, keys)
     return Compared(first, second, tensors_a, tensors_b, keys is not None)
 
 
@@ -253,56 +270,31 @@ def report_of_diff(
     """
     first = compared.first
     second = compared.second
-    tensors_a = compared.tensors_a
-    tensors_b = compared.tensors_b
+    names_a = compared.tensors_a.keys()
+    names_b = compared.tensors_b.keys()
     has_objects = holds_objects(first) and holds_objects(second)
     objects_compared = not compared.has_keys and has_objects
+    names_of_optimizers: set[str] = set()
+    for stored, tensors in ((first, compared.tensors_a), (second, compared.tensors_b)):
+        keys = optimizer_keys(stored)
+        names_of_optimizers.update(name for name, tensor in tensors.items() if tensor.key in keys)
     return DiffReport(
         first.location,
         second.location,
-        only_in_a=tuple(sorted(tensors_a.keys() - tensors_b.keys(), key=natural_order)),
-        only_in_b=tuple(sorted(tensors_b.keys() - tensors_a.keys(), key=natural_order)),
+        only_in_a=tuple(sorted(names_a - names_b, key=natural_order)),
+        only_in_b=tuple(sorted(names_b - names_a, key=natural_order)),
         tensors=tuple(tensor_differences(compared.pairs, changes)),
         objects=tuple(_diff_objects(first, second)) if objects_compared else (),
         objects_compared=objects_compared,
         num_compared=len(compared.comparable),
         num_bytes=compared.num_bytes,
         seconds=seconds(),
-        optimizer_keys=_optimizer_names(first, tensors_a) | _optimizer_names(second, tensors_b),
+        optimizer_keys=frozenset(names_of_optimizers),
     )
 
 
 _Tensors: TypeAlias = dict[str, StoredTensor]
 """Tensors by their names in B."""
-
-
-def _tensors_to_compare(
-    first: StoredCheckpoint,
-    second: StoredCheckpoint,
-    keys: str | Sequence[str] | None,
-    rename: Mapping[str, str],
-) -> tuple[_Tensors, _Tensors]:
-    """Return the tensors of A and of B to compare.
-
-    Raises:
-        LoadMismatchError: a pattern matches nothing.
-    """
-    back = {new: old for old, new in rename.items()}
-    names_in_a = {name: name for name in _tensor_names(first)}
-    names_of_b = {name: renamed(name, back) for name in _tensor_names(second)}
-    tensors_a = _chosen(first, names_in_a, keys, rename)
-    tensors_b = _chosen(second, names_of_b, keys, {})
-    if keys is not None and not (tensors_a or tensors_b):
-        raise LoadMismatchError(
-            f"No tensor of {first.location!r} or {second.location!r} matches {keys!r}."
-        )
-    check_all_match(names_in_a, rename=rename, where=f" of {first.location!r}")
-    check_all_match({*names_in_a, *(names_of_b[name] for name in tensors_b)}, keys)
-    return tensors_a, tensors_b
-
-
-def _tensor_names(stored: StoredCheckpoint) -> list[str]:
-    return [name for name in stored.manifest.key_index if not stored.is_object(name)]
 
 
 def _chosen(
@@ -326,12 +318,6 @@ def _chosen(
             )
         tensors[new] = StoredTensor(stored, name)
     return tensors
-
-
-def _optimizer_names(stored: StoredCheckpoint, tensors: _Tensors) -> frozenset[str]:
-    """Return the names of one side's optimizer tensors."""
-    keys = optimizer_keys(stored)
-    return frozenset(name for name, tensor in tensors.items() if tensor.key in keys)
 
 
 # --- Objects --------------------------------------------------------------------------------------

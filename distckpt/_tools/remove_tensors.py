@@ -6,10 +6,8 @@ A new checkpoint of the remaining tensors replaces the old one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
@@ -60,7 +58,7 @@ def remove_tensors(
         raise CheckpointingException(
             f"Tensors can be removed on local file systems only, not from {location!r}."
         )
-    names = _names_after(manifest, set(removed))
+    names, aliases = _names_after(manifest, set(removed))
     # A checkpoint that was copied from an object store has folders of its own names.
     folders = {file.name.rpartition("/")[0] for file in manifest.files} - {""}
     folders.update(posix.SUBDIRECTORIES)
@@ -68,7 +66,7 @@ def remove_tensors(
     with new_output(Ranks.alone(), location, settings) as output:
         with output.being_written():
             complete = with_checksums(stored)
-            remaining = _write_remaining(location, output.location, complete, names)
+            remaining = _write_remaining(location, output.location, complete, names, aliases)
             if needs_checksum_files(len(remaining.block_checksums)):
                 name = checksum_file_name(0)
                 remaining, content = moved_beside(remaining, name)
@@ -80,36 +78,18 @@ def remove_tensors(
     return removed
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The names of the keys after a removal.
+def _names_after(manifest: Manifest, removed: set[str]) -> tuple[list[str | None], dict[str, str]]:
+    """Return the new names of stored keys, and the aliases that stay.
 
-    Attributes:
-        new: the new name of each stored key; None if it is removed.
-        aliases: the aliases that stay.
-        stays: for each stored key, whether it stays.
-        changes: for each stored key, whether it goes or has another name.
-    """
-
-    new: Sequence[str | None]
-    aliases: Mapping[str, str]
-    stays: npt.NDArray[np.bool_]
-    changes: npt.NDArray[np.bool_]
-
-
-def _names_after(manifest: Manifest, removed: set[str]) -> _Names:
-    """Return the names after a removal.
-
-    A tied tensor whose own name is removed gets the name of its first alias.
+    The name of a key that is removed is None. A tied tensor whose own name is removed gets the name
+    of its first alias.
     """
     tied: dict[str, list[str]] = {key: [key] for key in manifest.keys}
     for alias, target in manifest.aliases.items():
         tied[target].append(alias)
     aliases: dict[str, str] = {}
     names: list[str | None] = []
-    stays = []
-    changes = []
-    for key, group in tied.items():
+    for group in tied.values():
         first = None
         for name in group:
             if name in removed:
@@ -119,23 +99,24 @@ def _names_after(manifest: Manifest, removed: set[str]) -> _Names:
             else:
                 aliases[name] = first
         names.append(first)
-        stays.append(first is not None)
-        changes.append(first != key)
-    return _Names(names, aliases, np.array(stays, np.bool_), np.array(changes, np.bool_))
+    return names, aliases
 
 
 def _write_remaining(
     location: str,
     directory: str,
     manifest: Manifest,
-    names: _Names,
+    names: Sequence[str | None],
+    aliases: Mapping[str, str],
 ) -> Manifest:
     """Write or link the files that remain, and return their manifest."""
     all_chunks = manifest.all_chunks
     first_bytes = all_chunks.first_bytes.copy()
     file_ids = all_chunks.file_ids
-    stays = names.stays[all_chunks.key_ids]
-    changes = names.changes[all_chunks.key_ids]
+    key_ids = [key_id for key_id, name in enumerate(names) if name is not None]
+    stays = np.isin(all_chunks.key_ids, key_ids)
+    is_renamed = np.array(names, object) != np.array(manifest.keys, object)
+    changes = is_renamed[all_chunks.key_ids]
     files: dict[int, ShardFile] = {}
     for file_id in sorted(set(file_ids[stays].tolist())):
         file = manifest.files[file_id]
@@ -143,7 +124,7 @@ def _write_remaining(
         if changes[is_of_file].any():
             rows = np.flatnonzero(is_of_file & stays)
             files[file_id], first_bytes[rows] = _rewrite(
-                location, directory, manifest, file, rows, names.new
+                location, directory, manifest, file, rows, names
             )
         else:
             source, target = (locations.join(place, file.name) for place in (location, directory))
@@ -151,9 +132,8 @@ def _write_remaining(
             files[file_id] = file
     chunks = all_chunks._replace(first_bytes=first_bytes)
     table = chunks.take(np.flatnonzero(stays), manifest.block_bytes)
-    key_ids = np.flatnonzero(names.stays).tolist()
     return manifest.replaced(
-        keys=[name for name in names.new if name is not None],
+        keys=[name for name in names if name is not None],
         dtypes=[manifest.dtypes[key_id] for key_id in key_ids],
         global_shapes=[manifest.global_shapes[key_id] for key_id in key_ids],
         chunks=table._replace(
@@ -161,7 +141,7 @@ def _write_remaining(
             key_ids=np.searchsorted(key_ids, table.key_ids),
             file_ids=np.searchsorted(list(files), table.file_ids),
         ),
-        aliases=names.aliases,
+        aliases=aliases,
         figures=take_figures(manifest.figures, key_ids),
     )
 

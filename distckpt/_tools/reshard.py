@@ -250,11 +250,12 @@ def _prepare(
     """
     open_files = OpenFiles.for_many_reads()
     stored = plan.stored.with_files(open_files)
+    share = plan.layout.share(ranks.rank, ranks.size)
     files = [
         plan.layout.objects.get(file.name) or tensor_file(stored, plan, file, overflows)
-        for file in plan.layout.share(ranks.rank, ranks.size)
+        for file in share
     ]
-    num_bytes = sum(map(_num_bytes, plan.layout.share(ranks.rank, ranks.size)))
+    num_bytes = sum(map(_num_bytes, share))
     counter = ProgressCounter(progress, num_bytes)
     settings = WriteSettings(
         num_threads=num_export_threads(max_inflight_bytes), progress=counter.add

@@ -48,7 +48,7 @@ from distckpt._plan.save import plan_held
 from distckpt._plan.selection import matches, renamed, select_tensors
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
-from distckpt._state.shards import GlobalTable, Shard, merge_tables, shard_table
+from distckpt._state.shards import Shard, merge_tables, shard_table
 from distckpt._storage import locations
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import CommonStateDict, ShardedObject
@@ -181,7 +181,12 @@ def plan_reshard(ranks: Ranks, stored: StoredCheckpoint, request: ReshardRequest
     options = request.options
     notes = _notes_of(stored, options)
     with ranks.phase("plan the new checkpoint") as vote:
-        _check_place(stored, request)
+        if request.is_in_place and not stored.manifest.has_checksums:
+            # Its files would stay.
+            raise CheckpointingException(
+                f"A checkpoint of another format cannot be rewritten in its own place "
+                f"{stored.location!r}."
+            )
         if options.is_of_values:
             stored = decoded(stored)
         content = _content_of(stored, options)
@@ -193,15 +198,6 @@ def plan_reshard(ranks: Ranks, stored: StoredCheckpoint, request: ReshardRequest
             f"{stored.location!r} was changed while it was read: nothing was written, try again."
         )
     return ReshardPlan(stored, content, layout, save, notes)
-
-
-def _check_place(stored: StoredCheckpoint, request: ReshardRequest) -> None:
-    """Refuse other formats in their own place, where files would stay."""
-    if request.is_in_place and not stored.manifest.has_checksums:
-        raise CheckpointingException(
-            f"A checkpoint of another format cannot be rewritten in its own place "
-            f"{stored.location!r}."
-        )
 
 
 def _notes_of(stored: StoredCheckpoint, options: ReshardOptions) -> dict[str, Any]:
@@ -377,10 +373,14 @@ class _Layout:
 def _lay_out(content: _Content, options: ReshardOptions) -> _Layout:
     """Give every byte an owner and a place in one of its files."""
     new = [*_divide_tensors(content.outputs, options), *_divide_objects(content.objects, options)]
-    shards = [each.shard for each in new]
+    # Each is described once, by the first of its new ranks, and tables list rows by rank.
+    new.sort(key=lambda held: held.ranks.start)
+    shards = [held.shard for held in new]
     described = shard_table(shards)
-    table = _on_first_ranks(merge_tables([described]), [each.ranks for each in new])
+    table = merge_tables([described])
     holders = [new[shard_id].ranks for shard_id in table.shard_ids.tolist()]
+    ranks = np.array([held.start for held in holders], np.int64)
+    table = table._replace(ranks=ranks, is_main=np.ones(len(ranks), bool))
     manifest = manifest_of_keys(table, {})
     places = [content.unchanged.get(key, -1) for key in manifest.keys]
     manifest = manifest.replaced(
@@ -446,24 +446,15 @@ def _grid_regions(key: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> li
             f"Key {key!r} of shape {shape} cannot be divided into a grid of {grid}: give one "
             "number of parts for each axis, from 1 to its size."
         )
+    axes = []
+    for n, size in zip(grid, shape, strict=True):
+        edges = [i * size // n for i in range(n + 1)]
+        axes.append(list(itertools.pairwise(edges)))
     regions = []
-    for cell in itertools.product(*map(range, grid)):
-        starts = [i * size // n for i, n, size in zip(cell, grid, shape, strict=True)]
-        stops = [(i + 1) * size // n for i, n, size in zip(cell, grid, shape, strict=True)]
-        extents = [stop - start for start, stop in zip(starts, stops, strict=True)]
-        regions.append(Region(tuple(starts), tuple(extents)))
+    for cell in itertools.product(*axes):
+        offset = tuple(start for start, _ in cell)
+        regions.append(Region(offset, tuple(stop - start for start, stop in cell)))
     return regions
-
-
-def _on_first_ranks(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
-    """Give each shard of one rank to the first of its new ranks."""
-    ranks = np.array([holders[shard_id].start for shard_id in table.shard_ids.tolist()], np.int64)
-    order = np.argsort(ranks, kind="stable")
-    columns: dict[str, Any] = {
-        name: getattr(table, name)[order]
-        for name in ("key_ids", "shard_ids", "tie_ids", "is_buffer", "digests", "offsets", "shapes")
-    }
-    return table._replace(ranks=ranks[order], is_main=np.ones(len(order), bool), **columns)
 
 
 def _plan_save(ranks: Ranks, layout: _Layout) -> SavePlan:

@@ -21,7 +21,7 @@ from distckpt._format.manifest import STATS_COUNTS, STATS_VALUES, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.block_stats import BlockStats, block_stats, blocks_of, real_numbers, together
 from distckpt._operations.windows import Window, map_windows
-from distckpt._plan.selection import matches
+from distckpt._plan.selection import matches, names_of_tensors
 
 _NUM_SAMPLED = 1000
 """Smallest sample for the histogram of a large tensor; it is at most twice as large."""
@@ -164,15 +164,11 @@ def chosen_names(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[s
     Raises:
         LoadMismatchError: no tensor matches.
     """
-    names = []
-    for key in stored.manifest.key_index:
-        if not stored.is_object(key):
-            names.append(key)
+    names = sorted(names_of_tensors(stored.manifest), key=natural_order)
     if not names:
         raise LoadMismatchError(
             f"{stored.location!r} has no tensors, only common state and objects."
         )
-    names.sort(key=natural_order)
     if keys is None:
         return names
     matching = []

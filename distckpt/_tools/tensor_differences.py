@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,57 +83,44 @@ def tensor_differences(
     pairs: Mapping[str, tuple[StoredTensor, StoredTensor]],
     windows: Mapping[str, Sequence[Change | None]],
 ) -> Iterator[TensorDifference]:
-    """Yield the tensors that differ, given the changes in their windows."""
+    """Yield the tensors that differ, given the changes in their windows.
+
+    Tensors of different shapes have no windows.
+    """
     for key, (a, b) in pairs.items():
-        difference = _join(key, a, b, windows.get(key))
-        if difference is not None:
-            yield difference
+        cast = TensorDifference(key, (a.shape, b.shape), (a.dtype, b.dtype))
+        if key not in windows:
+            yield cast
+            continue
+        cast = replace(cast, num_elements=math.prod(a.shape))
+        changes = []
+        for change in windows[key]:
+            if change is not None and change.num_different:
+                changes.append(change)
+        if changes:
+            yield _joined(cast, changes, _norms(a, windows[key]))
+        elif a.dtype != b.dtype:
+            yield cast
 
 
-def _join(
-    key: str, a: StoredTensor, b: StoredTensor, windows: Sequence[Change | None] | None
-) -> TensorDifference | None:
-    """Join the changes in a tensor's windows; None for different shapes."""
-    shapes = (a.shape, b.shape)
-    dtypes = (a.dtype, b.dtype)
-    if windows is None:
-        return TensorDifference(key, shapes, dtypes)
-    num_elements = math.prod(a.shape)
-    changes = []
-    for change in windows:
-        if change is not None and change.num_different:
-            changes.append(change)
-    if not changes:
-        cast = TensorDifference(key, shapes, dtypes, num_elements)
-        if a.dtype == b.dtype:
-            return None
-        return cast
-    norm_a, norm_b, distance = _norms(a, windows)
-    return TensorDifference(
-        key,
-        shapes,
-        dtypes,
-        num_elements,
+def _joined(
+    cast: TensorDifference, changes: Sequence[Change], norms: Sequence[float]
+) -> TensorDifference:
+    """Join the changes in a tensor's windows."""
+    norm_a, norm_b, distance = norms
+    # Of all windows, axes, and both ends: the smallest region around all.
+    spans = np.array([change.spans for change in changes]).reshape(len(changes), -1, 2)
+    starts = spans[:, :, 0].min(axis=0)
+    extents = spans[:, :, 1].max(axis=0) - starts
+    return replace(
+        cast,
         num_different=sum(change.num_different for change in changes),
         max_difference=max(change.max_difference for change in changes),
         first_index=changes[0].first_index,
-        region=str(_hull([change.spans for change in changes])),
+        region=str(Region(tuple(starts.tolist()), tuple(extents.tolist()))),
         norms=(norm_a, norm_b),
         difference_norm=distance,
     )
-
-
-def _hull(regions: Sequence[Sequence[tuple[int, int]]]) -> Region:
-    """Return the smallest region around several, given as spans along axes."""
-    axes = list(zip(*regions, strict=True))
-    offset = []
-    shape = []
-    for axis in axes:
-        start = min(start for start, _ in axis)
-        stop = max(stop for _, stop in axis)
-        offset.append(start)
-        shape.append(stop - start)
-    return Region(tuple(offset), tuple(shape))
 
 
 def _norms(a: StoredTensor, windows: Sequence[Change | None]) -> list[float]:

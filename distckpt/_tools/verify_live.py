@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -49,14 +49,6 @@ class _Window(NamedTuple):
     key: str
     region: Region
     values: torch.Tensor
-
-
-class _Fault(NamedTuple):
-    """A difference between a tensor in memory and its stored values."""
-
-    key: str
-    text: str
-    region: str | None = None
 
 
 _Extents: TypeAlias = set[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -134,16 +126,14 @@ def _of_all_ranks(ranks: Ranks, own: _Found) -> _Found:
     extents = {key: list(regions) for key, regions in own.held.items()}
     sent = [extents, list(map(dataclasses.asdict, own.problems)), own.num_bytes]
     messages = [json.loads(data) for data in ranks.all_gather(json.dumps(sent).encode())]
-    held: dict[str, _Extents] = {}
-    for of_rank, _, _ in messages:
-        for key, regions in of_rank.items():
-            extents_of_key = held.setdefault(key, set())
+    united = _Found({}, [], sum(num_read for _, _, num_read in messages))
+    for extents, problems, _ in messages:
+        for key, regions in extents.items():
+            extents_of_key = united.held.setdefault(key, set())
             extents_of_key.update((tuple(offset), tuple(shape)) for offset, shape in regions)
-    problems = []
-    for _, of_rank, _ in messages:
-        for fields in of_rank:
-            problems.append(Problem(**fields))
-    return _Found(held, problems, sum(num_read for _, _, num_read in messages))
+        for fields in problems:
+            united.problems.append(Problem(**fields))
+    return united
 
 
 def _held_in_part(ranks: Ranks, stored: StoredCheckpoint, results: _Found) -> list[Problem]:
@@ -198,49 +188,53 @@ def _compare(
     progress: Progress | None,
 ) -> _Found:
     """Compare the tensors of this rank."""
-    tensors = []
-    for shard in described.shards:
-        if isinstance(shard, ShardedTensor):
-            tensors.append(shard)
-    names, faults = _compare_plain(stored, described.common)
-    compared: dict[str, _Extents] = {name: set() for name in names}
+    problems: list[Problem] = []
+
+    def note(text: str | None, key: str, region: Region | None = None) -> None:
+        if text is not None:
+            problem = Problem(stored.location, f"{text} (rank {ranks.rank})", key)
+            if region is not None:
+                problem = dataclasses.replace(problem, region=str(region))
+            problems.append(problem)
+
+    compared: dict[str, _Extents] = {}
+    for name, text in _compare_plain(stored, described.common):
+        if text != _NOT_STORED:
+            compared[name] = set()
+        note(text, name)
     windows: list[_Window] = []
-    for shard in _without_absent_ties(stored, tensors):
+    for shard in _tensors_to_compare(stored, described):
         regions = compared.setdefault(shard.key, set())
         text = _fault_of(stored, shard)
-        if text is not None:
-            faults.append(_Fault(shard.key, text))
-            continue
-        shape = stored.global_shape(shard.key)
-        if shard.allow_shape_mismatch:
-            # It is not checked which ranks have stored values, and which only padding.
-            regions.add(((0,) * len(shape), shape))
-        for region, within in _compared_regions(shard, shape):
-            regions.add((within.offset, within.shape))
-            windows.extend(_windows_of(shard, region, within))
+        note(text, shard.key)
+        if text is None:
+            windows.extend(_windows_of(stored, shard, regions))
     num_bytes = sum(window.values.nbytes for window in windows)
     counter = ProgressCounter(progress, num_bytes)
 
     def compare(window: _Window) -> None:
-        text = _fault_of_window(stored, window)
-        if text is not None:
-            faults.append(_Fault(window.key, text, str(window.region)))
+        note(_fault_of_window(stored, window), window.key, window.region)
         counter.add(window.values.nbytes)
 
     run_threads(compare, windows, num_threads or num_threads_at(stored.location))
-    faults.sort(key=lambda fault: (fault.key, fault.region or ""))
-    problems = []
-    for fault in faults:
-        message = f"{fault.text} (rank {ranks.rank})"
-        problems.append(Problem(stored.location, message, fault.key, fault.region))
+    problems.sort(key=lambda problem: (problem.key or "", problem.region or ""))
     return _Found(compared, problems, num_bytes)
 
 
-def _compare_plain(stored: StoredCheckpoint, common: Any) -> tuple[set[str], list[_Fault]]:
-    """Compare plain tensors with the checkpoint.
+def _tensors_to_compare(stored: StoredCheckpoint, described: LocalSave) -> Iterator[ShardedTensor]:
+    """Yield the tensors without further names of tensors that exports store once."""
+    tensors = []
+    for shard in described.shards:
+        if isinstance(shard, ShardedTensor):
+            tensors.append(shard)
+    absent = absent_ties(tensors, find_ties(tensors), stored.manifest.key_index)
+    for number, shard in enumerate(tensors):
+        if number not in absent:
+            yield shard
 
-    Return the names of tensors that the checkpoint has, and the differences.
-    """
+
+def _compare_plain(stored: StoredCheckpoint, common: Any) -> Iterator[tuple[str, str | None]]:
+    """Yield the name of each plain tensor, and how it differs."""
     plain = []
     for pair in leaves(common):
         if isinstance(pair[1], torch.Tensor):
@@ -248,27 +242,13 @@ def _compare_plain(stored: StoredCheckpoint, common: Any) -> tuple[set[str], lis
     stored_common = {}
     if plain:
         stored_common = load_common_state(stored)
-    names: set[str] = set()
-    faults = []
     for path, values in plain:
-        name = dotted(path)
         content = at(stored_common, path)
         text: str | None = _NOT_STORED
         if isinstance(content, torch.Tensor):
-            names.add(name)
             kinds = [(_name_of(tensor.dtype), tuple(tensor.shape)) for tensor in (values, content)]
             text = _difference_of_kinds(*kinds) or _difference(content, values)
-        if text is not None:
-            faults.append(_Fault(name, text))
-    return names, faults
-
-
-def _without_absent_ties(
-    stored: StoredCheckpoint, tensors: Sequence[ShardedTensor]
-) -> list[ShardedTensor]:
-    """Leave out further names of tensors that exports store once."""
-    absent = absent_ties(tensors, find_ties(tensors), stored.manifest.key_index)
-    return [shard for number, shard in enumerate(tensors) if number not in absent]
+        yield dotted(path), text
 
 
 def _fault_of(stored: StoredCheckpoint, shard: ShardedTensor) -> str | None:
@@ -300,22 +280,23 @@ def _difference_of_kinds(
     return f"the tensor is {kinds} in the checkpoint"
 
 
-def _compared_regions(
-    shard: ShardedTensor, stored_shape: tuple[int, ...]
-) -> Iterator[tuple[Region, Region]]:
-    """Yield the regions of a shard, each with its stored part."""
+def _windows_of(
+    stored: StoredCheckpoint, shard: ShardedTensor, extents: _Extents
+) -> Iterator[_Window]:
+    """Cut the stored parts of a shard, and note their extents."""
+    shape = stored.global_shape(shard.key)
+    if shard.allow_shape_mismatch:
+        # It is not checked which ranks have stored values, and which only padding.
+        extents.add(((0,) * len(shape), shape))
     for region in shard_regions(shard):
-        within = intersect(region, whole(stored_shape))
-        if within is not None:
-            yield region, within
-
-
-def _windows_of(shard: ShardedTensor, region: Region, within: Region) -> Iterator[_Window]:
-    """Cut a part of one of the regions of a shard."""
-    values = region_view(shard, region)
-    for part in cut_region(within, WINDOW_ELEMENTS):
-        local = part.relative_to(region.offset).slices()
-        yield _Window(shard.key, part, values[local] if local else values)
+        within = intersect(region, whole(shape))
+        if within is None:
+            continue
+        extents.add((within.offset, within.shape))
+        values = region_view(shard, region)
+        for part in cut_region(within, WINDOW_ELEMENTS):
+            local = part.relative_to(region.offset).slices()
+            yield _Window(shard.key, part, values[local] if local else values)
 
 
 def _fault_of_window(stored: StoredCheckpoint, window: _Window) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from typing import Any
@@ -37,19 +38,20 @@ _UNITS = {
 }
 
 
-def parse_part(text: str) -> str:
-    """Check `K/N`, `auto` or `auto/N`."""
-    index, slash, count = text.partition("/")
-    numbers = [count] if index == "auto" else [index, count]
-    is_right = text == "auto" or (slash and all(number.isdecimal() for number in numbers))
-    if not is_right or (slash and int(count) == 0):
+def parse_part(text: str) -> tuple[int | None, int | None]:
+    """Split `K/N`, `auto` or `auto/N`; None is left to the environment."""
+    match = re.fullmatch(r"(?:auto|(\d+)(?=/))(?:/(\d+))?", text)
+    index = count = None
+    if match:
+        index, count = (None if number is None else int(number) for number in match.groups())
+    if not match or count == 0:
         raise ArgumentTypeError(f"{text!r} is no part; write 3/16, auto or auto/16")
-    if index != "auto" and int(index) >= int(count):
+    if index is not None and count is not None and index >= count:
         raise ArgumentTypeError(
             f"{text!r} is no part: they are counted from 0, and the last of {count} is "
-            f"{int(count) - 1}/{count}"
+            f"{count - 1}/{count}"
         )
-    return text
+    return index, count
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -72,43 +74,26 @@ def parse_size(text: str) -> int:
         ) from None
 
 
-def positive(text: str) -> int:
-    """Convert a positive integer."""
-    return int(_checked(text, int, lambda number: number >= 1, "a positive integer"))
+def _number(
+    kind: Callable[[str], float], name: str, least: float = -math.inf, most: float = math.inf
+) -> Callable[[str], float]:
+    """Return a type of finite numbers within limits."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError, OverflowError):
+            number = kind(text)
+            if math.isfinite(number) and least <= number <= most:
+                return number
+        raise ArgumentTypeError(f"{text!r} is not {name}")
+
+    return parse
 
 
-def not_negative(text: str) -> float:
-    """Convert a number of at least 0."""
-    return _checked(text, float, lambda number: 0 <= number < math.inf, "a number of at least 0")
-
-
-def parse_tolerance(text: str) -> float:
-    """Convert a number of at least 0."""
-    return _checked(
-        text,
-        float,
-        lambda number: 0 <= number < math.inf,
-        "a tolerance: use a number of at least 0",
-    )
-
-
-def _checked(
-    text: str, kind: Callable[[str], float], is_valid: Callable[[float], bool], name: str
-) -> float:
-    with contextlib.suppress(ValueError):
-        if is_valid(number := kind(text)):
-            return number
-    raise ArgumentTypeError(f"{text!r} is not {name}")
-
-
-def parse_weight(text: str) -> float:
-    """Convert a finite number."""
-    return _checked(text, float, math.isfinite, "a finite number; --weights comes behind all paths")
-
-
-def parse_decay(text: str) -> float:
-    """Convert a number from 0 to 1."""
-    return _checked(text, float, lambda number: 0 <= number <= 1, "a number from 0 to 1")
+positive = _number(int, "a positive integer", 1)
+not_negative = _number(float, "a number of at least 0", 0)
+parse_tolerance = _number(float, "a tolerance: use a number of at least 0", 0)
+parse_weight = _number(float, "a finite number; --weights comes behind all paths")
+parse_decay = _number(float, "a number from 0 to 1", 0, 1)
 
 
 def parse_format(text: str) -> tuple[str, str]:

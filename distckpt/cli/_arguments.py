@@ -32,9 +32,7 @@ def inspect(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--key", metavar="K", help="show the chunks of this tensor and which ranks wrote them"
     )
-    parser.add_argument(
-        "--tree", action="store_true", help="list each module and tensor, layers one by one"
-    )
+    _add_flag(parser, "--tree", "list each module and tensor, layers one by one")
     parser.add_argument(
         "--depth", type=positive, metavar="N", help="show N levels of modules, with their totals"
     )
@@ -78,10 +76,8 @@ def cat(parser: ArgumentParser) -> None:
 def verify(parser: ArgumentParser) -> None:
     parser.add_argument("path", help="a checkpoint: a path or URL")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument(
-        "--fast", action="store_true", help="marker, manifest, file sizes and headers only"
-    )
-    mode.add_argument("--full", action="store_true", help="read every byte once (the default)")
+    _add_flag(mode, "--fast", "marker, manifest, file sizes and headers only")
+    _add_flag(mode, "--full", "read every byte once (the default)")
     parser.add_argument(
         "--jobs", type=positive, help="threads (default: 4, or 10 on an object store)"
     )
@@ -92,7 +88,7 @@ def stats(parser: ArgumentParser) -> None:
     parser.add_argument(
         "path", help="a checkpoint, or a folder of safetensors files: a path or URL"
     )
-    parser.add_argument("--tree", action="store_true", help="list each tensor, layers one by one")
+    _add_flag(parser, "--tree", "list each tensor, layers one by one")
     add_keys(parser)
     _add_recompute(parser)
     _add_reading_parts(parser)
@@ -100,7 +96,7 @@ def stats(parser: ArgumentParser) -> None:
 
 def _add_recompute(parser: ArgumentParser) -> None:
     text = "read the tensors, also where the save has stored their statistics (stats=True)"
-    parser.add_argument("--recompute", action="store_true", help=text)
+    _add_flag(parser, "--recompute", text)
 
 
 def diff(parser: ArgumentParser) -> None:
@@ -210,15 +206,11 @@ def _contradiction_of_merge(arguments: Namespace) -> str:
 
 
 def _add_export(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="list the tensors of the export and their sources, and stop",
-    )
+    _add_flag(parser, "--dry-run", "list the tensors of the export and their sources, and stop")
     which = parser.add_mutually_exclusive_group()
     add_keys(which)
     everything = "export the state of the optimizer, too, which is left out otherwise"
-    which.add_argument("--all", action="store_true", help=everything)
+    _add_flag(which, "--all", everything)
     add_rename(parser)
     add_dtype(parser)
     parser.add_argument(
@@ -256,7 +248,7 @@ def _add_export(parser: ArgumentParser) -> None:
         metavar="DIR",
         help="copy config, tokenizer and similar files from there",
     )
-    parser.add_argument("--extra-code", action="store_true", help="copy *.py files from there too")
+    _add_flag(parser, "--extra-code", "copy *.py files from there too")
     add_writing(parser)
     add_verify(parser)
     add_parts(parser)
@@ -286,15 +278,9 @@ def convert(parser: ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
     to = "format of the new checkpoint; torch_dist is Megatron Core's, which PyTorch reads as well"
     parser.add_argument("--to", choices=("distckpt", "torch_dist"), default="distckpt", help=to)
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
-    parser.add_argument(
-        "--megatron-types",
-        action="store_true",
-        help="import Megatron Core, register its Enum classes",
-    )
-    parser.add_argument(
-        "--without-common-state", action="store_true", help="leave out values that are not sharded"
-    )
+    _add_flag(parser, "--overwrite", "replace an existing checkpoint")
+    _add_flag(parser, "--megatron-types", "import Megatron Core, register its Enum classes")
+    _add_flag(parser, "--without-common-state", "leave out values that are not sharded")
     add_parts(parser)
 
 
@@ -339,11 +325,7 @@ def prune(parser: ArgumentParser) -> None:
         "in parts that is not complete)"
     )
     parser.add_argument("--abandoned-after", type=positive, metavar="MINUTES", help=abandoned)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="list the checkpoints to remove, without removing anything",
-    )
+    _add_flag(parser, "--dry-run", "list the checkpoints to remove, without removing anything")
 
 
 def bench(parser: ArgumentParser) -> None:
@@ -378,6 +360,10 @@ def trace(parser: ArgumentParser) -> None:
 # --- Shared
 
 
+def _add_flag(parser: _ActionsContainer, name: str, help_text: str) -> None:
+    parser.add_argument(name, action="store_true", help=help_text)
+
+
 def add_keys(parser: _ActionsContainer) -> None:
     """Declare `--keys`."""
     help_text = "prefix of keys, or pattern with *; can be repeated"
@@ -409,7 +395,7 @@ def add_dtype(parser: ArgumentParser) -> None:
 
 def add_writing(parser: ArgumentParser) -> None:
     """Declare `--overwrite` and `--max-inflight-bytes`."""
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    _add_flag(parser, "--overwrite", "replace an existing output")
     parser.add_argument(
         "--max-inflight-bytes", type=parse_size, metavar="SIZE", help="memory for data in transit"
     )
@@ -421,17 +407,11 @@ def add_parts(parser: ArgumentParser) -> None:
     action = group.add_mutually_exclusive_group()
     part = "do part K of N, from 0, or the one that Slurm, Kubernetes (auto/N) or torchrun says"
     action.add_argument("--part", metavar="K/N|auto", type=parse_part, help=part)
-    action.add_argument(
-        "--status", action="store_true", help="list the whole, missing and running pieces"
-    )
+    _add_flag(action, "--status", "list the whole, missing and running pieces")
     finish = "complete the output, which the last part does by itself"
-    action.add_argument("--finish", action="store_true", help=finish)
-    action.add_argument(
-        "--abandon", action="store_true", help="remove the files of the parts so far"
-    )
-    group.add_argument(
-        "--watch", action="store_true", help="with --status: show the progress of all parts"
-    )
+    _add_flag(action, "--finish", finish)
+    _add_flag(action, "--abandon", "remove the files of the parts so far")
+    _add_flag(group, "--watch", "with --status: show the progress of all parts")
 
 
 def _add_reading_parts(parser: ArgumentParser) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import io
+import itertools
 import json
 import math
 import os
 import re
-import secrets
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -20,8 +18,8 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, to_numpy
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import did_you_mean, other_prefix
+from distckpt._base.options import Progress
 from distckpt._checkpoint.consistent_read import check_files
-from distckpt._checkpoint.opening import opened
 from distckpt._checkpoint.stored_values import (
     StoredTensor,
     holds_objects,
@@ -32,11 +30,11 @@ from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import cut_region
-from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
-from distckpt.cli._output import Output
+from distckpt.cli._output import Output, shape_text
 from distckpt.cli._plain import plain, without_middle
+from distckpt.cli._selection import opened_at
 
 _SUMMARIZED = 1000
 """Largest number of elements that is read and printed in full.
@@ -52,7 +50,7 @@ _WIDTH = 120
 
 def run(arguments: Namespace, output: Output) -> int:
     """Print or save values, unless the checkpoint is replaced meanwhile."""
-    with opened(Ranks.alone(), locations.normalize(arguments.path)) as stored:
+    with opened_at(arguments.path) as stored:
         _show(stored, arguments, output)
     return 0
 
@@ -130,37 +128,33 @@ def printed(tensor: StoredTensor, selection: Selection) -> str:
 
 def _corners(region: Region, short: tuple[int, ...]) -> Iterator[tuple[Region, Region]]:
     """Yield a region's corners, and their places in the shortened tensor."""
-    pairs = [(Region((), ()), Region((), ()))]
+    axes = []
     for start, size, length in zip(region.offset, region.shape, short, strict=True):
-        spans = [(0, 0, size)]
+        spans = [(start, 0, size)]
         if size != length:
-            spans = [(0, 0, _EDGE), (size - _EDGE, length - _EDGE, _EDGE)]
-        longer = []
-        for source, place in pairs:
-            for at, to, extent in spans:
-                further_source = Region((*source.offset, start + at), (*source.shape, extent))
-                further_place = Region((*place.offset, to), (*place.shape, extent))
-                longer.append((further_source, further_place))
-        pairs = longer
-    yield from pairs
+            spans = [(start, 0, _EDGE), (start + size - _EDGE, length - _EDGE, _EDGE)]
+        axes.append(spans)
+    for corner in itertools.product(*axes):
+        sources, places, extents = zip(*corner, strict=True)
+        yield Region(sources, extents), Region(places, extents)
 
 
 def _save(
     stored: StoredCheckpoint, tensor: StoredTensor, selection: Selection, path: str, output: Output
 ) -> None:
     """Write a .npy file, a window at a time; it appears when it is complete."""
-    temporary = f"{path}.tmp-{secrets.token_hex(8)}"
+    temporary = locations.temporary_beside(path)
     try:
-        with open(temporary, "xb") as file, output.progress("saving") as progress:
-            for part, done in _npy_parts(tensor, selection):
-                file.write(part)
-                progress(done, selection.region.num_elements * _numpy_dtype(tensor.dtype).itemsize)
+        with (
+            locations.naming(path),
+            open(temporary, "xb") as file,
+            output.progress("saving") as progress,
+        ):
+            _write_npy(file, tensor, selection, progress)
         check_files(stored)
         os.replace(temporary, path)
-    except BaseException as error:
+    except BaseException:
         locations.remove_file(temporary)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(error.errno, error.strerror, path) from error
         raise
     saved = _numpy_dtype(tensor.dtype)
     is_exact = torch.from_numpy(np.empty(0, saved)).dtype == FROM_NAME[tensor.dtype]
@@ -171,22 +165,21 @@ def _save(
     )
 
 
-def _npy_parts(tensor: StoredTensor, selection: Selection) -> Iterator[tuple[bytes, int]]:
-    """Yield the bytes of a .npy file and the progress in bytes."""
-    header = io.BytesIO()
+def _write_npy(
+    file: BinaryIO, tensor: StoredTensor, selection: Selection, progress: Progress
+) -> None:
     saved = _numpy_dtype(tensor.dtype)
-    fields = {
-        "descr": np.lib.format.dtype_to_descr(saved),
-        "fortran_order": False,
-        "shape": selection.shape,
-    }
-    np.lib.format.write_array_header_1_0(header, fields)
-    yield header.getvalue(), 0
+    descr = np.lib.format.dtype_to_descr(saved)
+    fields = {"descr": descr, "fortran_order": False, "shape": selection.shape}
+    np.lib.format.write_array_header_1_0(file, fields)
+    num_bytes = selection.region.num_elements * saved.itemsize
     done = 0
+    progress(done, num_bytes)
     for region in cut_region(selection.region, _WINDOW_ELEMENTS):
         values = to_numpy(tensor.read(region))
+        file.write(values.tobytes())
         done += values.nbytes
-        yield values.tobytes(), done
+        progress(done, num_bytes)
 
 
 def _numpy_dtype(dtype: str) -> np.dtype[Any]:
@@ -206,34 +199,26 @@ def _title(tensor: StoredTensor, selection: Selection) -> str:
     region = ""
     if tensor.shape:
         region = str(selection.region)
-    return f"{tensor.key}{region}: {'x'.join(map(str, selection.shape)) or '()'} {tensor.dtype}"
+    return f"{tensor.key}{region}: {shape_text(selection.shape)} {tensor.dtype}"
 
 
 # --- Objects --------------------------------------------------------------------------------------
 
 
 def _show_object(stored: StoredCheckpoint, key: str, output: Output) -> None:
-    parts = sorted(read_encoded(stored, key).items())
-    decoded = {}
-    for offset, blob in parts:
-        decoded[offset] = codec.decode(blob, placeholders=True)
     limit = {}
     if output.as_json:
         limit = {"max_elements": math.inf}
-    values = {}
-    for offset, value in decoded.items():
-        values[offset] = plain(value, **limit)
+    parts = []
+    for offset, blob in sorted(read_encoded(stored, key).items()):
+        value = plain(codec.decode(blob, placeholders=True), **limit)
+        parts.append({"offset": offset, "value": value})
     check_files(stored)
-    output.json(
-        {
-            "key": key,
-            "parts": [{"offset": offset, "value": value} for offset, value in values.items()],
-        }
-    )
-    for offset, value in values.items():
-        if len(values) > 1:
-            output.line(f"{key}{list(offset)}:")
-        output.line(json.dumps(_shortened(value), indent=2, ensure_ascii=False))
+    output.json({"key": key, "parts": parts})
+    for part in parts:
+        if len(parts) > 1:
+            output.line(f"{key}{list(part['offset'])}:")
+        output.line(json.dumps(_shortened(part["value"]), indent=2, ensure_ascii=False))
 
 
 def _shortened(value: Any) -> Any:
@@ -274,14 +259,16 @@ def parse_index(text: str, shape: tuple[int, ...]) -> Selection:
     Raises:
         ValueError: it is not an index of a tensor of this shape.
     """
-    items = _complete(text, shape)
-    dropped = tuple(axis for axis, item in enumerate(items) if _INTEGER.fullmatch(item))
-    spans = []
-    for axis, (item, size) in enumerate(zip(items, shape, strict=True)):
-        spans.append(_span(text, axis, item, size))
-    offset = tuple(start for start, _ in spans)
-    extent = tuple(max(0, stop - start) for start, stop in spans)
-    return Selection(Region(offset, extent), dropped)
+    offset = []
+    extent = []
+    dropped = []
+    for axis, (item, size) in enumerate(zip(_complete(text, shape), shape, strict=True)):
+        start, stop = _span(text, axis, item, size)
+        offset.append(start)
+        extent.append(max(0, stop - start))
+        if _INTEGER.fullmatch(item):
+            dropped.append(axis)
+    return Selection(Region(tuple(offset), tuple(extent)), tuple(dropped))
 
 
 def _complete(text: str, shape: tuple[int, ...]) -> Sequence[str]:

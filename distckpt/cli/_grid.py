@@ -1,20 +1,88 @@
-"""Draw the chunks of one tensor and the ranks that wrote them."""
+"""Chunks and files of a checkpoint, and the ranks that wrote them."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt.cli._output import printable, swatch
-from distckpt.cli._writers import owner_of, rank_of_file
+from distckpt.cli._output import count_text, printable, swatch
 
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _TEXT_WIDTH = 64
 _TEXT_HEIGHT = 16
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+def rank_of_file(name: str) -> int | None:
+    """Return the rank in the name of a file, or None."""
+    pattern = r"(?:.*/)?(?:shard|rank)-(\d+)(?:-model-\d+-of-\d+)?\.(?:safetensors|checksums)"
+    match = re.fullmatch(pattern, name)
+    if match:
+        return int(match[1]) - 1
+    return None
+
+
+def owner_of(rank: int | None, file: str) -> str:
+    """Return a name for the writer of a file: its rank, or the file itself."""
+    if rank is None:
+        return file
+    return f"rank {rank}"
+
+
+def list_files(manifest: Manifest) -> list[dict[str, Any]]:
+    """List the files with their size and the rank in their name."""
+    rows = []
+    for file, size in zip(manifest.files, manifest.sums.bytes_in_files.tolist(), strict=True):
+        rank = rank_of_file(file.name)
+        facts = {"name": file.name, "rank": rank, "bytes": file.num_bytes, "data_bytes": size}
+        rows.append(facts)
+    return rows
+
+
+def list_writers(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sum up files by the rank that wrote them.
+
+    A file without a rank in its name stands for itself.
+    """
+    writers: dict[object, dict[str, Any]] = {}
+    for file in files:
+        rank = file["rank"]
+        name = None
+        if rank is None:
+            name = file["name"]
+        new = {"rank": rank, "file": name, "num_files": 0, "data_bytes": 0}
+        writer = writers.setdefault((rank, name), new)
+        writer["num_files"] += 1
+        writer["data_bytes"] += file["data_bytes"]
+    return sorted(writers.values(), key=_order)
+
+
+def _order(writer: dict[str, Any]) -> tuple[bool, int]:
+    return writer["rank"] is None, writer["rank"] or 0
+
+
+def balance_text(writers: Sequence[dict[str, Any]]) -> str:
+    """Compare the bytes of ranks in a sentence; an empty string for fewer than two."""
+    sizes = []
+    for writer in writers:
+        if writer["rank"] is not None:
+            sizes.append(writer["data_bytes"])
+    if len(sizes) < 2 or not sum(sizes):
+        return ""
+    ratio = max(sizes) * len(sizes) / sum(sizes)
+    return f"{count_text(len(sizes), 'rank')} wrote; the largest share is {ratio:.3f} x the mean"
+
+
+# --- Chunks ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -78,12 +146,14 @@ def text_picture(
     There is one character or colored cell per part of the tensor.
     """
     owners = _owners(chunks)
-    rows, columns = _extent(shape, axes)
+    rows, columns = _drawn(shape, axes, 1)
     height = min(_TEXT_HEIGHT, rows)
     width = min(_TEXT_WIDTH, columns)
     rectangles = []
     for chunk in chunks:
-        rectangles.append((*_rectangle(chunk, axes), owners[chunk.owner]))
+        row, column = _drawn(chunk.offset, axes, 0)
+        num_rows, num_columns = _drawn(chunk.shape, axes, 1)
+        rectangles.append((row, column, num_rows, num_columns, owners[chunk.owner]))
     for line in range(height):
         at_row = (2 * line + 1) * rows // (2 * height)
         cells = []
@@ -111,19 +181,14 @@ def _owners(chunks: Sequence[Chunk]) -> dict[str, int]:
     return numbers
 
 
-def _extent(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int]:
-    sizes = [shape[axis] for axis in axes]
-    rows, columns = [1] * (2 - len(sizes)) + sizes
-    return rows, columns
+def _drawn(values: tuple[int, ...], axes: tuple[int, ...], missing: int) -> tuple[int, int]:
+    """Return the values of the axes down and across.
 
-
-def _rectangle(chunk: Chunk, axes: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Return first row, first column, rows and columns of a drawn chunk."""
-    offsets = [chunk.offset[axis] for axis in axes]
-    sizes = [chunk.shape[axis] for axis in axes]
-    row, column = [0] * (2 - len(axes)) + offsets
-    num_rows, num_columns = [1] * (2 - len(axes)) + sizes
-    return row, column, num_rows, num_columns
+    A tensor of one axis has none down: its value is `missing`.
+    """
+    drawn = [values[axis] for axis in axes]
+    row, column = [missing] * (2 - len(axes)) + drawn
+    return row, column
 
 
 def _owner_at(

@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from distckpt._base.messages import key_pattern, natural_order, without_numbers
 from distckpt._format.manifest import Manifest
 from distckpt._geometry.region import IntArray
 from distckpt._state.common_state import COMMON_KEY
-from distckpt.cli._writers import rank_of_file
+from distckpt.cli._grid import rank_of_file
 
 
 @dataclass(frozen=True)
@@ -106,35 +107,8 @@ def _ranks_of_groups(
 # --- The tree -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Branch:
-    """A name in a tree: its groups, each with the rest of its segments."""
-
-    name: str
-    members: Sequence[tuple[list[str], Group]]
-
-    @property
-    def leaves(self) -> list[Group]:
-        """The groups that end here."""
-        return [group for rest, group in self.members if not rest]
-
-    @property
-    def deeper(self) -> list[tuple[list[str], Group]]:
-        """The groups that go on below."""
-        return [(rest, group) for rest, group in self.members if rest]
-
-    @property
-    def total(self) -> Group:
-        """The module of all groups."""
-        groups = [group for _, group in self.members]
-        return Group(
-            pattern=self.name,
-            dtype="",
-            shape=(),
-            num_keys=sum(group.num_keys for group in groups),
-            num_bytes=sum(group.num_bytes for group in groups),
-            num_chunks=sum(group.num_chunks for group in groups),
-        )
+_Members: TypeAlias = list[tuple[list[str], Group]]
+"""Groups, each with the rest of its segments below a name."""
 
 
 def tree_lines(
@@ -152,38 +126,49 @@ def tree_lines(
 
 
 def _tree(
-    members: Sequence[tuple[list[str], Group]],
-    depth: int,
-    is_by_size: bool,
-    level: int = 0,
-    parent: str = "",
+    members: _Members, depth: int, is_by_size: bool, level: int = 0, parent: str = ""
 ) -> Iterator[tuple[str, Group]]:
-    for branch in _branches(members, is_by_size):
-        label = "  " * level + parent + branch.name
-        leaves = branch.leaves
-        deeper = branch.deeper
-        for group in leaves:
-            yield label, group
-        if not leaves and len({rest[0] for rest, _ in deeper}) == 1:
+    for name, below in _branches(members, is_by_size):
+        label = "  " * level + parent + name
+        deeper: _Members = []
+        is_module = True
+        for rest, group in below:
+            if rest:
+                deeper.append((rest, group))
+            else:
+                is_module = False
+                yield label, group
+        if is_module and len({rest[0] for rest, _ in deeper}) == 1:
             # A single branch continues on the same line.
-            yield from _tree(deeper, depth, is_by_size, level, f"{parent}{branch.name}.")
+            yield from _tree(deeper, depth, is_by_size, level, f"{parent}{name}.")
             continue
-        if not leaves:
-            yield label, branch.total
+        if is_module:
+            yield label, _total(name, below)
         if level + 1 < depth:
             yield from _tree(deeper, depth, is_by_size, level + 1)
 
 
-def _branches(members: Sequence[tuple[list[str], Group]], is_by_size: bool) -> list[_Branch]:
-    by_first: dict[str, list[tuple[list[str], Group]]] = defaultdict(list)
+def _branches(members: _Members, is_by_size: bool) -> list[tuple[str, _Members]]:
+    below: dict[str, _Members] = defaultdict(list)
     for (first, *rest), group in members:
-        by_first[first].append((rest, group))
-    branches = []
-    for first, below in by_first.items():
-        branches.append(_Branch(first, below))
+        below[first].append((rest, group))
+    branches = list(below.items())
     if is_by_size:
-        branches.sort(key=lambda branch: -branch.total.num_bytes)
+        branches.sort(key=lambda branch: -_total(*branch).num_bytes)
     return branches
+
+
+def _total(name: str, members: _Members) -> Group:
+    """Return the module of all groups below a name."""
+    groups = [group for _, group in members]
+    return Group(
+        pattern=name,
+        dtype="",
+        shape=(),
+        num_keys=sum(group.num_keys for group in groups),
+        num_bytes=sum(group.num_bytes for group in groups),
+        num_chunks=sum(group.num_chunks for group in groups),
+    )
 
 
 def _segments(pattern: str) -> list[str]:

@@ -9,19 +9,17 @@ from typing import Any
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import did_you_mean, other_prefix
 from distckpt._checkpoint import consistent_read
-from distckpt._checkpoint.opening import opened
 from distckpt._commit.conditional_put import stray_files
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._operations.file_checks import Problem, check_files
-from distckpt._ranks.collectives import Ranks
-from distckpt._storage import locations
 from distckpt.cli import _grid as grid
+from distckpt.cli._grid import balance_text, list_files, list_writers, owner_of
 from distckpt.cli._groups import Group, group_keys, tree_lines
 from distckpt.cli._output import BOLD, RED, Output, count_text, shape_text, size_text
+from distckpt.cli._selection import opened_at
 from distckpt.cli._summary import objects_text, save_text, summarize
 from distckpt.cli._verify import list_problems, strays_text
-from distckpt.cli._writers import balance_text, list_files, list_writers, owner_of
 
 _MAX_WRITERS = 64
 _NUM_THREADS = 8
@@ -33,7 +31,7 @@ def run(arguments: Namespace, output: Output) -> int:
 
     Return 1 if files are missing or damaged.
     """
-    with opened(Ranks.alone(), locations.normalize(arguments.path)) as stored:
+    with opened_at(arguments.path) as stored:
         file_ids = range(len(stored.manifest.files))
         problems = check_files(stored, file_ids, _NUM_THREADS)
         consistent_read.check_files(stored)
@@ -58,6 +56,7 @@ def _show_all(
     manifest = stored.manifest
     groups = group_keys(manifest, is_merging=not arguments.tree)
     files = list_files(manifest)
+    writers = list_writers(files)
     facts = summarize(stored)
     strays = stray_files(stored.location, {file.name for file in manifest.files})
     output.json(
@@ -65,20 +64,20 @@ def _show_all(
             **facts,
             "groups": list(map(vars, groups)),
             "files": files,
-            "writers": list_writers(files),
+            "writers": writers,
             "strays": strays,
             "problems": list(map(vars, problems)),
         }
     )
     if arguments.html:
         # Imported only for this option, which is rare.
-        from distckpt._pages.inspect_page import write_inspect_page
+        from distckpt._pages.page import write_inspect_page
 
         write_inspect_page(arguments.html, stored, facts, problems)
         output.message(f"wrote {arguments.html}")
     elif not output.as_json:
         lines = tree_lines(groups, arguments.depth, is_by_size=arguments.sort == "size")
-        _show(facts, lines, files, output)
+        _show(facts, lines, writers, output)
         if strays:
             output.line(strays_text(strays))
 
@@ -87,7 +86,10 @@ def _show_all(
 
 
 def _show(
-    facts: dict[str, Any], lines: Sequence[tuple[str, Group]], files: Any, output: Output
+    facts: dict[str, Any],
+    lines: Sequence[tuple[str, Group]],
+    writers: Sequence[dict[str, Any]],
+    output: Output,
 ) -> None:
     output.line(facts["location"], BOLD)
     output.line(save_text(facts))
@@ -103,17 +105,20 @@ def _show(
     rows = []
     swatches: list[Sequence[int]] = []
     for label, group in lines:
-        rows.append([label, *_group_cells(group)])
-        swatches.append(group.ranks if group.dtype else ())
+        # The total of a module has no shape, and no swatches.
+        shape = shape_text(group.shape) if group.dtype else ""
+        counts = (str(group.num_keys), str(group.num_chunks), size_text(group.num_bytes))
+        rows.append([label, shape, group.dtype, *counts])
+        swatches.append(group.ranks)
     heads = ["key", "shape", "dtype", "keys", "chunks", "size"]
     output.table(heads, rows, num_text=3, drop="chunks keys dtype shape", swatches=swatches)
     for alias, key in facts["tied"].items():
         output.line(f"{alias} is tied to {key}")
     output.line()
-    _show_writers(list_writers(files), output)
+    _show_writers(writers, output)
 
 
-def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
+def _show_writers(writers: Sequence[dict[str, Any]], output: Output) -> None:
     """Draw a bar for the bytes of each rank.
 
     A file whose name contains no rank has a bar of its own. A single writer is only named.
@@ -129,14 +134,10 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
     rows = []
     swatches: list[list[int]] = []
     for writer in shown:
-        rows.append(
-            [
-                owner_of(writer["rank"], writer["file"]),
-                bar * round(_BAR_WIDTH * writer["data_bytes"] / largest),
-                str(writer["num_files"]),
-                size_text(writer["data_bytes"]),
-            ]
-        )
+        owner = owner_of(writer["rank"], writer["file"])
+        length = round(_BAR_WIDTH * writer["data_bytes"] / largest)
+        size = size_text(writer["data_bytes"])
+        rows.append([owner, bar * length, str(writer["num_files"]), size])
         swatches.append([] if writer["rank"] is None else [writer["rank"]])
     heads = ["owner", "share", "files", "data"]
     output.table(heads, rows, num_text=2, drop="files share", swatches=swatches)
@@ -147,22 +148,10 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
 
 
 def _only_writer(writer: dict[str, Any]) -> str:
+    owner = owner_of(writer["rank"], writer["file"])
     if writer["rank"] is None:
-        return f"all in {writer['file']}"
-    return f"all written by rank {writer['rank']}"
-
-
-def _group_cells(group: Group) -> tuple[str, ...]:
-    shape = ""
-    if group.dtype:
-        shape = shape_text(group.shape)
-    return (
-        shape,
-        group.dtype,
-        str(group.num_keys),
-        str(group.num_chunks),
-        size_text(group.num_bytes),
-    )
+        return f"all in {owner}"
+    return f"all written by {owner}"
 
 
 # --- One key --------------------------------------------------------------------------------------
@@ -188,15 +177,8 @@ def _show_key(
     output.line(f"{key}: {shape_text(shape)} {dtype}, {count_text(len(chunks), 'chunk')}{tied}")
     rows = []
     for c in chunks:
-        rows.append(
-            [
-                str(Region(c.offset, c.shape)),
-                c.owner,
-                c.file,
-                f"{c.first_byte:,}",
-                f"{c.num_bytes:,}",
-            ]
-        )
+        region = str(Region(c.offset, c.shape))
+        rows.append([region, c.owner, c.file, f"{c.first_byte:,}", f"{c.num_bytes:,}"])
     heads = ["region", "owner", "file", "begins", "bytes"]
     output.table(heads, rows, num_text=3, drop="begins bytes owner")
     if not output.as_json:

@@ -6,14 +6,13 @@ Each verb has a file in this folder.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from types import ModuleType
 
+from distckpt._base.interrupts import paused_garbage_collection
 from distckpt.cli._output import Output
 from distckpt.cli._parser import parse
 
@@ -40,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     output = Output(as_json=parsed.json)
     try:
-        verb = _import_verb(parsed.module)
+        # With most verbs torch is imported, too.
+        with paused_garbage_collection():
+            verb = importlib.import_module(f"distckpt.cli._{parsed.module}")
         with _signals_raise():
             code: int = verb.run(parsed, output)
             sys.stdout.flush()
@@ -62,20 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = str(error).replace("overwrite=True", "--overwrite")
         output.error(f"{text} ({type(error).__name__}; --debug shows where)")
         return int(parsed.error_code)
-
-
-def _import_verb(module: str) -> ModuleType:
-    """Import a verb, and with most of them torch.
-
-    That takes seconds, and more if the garbage collector went over all of it.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return importlib.import_module(f"distckpt.cli._{module}")
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

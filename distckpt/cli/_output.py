@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -14,8 +13,6 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-from distckpt._base.tree import Position, map_leaves, new_like
 
 if TYPE_CHECKING:
     from distckpt.manager._listing import CheckpointInfo
@@ -43,6 +40,7 @@ COLORS = (
     "#86bcb6",
 )
 """The colors of ranks, on pages as on terminals."""
+CHECKPOINT_HEADS = ["checkpoint", "saved", "metrics", "state", "size"]
 _MAX_SWATCHES = 16
 _BLOCK = "\u2588"
 
@@ -213,21 +211,7 @@ def encodable(text: str) -> str:
 
 def finite(value: Any) -> Any:
     """Replace numbers that JSON does not have by strings: "NaN", "Infinity", "-Infinity"."""
-    return map_leaves(_finite, value, _is_nested, join=new_like)
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple)
-
-
-def _finite(_: Position, value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        if math.isnan(value):
-            return "NaN"
-        if value > 0:
-            return "Infinity"
-        return "-Infinity"
-    return value
+    return json.loads(json.dumps(value), parse_constant=str)
 
 
 def _wrapped(text: str, width: int) -> str:
@@ -267,19 +251,19 @@ def time_text(seconds: float | None) -> str:
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
-def metrics_text(info: CheckpointInfo) -> str:
-    """Format the metrics of a step in one line."""
-    return " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items())
-
-
-def state_text(info: CheckpointInfo) -> str:
-    """Say what is known about a checkpoint."""
+def cells_of_checkpoint(info: CheckpointInfo) -> list[str]:
+    """Return the cells of a checkpoint in a table with `CHECKPOINT_HEADS`."""
+    metrics = " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items())
     words = {
         "not whole": info.problem is not None,
         "newest": info.is_newest,
         "pinned": info.pinned,
     }
-    return ", ".join(word for word, applies in words.items() if applies)
+    state = ", ".join(word for word, applies in words.items() if applies)
+    size = ""
+    if info.num_bytes:
+        size = size_text(info.num_bytes)
+    return [info.name, time_text(info.saved_at), metrics, state, size]
 
 
 # --- Table ----------------------------------------------------------------------------------------

@@ -84,7 +84,8 @@ VERBS = (
     Verb(
         "convert",
         "Convert a checkpoint of PyTorch, Megatron Core or DeepSpeed, or make one for these.",
-        "convert",
+        "reshard",
+        arguments="convert",
     ),
     Verb("reshard", "Rewrite a checkpoint as other ranks would have saved it.", "reshard"),
     Verb("prune", "Remove old checkpoints, and leftovers of interrupted saves.", "prune"),

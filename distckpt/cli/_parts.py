@@ -46,21 +46,14 @@ def run(
         return _abandon(place, output)
     if arguments.finish:
         return show(finish(make_work(verb, values)), output)
-    part = _part(arguments.part)
+    index, count = arguments.part
+    part = part_of_environment(os.environ, count) if index is None else Part(index, count)
     with output.progress(f"part {part}") as progress:
         report = run_part(make_work(verb, values), part, progress)
     _show_part(report, output)
     if report.is_complete:
         return show(report.report, output)
     return 0
-
-
-def _part(text: str) -> Part:
-    """Convert `K/N`, `auto` or `auto/N`."""
-    index, _, count = text.partition("/")
-    if index == "auto":
-        return part_of_environment(os.environ, int(count) if count else None)
-    return Part(int(index), int(count))
 
 
 def _show_part(report: PartReport, output: Output) -> None:

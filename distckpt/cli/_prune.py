@@ -7,17 +7,17 @@ import os
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from distckpt._base.errors import CheckpointNotFoundError
 from distckpt._commit import hidden_directories, posix
 from distckpt._storage import locations
 from distckpt.cli._output import Output
+from distckpt.cli._selection import given
 from distckpt.manager import _removal as removal
 from distckpt.manager import _steps as steps
-from distckpt.manager._retention import Retention, metric_names, surplus, unknown_metric
+from distckpt.manager._removal import Retention, metric_names, surplus, unknown_metric
 from distckpt.manager._seen_steps import changes_in
 from distckpt.manager._steps import Saved, step_name
 from distckpt.tasks._journal import Journal
@@ -28,7 +28,7 @@ _MINUTES_OF_PARTS = 7 * 24 * 60
 """The same for work in parts, which may queue for days."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pruning:
     """The checkpoints and leftovers of a directory, to remove or to keep.
 
@@ -38,40 +38,37 @@ class _Pruning:
         surplus: the steps to remove.
         leftovers: names of the remains of interrupted saves and removals.
         live: names that a save may still be writing.
+        problems: for each name that could not be removed, the reason.
     """
 
     root: str
-    saved: Sequence[Saved]
-    surplus: Sequence[Saved]
-    leftovers: Sequence[str]
-    live: Sequence[str]
-
-    @property
-    def names(self) -> list[str]:
-        """The names of everything to remove."""
-        return [*(step_name(item.step) for item in self.surplus), *self.leftovers]
+    saved: list[Saved]
+    surplus: list[Saved]
+    leftovers: list[str]
+    live: list[str]
+    problems: dict[str, str] = field(default_factory=dict)
 
 
 def run(arguments: Namespace, output: Output) -> int:
     """Remove checkpoints and leftovers, and list them."""
     pruning = _plan(arguments)
-    problems: dict[str, str] = {}
+    doing = "would remove"
     if not arguments.dry_run:
-        pruning, problems = _remove(pruning)
-    doing = "removed"
-    if arguments.dry_run:
-        doing = "would remove"
-    for name in pruning.names:
-        target = name
-        if name in pruning.leftovers:
-            target = f"{name}{_origin_of(name)}"
-        problem = problems.get(name)
-        output.line(
-            f"{doing} {target}" if problem is None else f"cannot remove {target}: {problem}"
-        )
+        _remove(pruning)
+        doing = "removed"
+    names = [step_name(item.step) for item in pruning.surplus]
+    targets = dict(zip(names, names, strict=True))
+    for name in pruning.leftovers:
+        targets[name] = f"{name}{_origin_of(name)}"
+    for name, target in targets.items():
+        problem = pruning.problems.get(name)
+        if problem is None:
+            output.line(f"{doing} {target}")
+        else:
+            output.line(f"cannot remove {target}: {problem}")
     for name in pruning.live:
         output.line(f"kept {name}: {_why_kept(name)}")
-    outcome = _outcome(pruning, problems)
+    outcome = _outcome(pruning)
     output.json({"root": pruning.root, "dry_run": arguments.dry_run, **outcome})
     num_kept = len(outcome["kept"])
     num_saved = len(pruning.saved)
@@ -79,7 +76,7 @@ def run(arguments: Namespace, output: Output) -> int:
     if not arguments.keep_last:
         all_are_kept = ": without --keep-last all are"
     output.line(f"{num_kept} of {num_saved} checkpoints kept in {pruning.root}{all_are_kept}")
-    if problems:
+    if pruning.problems:
         return 1
     return 0
 
@@ -97,13 +94,8 @@ def _why_kept(name: str) -> str:
 
 
 def _plan(arguments: Namespace) -> _Pruning:
-    policy = Retention(
-        keep_last=arguments.keep_last,
-        keep_every=arguments.keep_every,
-        best_metric=arguments.best_metric,
-        best_mode=arguments.best_mode,
-        keep_best=arguments.keep_best,
-    )
+    conditions = ("keep_last", "keep_every", "best_metric", "best_mode", "keep_best")
+    policy = Retention(**given(arguments, *conditions))
     root = posix.resolve(arguments.root)
     if not locations.isdir(root):
         raise CheckpointNotFoundError(f"{root!r} is not a directory")
@@ -114,28 +106,20 @@ def _plan(arguments: Namespace) -> _Pruning:
     return _Pruning(root, saved, _removable(root, saved, policy), leftovers, live)
 
 
-def _remove(pruning: _Pruning) -> tuple[_Pruning, dict[str, str]]:
-    """Remove steps and leftovers; return them, and the reason by name for each that remained."""
+def _remove(pruning: _Pruning) -> None:
+    """Remove steps and leftovers; note the reason for each that remained."""
     root = pruning.root
-    problems = removal.remove_steps(root, pruning.surplus)
-    still_there = []
-    for name in pruning.leftovers:
-        if not removal.clear_leftover(root, name, locations.exists):
-            still_there.append(name)
-    # A save had made its directory, and had not locked it yet, when leftovers were looked for.
-    live = []
-    for name in still_there:
+    for step, problem in removal.remove_steps(root, pruning.surplus).items():
+        pruning.problems[step_name(step)] = problem
+    for name in list(pruning.leftovers):
+        if removal.clear_leftover(root, name, locations.exists):
+            continue
+        # A save had made its directory, and had not locked it yet, when leftovers were looked for.
         if _is_in_use(root, name):
-            live.append(name)
-    others = []
-    for name in pruning.leftovers:
-        if name not in live:
-            others.append(name)
-    by_name = {}
-    for step, problem in problems.items():
-        by_name[step_name(step)] = problem
-    by_name |= {name: "it is still there" for name in still_there if name not in live}
-    return replace(pruning, leftovers=others, live=[*pruning.live, *live]), by_name
+            pruning.leftovers.remove(name)
+            pruning.live.append(name)
+        else:
+            pruning.problems[name] = "it is still there"
 
 
 def _is_in_use(root: str, name: str) -> bool:
@@ -145,12 +129,12 @@ def _is_in_use(root: str, name: str) -> bool:
         return has_ended is False or not locations.exists(location)
 
 
-def _outcome(pruning: _Pruning, problems: dict[str, str]) -> dict[str, Any]:
-    steps_to_remove = [item.step for item in pruning.surplus]
+def _outcome(pruning: _Pruning) -> dict[str, Any]:
+    problems = pruning.problems
     removed = []
-    for step in steps_to_remove:
-        if step_name(step) not in problems:
-            removed.append(step)
+    for item in pruning.surplus:
+        if step_name(item.step) not in problems:
+            removed.append(item.step)
     return {
         "kept": [item.step for item in pruning.saved if item.step not in removed],
         "removed": removed,
@@ -178,18 +162,18 @@ def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
 def _leftovers(root: str, abandoned_after: int | None) -> tuple[list[str], list[str]]:
     """Return leftovers, and names that a save may still be writing."""
     is_local = locations.is_local(root)
-    names = []
-    for name in steps.list_root(root):
-        if steps.is_leftover(name) or (is_local and steps.is_journal_of_parts(name)):
-            names.append(name)
     now = _clock_of(root)
     dead = []
-    for name in names:
-        if steps.is_free_to_remove(name) or _is_dead(
-            root, name, now - 60 * (abandoned_after or _minutes_for(root, name))
-        ):
+    live = []
+    for name in steps.list_root(root):
+        if not steps.is_leftover(name) and not (is_local and steps.is_journal_of_parts(name)):
+            continue
+        latest = now - 60 * (abandoned_after or _minutes_for(root, name))
+        if steps.is_free_to_remove(name) or _is_dead(root, name, latest):
             dead.append(name)
-    return dead, [name for name in names if name not in dead]
+        else:
+            live.append(name)
+    return dead, live
 
 
 def _minutes_for(root: str, name: str) -> int:

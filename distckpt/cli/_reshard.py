@@ -1,53 +1,120 @@
-"""`distckpt reshard` and `distckpt import`: write a checkpoint for a number of ranks."""
+"""`distckpt reshard`, `import` and `convert`: rewrite a checkpoint."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
+from distckpt._base.errors import CheckpointingException
 from distckpt._tools.reshard import ReshardReport, reshard
-from distckpt.cli._arguments import is_in_parts
 from distckpt.cli._output import Output, count_text, size_text
-from distckpt.cli._selection import dtype_option, given, run_parts, warn_of_overflows
+from distckpt.cli._selection import call, dtype_option, given, warn_of_overflows
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Reshard, or import, and print a summary."""
-    is_import = "hf_dir" in arguments
-    options = {
-        "source_dir": arguments.hf_dir if is_import else arguments.source,
+    """Reshard, import or convert, and print a summary."""
+    if "to" in arguments:
+        return _convert(arguments, output)
+    values = {
         "checkpoint_dir": arguments.checkpoint,
         "num_ranks": arguments.ranks,
         "overwrite": arguments.overwrite,
-        **(_import_arguments(arguments) if is_import else _reshard_arguments(arguments)),
         **given(arguments, "max_inflight_bytes"),
     }
-    if is_in_parts(arguments):
-        return run_parts(arguments, output, "reshard", options, arguments.checkpoint, _print_report)
-    with output.progress("importing" if is_import else "resharding") as progress:
-        report = reshard(**options, progress=progress)
-    return _print_report(report, output)
+    doing = "resharding"
+    if "hf_dir" in arguments:
+        doing = "importing"
+        values |= {
+            "source_dir": arguments.hf_dir,
+            "keys": arguments.keys,
+            "rename": dict(arguments.rename),
+            "dtype": dtype_option(arguments.dtype),
+        }
+    else:
+        grids = dict(arguments.grid)
+        values |= {"source_dir": arguments.source, "grids": grids, "verify": arguments.verify}
+    return _reshard(arguments, output, values, doing)
 
 
-def _print_report(report: ReshardReport, output: Output) -> int:
+def _reshard(arguments: Namespace, output: Output, values: dict[str, Any], doing: str) -> int:
+    return call(
+        arguments,
+        output,
+        reshard,
+        values,
+        partial(_print_report, doing),
+        verb="reshard",
+        doing=doing,
+        place=arguments.checkpoint,
+    )
+
+
+def _print_report(doing: str, report: ReshardReport, output: Output) -> int:
+    size = size_text(report.num_bytes)
+    if doing == "converting":
+        facts = ("location", "num_bytes", "seconds")
+        output.json({name: getattr(report, name) for name in facts})
+        output.line(f"{size} converted to {report.location} in {report.seconds:.2f} s")
+        return 0
     output.json(vars(report))
     output.line(
         f"{count_text(report.num_tensors, 'tensor')} in {count_text(report.num_chunks, 'chunk')}, "
         f"{count_text(report.num_objects, 'object')}, "
-        f"{size_text(report.num_bytes)} in {count_text(report.num_files, 'file')} "
+        f"{size} in {count_text(report.num_files, 'file')} "
         f"in {report.location}, {report.seconds:.2f} s"
     )
     warn_of_overflows(report.overflows, output)
     return 0
 
 
-def _import_arguments(arguments: Namespace) -> dict[str, Any]:
-    return {
-        "keys": arguments.keys,
-        "rename": dict(arguments.rename),
-        "dtype": dtype_option(arguments.dtype),
+# --- Formats of other programs --------------------------------------------------------------------
+
+
+def _convert(arguments: Namespace, output: Output) -> int:
+    if arguments.megatron_types:
+        # Imported only for this option.
+        from distckpt.megatron import interop as megatron
+
+        megatron.register_types()
+    if arguments.to == "torch_dist":
+        return _export(arguments, output)
+    values = {
+        "source_dir": arguments.source,
+        "checkpoint_dir": arguments.checkpoint,
+        "common_state": {} if arguments.without_common_state else None,
+        "overwrite": arguments.overwrite,
     }
+    return _reshard(arguments, output, values, "converting")
 
 
-def _reshard_arguments(arguments: Namespace) -> dict[str, Any]:
-    return {"grids": dict(arguments.grid), "verify": arguments.verify}
+def _export(arguments: Namespace, output: Output) -> int:
+    if arguments.without_common_state:
+        raise CheckpointingException(
+            "--without-common-state is not available with --to torch_dist."
+        )
+    # Imported only for this option.
+    from distckpt.torch_dist._export import export
+
+    location = arguments.checkpoint
+    values = {
+        "checkpoint_dir": arguments.source,
+        "output_dir": location,
+        "overwrite": arguments.overwrite,
+    }
+    return call(
+        arguments,
+        output,
+        export,
+        values,
+        partial(_print_export, location),
+        verb="export_torch_dist",
+        doing="exporting",
+        place=location,
+    )
+
+
+def _print_export(location: str, report: None, output: Output) -> int:
+    output.json({"location": location})
+    output.line(f"converted to {location}")
+    return 0

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from distckpt._base.lazy import torch
+from distckpt._checkpoint.opening import opened
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
+from distckpt.cli._arguments import is_in_parts
 from distckpt.cli._output import Output
+
+
+def opened_at(path: str) -> AbstractContextManager[StoredCheckpoint]:
+    """Open a checkpoint, see `opened`."""
+    return opened(Ranks.alone(), locations.normalize(path))
 
 
 def given(arguments: Namespace, *names: str) -> dict[str, Any]:
@@ -16,32 +26,40 @@ def given(arguments: Namespace, *names: str) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
-def run_parts(
+def call(
     arguments: Namespace,
     output: Output,
-    verb: str,
-    values: Mapping[str, Any],
-    place: str,
-    show: Callable[[Any, Output], int],
-) -> int:
-    """Carry out the option for work in parts, see `cli._parts`."""
-    # Imported only for this option.
-    from distckpt.cli import _parts as parts
-
-    return parts.run(arguments, output, verb, values, place, show)
-
-
-def run_parts_of_check(
-    arguments: Namespace,
-    output: Output,
-    verb: str,
+    function: Callable[..., Any],
     values: Mapping[str, Any],
     show: Callable[[Any, Output], int],
+    *,
+    verb: str,
+    doing: str,
+    place: str = "",
 ) -> int:
-    """Run a verb in parts that writes nothing but its journal."""
-    place = locations.join(arguments.journal, verb)
-    with_journal = {**values, "journal": arguments.journal}
-    return run_parts(arguments, output, verb, with_journal, place, show)
+    """Call a function and show its report, or do a part of its work.
+
+    Args:
+        arguments: of the command line.
+        output: prints.
+        function: which also takes `progress`.
+        values: its arguments.
+        show: prints its report, and returns the exit code.
+        verb: the name of its work in parts.
+        doing: the label of the progress.
+        place: the path of its output; a check has a journal in the place of it.
+    """
+    if is_in_parts(arguments):
+        # Imported only for this option.
+        from distckpt.cli import _parts as parts
+
+        if "journal" in arguments:
+            values = {**values, "journal": arguments.journal}
+            place = locations.join(arguments.journal, verb)
+        return parts.run(arguments, output, verb, values, place, show)
+    with output.progress(doing) as progress:
+        report = function(**values, progress=progress)
+    return show(report, output)
 
 
 def dtype_option(pairs: Sequence[tuple[str, torch.dtype]] | None) -> Any:

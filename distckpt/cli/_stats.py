@@ -7,16 +7,17 @@ import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._base.messages import key_pattern, summarize_keys, without_numbers
-from distckpt._checkpoint.opening import opened
-from distckpt._ranks.collectives import Ranks
+from distckpt._base.options import Progress
+from distckpt._io.block_stats import BlockStats, together
 from distckpt._storage import locations
-from distckpt._tools.stats import TensorStats, saved_stats
-from distckpt.cli._arguments import is_in_parts
+from distckpt._tools.stats import TensorStats, compute_stats, saved_stats
 from distckpt.cli._output import Output, count_text, size_text
+from distckpt.cli._selection import call, opened_at
 
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _ASCII_BARS = "_.:-=+*#"
@@ -28,31 +29,15 @@ def run(arguments: Namespace, output: Output) -> int:
 
     Return 1 if there is a NaN.
     """
-    location = locations.normalize(arguments.path)
-    if is_in_parts(arguments):
-        return _run_part(location, arguments, output)
-    with opened(Ranks.alone(), location) as stored:
-        tensors = None if arguments.recompute else saved_stats(stored, arguments.keys)
-        if tensors is not None:
-            return _print_stats(_Report(location, tensors, is_saved=True), arguments.tree, output)
-        from distckpt._tools.stats import compute_stats
-
-        started = time.perf_counter()
-        with output.progress("reading") as progress:
-            tensors = list(compute_stats(stored, arguments.keys, progress))
-    seconds = time.perf_counter() - started
-    return _print_stats(_Report(location, tensors, seconds), arguments.tree, output)
-
-
-def _run_part(location: str, arguments: Namespace, output: Output) -> int:
-    def show(tensors: Sequence[TensorStats], output: Output) -> int:
-        # Other processes have read most of it.
-        return _print_stats(_Report(location, tensors), arguments.tree, output)
-
-    from distckpt.cli._selection import run_parts_of_check
-
-    values = {"checkpoint_dir": arguments.path, "keys": arguments.keys}
-    return run_parts_of_check(arguments, output, "stats", values, show)
+    return call(
+        arguments,
+        output,
+        partial(_measure, arguments.recompute),
+        {"checkpoint_dir": arguments.path, "keys": arguments.keys},
+        partial(_print_stats, arguments),
+        verb="stats",
+        doing="reading",
+    )
 
 
 class _Report(NamedTuple):
@@ -61,7 +46,6 @@ class _Report(NamedTuple):
     It is the tensors, with the seconds of reading them if known, or the save.
     """
 
-    location: str
     tensors: Sequence[TensorStats]
     seconds: float | None = None
     is_saved: bool = False
@@ -79,16 +63,33 @@ class _Report(NamedTuple):
         return f"{size_text(num_bytes)} read in {self.seconds:.2f} s, {speed}/s"
 
 
-def _print_stats(report: _Report, is_listing: bool, output: Output) -> int:
+def _measure(
+    is_recomputing: bool, checkpoint_dir: str, keys: Sequence[str] | None, progress: Progress
+) -> _Report:
+    started = time.perf_counter()
+    with opened_at(checkpoint_dir) as stored:
+        saved = None if is_recomputing else saved_stats(stored, keys)
+        if saved is not None:
+            return _Report(saved, is_saved=True)
+        tensors = list(compute_stats(stored, keys, progress))
+    return _Report(tensors, time.perf_counter() - started)
+
+
+def _print_stats(
+    arguments: Namespace, report: _Report | Sequence[TensorStats], output: Output
+) -> int:
+    if not isinstance(report, _Report):
+        # Other processes have read most of it.
+        report = _Report(report)
     tensors = report.tensors
     output.json(
         {
-            "location": report.location,
+            "location": locations.normalize(arguments.path),
             "from_save": report.is_saved,
             "tensors": list(map(vars, tensors)),
         }
     )
-    groups = [[tensor] for tensor in tensors] if is_listing else _grouped(tensors)
+    groups = [[tensor] for tensor in tensors] if arguments.tree else _grouped(tensors)
     _print_groups(groups, not report.is_saved, output)
     with_nan = []
     for tensor in tensors:
@@ -99,7 +100,6 @@ def _print_stats(report: _Report, is_listing: bool, output: Output) -> int:
     )
     if with_nan:
         output.line(f"NaN in {summarize_keys(with_nan)}")
-    if with_nan:
         return 1
     return 0
 
@@ -128,31 +128,18 @@ def _grouped(tensors: Sequence[TensorStats]) -> list[list[TensorStats]]:
 
 def _cells(group: Sequence[TensorStats], bars: str) -> list[str]:
     """Format the statistics of all values of a group; a single tensor has a histogram."""
+    parts = []
+    for tensor in group:
+        num_finite = tensor.num_elements - tensor.num_nan - tensor.num_infinite
+        counts = (num_finite, tensor.num_nan, tensor.num_infinite, tensor.num_zero)
+        parts.append(BlockStats(*counts, tensor.mean, tensor.norm, tensor.min, tensor.max))
+    total = together(parts)
     cells = [key_pattern([tensor.key for tensor in group]), str(len(group))]
-    cells += [f"{value:.3g}" for value in _totals(group)]
-    for field in ("num_zero", "num_nan", "num_infinite"):
-        count = sum(getattr(tensor, field) for tensor in group)
+    cells += [f"{value:.3g}" for value in (total.norm, total.mean, total.low, total.high)]
+    for count in (total.num_zero, total.num_nan, total.num_infinite):
         cells.append(f"{count:,}" if count else "")
     cells.append(_histogram(group[0], bars) if len(group) == 1 else "")
     return cells
-
-
-def _totals(group: Sequence[TensorStats]) -> tuple[float, float, float, float]:
-    """Return norm, mean, minimum and maximum of a group's finite values."""
-    # A tensor without finite values has none of these.
-    members = [tensor for tensor in group if _num_finite(tensor)] or group[:1]
-    number = sum(_num_finite(tensor) for tensor in members) or 1
-    means = (tensor.mean * (_num_finite(tensor) / number) for tensor in members)
-    return (
-        math.hypot(*(tensor.norm for tensor in members)),
-        sum(means) if len(members) > 1 else members[0].mean,
-        min(tensor.min for tensor in members),
-        max(tensor.max for tensor in members),
-    )
-
-
-def _num_finite(tensor: TensorStats) -> int:
-    return tensor.num_elements - tensor.num_nan - tensor.num_infinite
 
 
 def _histogram(tensor: TensorStats, bars: str) -> str:

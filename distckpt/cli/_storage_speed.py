@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from distckpt._base.libc import DIRECT
 from distckpt._operations.load import load
 from distckpt._operations.save import save
 from distckpt._ranks.collectives import Ranks
@@ -95,9 +96,7 @@ def _measure_cases(
         _empty(ranks, folder)
     yield "save", _time(ranks, lambda: contestant.save(True))
     if is_local:
-        if ranks.broadcast(
-            b"yes" if ranks.is_coordinator and drop_from_page_cache(folder) else b""
-        ):
+        if ranks.decide_json("empty the page cache", lambda: drop_from_page_cache(folder)):
             yield "cold_load", _time(ranks, lambda: contestant.load(True))
         contestant.load(False)  # brings all files into the page cache
     yield "warm_load", _time(ranks, lambda: contestant.load(False))
@@ -127,11 +126,9 @@ def _wait_for_all(ranks: Ranks) -> None:
 
 def _distckpt(rank: int, task: Task) -> Contestant:
     """Save a checkpoint, and load it into existing tensors, verifying checksums."""
-    keys = []
-    for i in range(task.num_tensors):
-        keys.append(f"layers.{i}.weight")
     shards = {}
-    for key in keys:
+    for i in range(task.num_tensors):
+        key = f"layers.{i}.weight"
         shards[key] = ShardedTensor.from_rank_offsets(
             key, torch.randn(TENSOR_SHAPE), (0, rank, task.num_ranks)
         )
@@ -202,7 +199,7 @@ def _raw_objects(num_bytes: int, prefix: str) -> Contestant:
 def _opened(path: str, flags: int, is_direct: bool) -> Iterator[int]:
     """Open a file, around the page cache if `is_direct` and possible."""
     try:
-        fd = os.open(path, flags | (getattr(os, "O_DIRECT", 0) if is_direct else 0), 0o666)
+        fd = os.open(path, flags | (DIRECT if is_direct else 0), 0o666)
     except OSError:
         fd = os.open(path, flags, 0o666)
     try:
@@ -221,11 +218,13 @@ def drop_from_page_cache(folder: str) -> bool:
 
     Return False where that cannot be done.
     """
-    paths = []
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    is_dropped = True
     for place, _, names in os.walk(folder):
         for name in names:
-            paths.append(os.path.join(place, name))
-    return hasattr(os, "posix_fadvise") and all(list(map(_drop_file, paths)))
+            is_dropped &= _drop_file(os.path.join(place, name))
+    return is_dropped
 
 
 def _drop_file(path: str) -> bool:

@@ -43,10 +43,7 @@ def summarize(stored: StoredCheckpoint) -> dict[str, Any]:
         "num_tensors": manifest.num_tensors,
         "num_elements": sum(items),
         "tensor_bytes": int(sizes[is_tensor].sum()),
-        "num_objects": sum(
-            dtype == OBJECT and key != COMMON_KEY
-            for key, dtype in zip(manifest.keys, manifest.dtypes, strict=True)
-        ),
+        "num_objects": int((~is_tensor).sum()) - (COMMON_KEY in manifest.key_index),
         "object_bytes": int(sizes[~is_tensor].sum()),
         "num_chunks": len(manifest.key_ids),
         "num_files": len(manifest.files),

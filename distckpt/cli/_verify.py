@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Literal
 
 from distckpt._operations.file_checks import Problem
 from distckpt._operations.verify import VerifyReport, verify
 from distckpt._state.common_state import COMMON_KEY
-from distckpt.cli._arguments import is_in_parts
 from distckpt.cli._output import MAX_LISTED, Output, count_text, size_text
-from distckpt.cli._selection import run_parts_of_check
+from distckpt.cli._selection import call
 
 _MAX_NAMED = 3
 
 
 def run(arguments: Namespace, output: Output) -> int:
     """Verify, list the problems, return 1 if there are any."""
-    mode: Literal["fast", "full"] = "full"
-    if arguments.fast:
-        mode = "fast"
-    if is_in_parts(arguments):
-        values = {"checkpoint_dir": arguments.path, "mode": mode, "num_threads": arguments.jobs}
-        return run_parts_of_check(arguments, output, "verify", values, _print_report)
-    with output.progress("verifying") as progress:
-        report = verify(arguments.path, mode, num_threads=arguments.jobs, progress=progress)
-    return _print_report(report, output)
+    values = {
+        "checkpoint_dir": arguments.path,
+        "mode": "fast" if arguments.fast else "full",
+        "num_threads": arguments.jobs,
+    }
+    return call(arguments, output, verify, values, _print_report, verb="verify", doing="verifying")
 
 
 def _print_report(report: VerifyReport, output: Output) -> int:

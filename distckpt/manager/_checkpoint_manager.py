@@ -34,9 +34,8 @@ from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._storage import locations
 from distckpt.manager import _removal as removal
-from distckpt.manager import _steps as failures
 from distckpt.manager import _steps as steps
-from distckpt.manager._retention import Retention, surplus
+from distckpt.manager._removal import Retention, surplus
 from distckpt.manager._seen_steps import SeenSteps
 from distckpt.manager._steps import encode_note, united_note
 from distckpt.mapping._wrappers import ShardedStateDict, StateDict
@@ -140,7 +139,7 @@ class CheckpointManager(SaysOtherNames):
 
     def location(self, step: int) -> str:
         """Return the location of a step, whether it exists or not."""
-        return locations.join(self.root, steps.step_name(step))
+        return steps.step_location(self.root, step)
 
     # --- Save
 
@@ -229,7 +228,7 @@ class CheckpointManager(SaysOtherNames):
         except BaseException as error:
             if not self._logs_failures:
                 raise
-            if not failures.all_find(ranks, error, failures.is_of_the_storage):
+            if not steps.all_find(ranks, error, steps.is_of_the_storage):
                 raise
             logger.error(
                 "step %d is not saved to %s: %s: %s", step, self.root, type(error).__name__, error
@@ -285,7 +284,7 @@ class CheckpointManager(SaysOtherNames):
     def _write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
         if ranks.is_coordinator:
             with locations.only_logging(f"clear up in {self.root}"):
-                removal.clear_leftovers(self.root, self._seen)
+                removal.clear_leftovers(self.root, self._seen.is_abandoned)
         report = write_and_commit(ranks, save)
         if ranks.is_coordinator:
             self._after_commit(step)
@@ -379,11 +378,11 @@ class CheckpointManager(SaysOtherNames):
             self.skipped |= dict(skipped)
             if newest is None:
                 raise self._nothing_to_load(is_partly_filled)
-            judge = partial(failures.is_damage_of, self.location(newest))
+            judge = partial(steps.is_damage_of, self.location(newest))
             try:
                 return read(newest)
             except BaseException as error:
-                if not failures.all_find(ranks, error, judge):
+                if not steps.all_find(ranks, error, judge):
                     raise
                 # It was complete when it was found.
                 is_gone = isinstance(error, CheckpointNotFoundError)

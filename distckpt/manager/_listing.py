@@ -139,10 +139,7 @@ class _Files:
     @property
     def noted_step(self) -> Any:
         """The step that the marker notes, if a manager saved it."""
-        note = (self.marker or {}).get(steps.NOTE)
-        if isinstance(note, dict):
-            return note.get("step")
-        return None
+        return steps.note_in(self.marker).get("step")
 
 
 def _describe(root: str, name: str) -> CheckpointInfo | None:
@@ -154,14 +151,17 @@ def _describe(root: str, name: str) -> CheckpointInfo | None:
         return None
     step = files.noted_step
     saved = None
+    saved_at = None
     if isinstance(step, int):
         saved = steps.saved_at(location, step)
+    if files.marker is not None:
+        saved_at = locations.modified_time(locations.join(location, CONFIG_FNAME))
     return CheckpointInfo(
         name=name,
         location=location,
         step=_number_in(name) if saved is None else saved.step,
         num_bytes=files.num_bytes,
-        saved_at=_time_of(location) if files.marker is not None else None,
+        saved_at=saved_at,
         seconds=files.seconds,
         metrics={} if saved is None else saved.metrics,
         pinned=saved is not None and saved.pinned,
@@ -198,7 +198,3 @@ def _number_in(name: str) -> int | None:
     if digits is None:
         return None
     return int(digits[0])
-
-
-def _time_of(location: str) -> float | None:
-    return locations.modified_time(locations.join(location, CONFIG_FNAME))

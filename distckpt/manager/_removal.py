@@ -1,4 +1,4 @@
-"""Remove steps, and the remains of interrupted saves and removals."""
+"""Choose the steps to keep, and remove others and leftovers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,129 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
+from distckpt._base.messages import check_choice, did_you_mean
 from distckpt._commit import conditional_put, hidden_directories, posix
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
-from distckpt.manager._seen_steps import SeenSteps
-from distckpt.manager._steps import Saved, step_name
+from distckpt.manager._steps import Saved, step_location
 
 logger = logging.getLogger(__name__)
 
-# --- Steps ----------------------------------------------------------------------------------------
+# --- Retention ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The conditions of `CheckpointManager`.
+
+    A step that meets one of them is kept; without `keep_last` all steps are.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep: Callable[[int], bool] | None = None
+    best_metric: str | None = None
+    best_mode: Literal["min", "max"] = "min"
+    keep_best: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every", "keep_best"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        check_choice("best_mode", self.best_mode, ("min", "max"))
+        if self.keep_best != 1 and self.best_metric is None:
+            raise ValueError(
+                f"keep_best={self.keep_best} must be of some metric: give best_metric as well."
+            )
+        others = (self.keep_every, self.keep, self.best_metric)
+        if self.keep_last is None and any(other is not None for other in others):
+            raise ValueError(
+                "Without keep_last every checkpoint is kept: give keep_last as well, at least 1."
+            )
+
+    def keeps_always(self, saved: Saved) -> bool:
+        """Whether a step is kept whatever newer and better ones there are."""
+        if saved.pinned:
+            return True
+        if self.keep_every is not None and saved.step % self.keep_every == 0:
+            return True
+        return self.keep is not None and self.keep(saved.step)
+
+
+def surplus(root: str, policy: Retention, saved: Sequence[Saved], last: int) -> list[Saved]:
+    """Return the steps that are not kept, oldest first.
+
+    Checks as few steps as possible.
+
+    Args:
+        root: their directory.
+        policy: the conditions for keeping a step.
+        saved: all steps, in ascending order.
+        last: the step that was saved last: it is complete, and kept, even if there are newer ones.
+    """
+    if policy.keep_last is None:
+        return []
+    # Without any metrics there is no best step yet.
+    has_metrics = any(item.metrics for item in saved)
+    if has_metrics and (problem := unknown_metric(policy.best_metric, metric_names(saved))):
+        logger.warning("nothing is removed from %s: %s", root, problem)
+        return []
+    steps_to_keep = _newest(root, policy.keep_last, saved, last) | _best(policy, saved)
+    surplus_steps = []
+    for item in saved:
+        if item.step not in steps_to_keep and not policy.keeps_always(item):
+            surplus_steps.append(item)
+    return surplus_steps
+
+
+def metric_names(saved: Iterable[Saved]) -> set[str]:
+    """Return the names of all metrics of some steps."""
+    names: set[str] = set()
+    for item in saved:
+        names.update(item.metrics)
+    return names
+
+
+def unknown_metric(metric: str | None, names: Collection[str]) -> str | None:
+    """Return a message if a metric is unknown, or else None."""
+    if metric is None or metric in names:
+        return None
+    return (
+        f"no step has the best_metric {metric!r}, only {sorted(names)}{did_you_mean(metric, names)}"
+    )
+
+
+def _newest(root: str, keep_last: int, saved: Sequence[Saved], last: int) -> set[int]:
+    """Return the newest steps until `keep_last` are complete, and the last save."""
+    newest = {last}
+    num_complete = 0
+    for item in reversed(saved):
+        if num_complete >= keep_last:
+            break
+        # One that is incomplete, or cannot be read today, stays as well.
+        newest.add(item.step)
+        num_complete += item.step == last or steps.problem_with(root, item.step) is None
+    return newest
+
+
+def _best(policy: Retention, saved: Sequence[Saved]) -> set[int]:
+    metric = policy.best_metric
+    if metric is None:
+        return set()
+    sign = 1 if policy.best_mode == "min" else -1
+    # Of equal values the newer step is the better one.
+    ranked = sorted(
+        (sign * item.metrics[metric], -item.step) for item in saved if metric in item.metrics
+    )
+    return {-step for _, step in ranked[: policy.keep_best]}
+
+
+# --- Removal --------------------------------------------------------------------------------------
 
 
 def remove_steps(root: str, surplus: Sequence[Saved]) -> dict[int, str]:
@@ -40,7 +152,7 @@ def remove_step(root: str, step: int, save: str) -> bool:
 
     It is never half deleted under its name.
     """
-    location = locations.join(root, step_name(step))
+    location = step_location(root, step)
 
     def is_that_save(place: str) -> bool:
         saved = steps.saved_at(place, step)
@@ -106,7 +218,7 @@ def _discard(directory: str) -> bool:
 # --- Leftovers ------------------------------------------------------------------------------------
 
 
-def clear_leftovers(root: str, seen: SeenSteps) -> None:
+def clear_leftovers(root: str, is_abandoned: Callable[[str], bool]) -> None:
     """Remove the remains of earlier runs' interrupted saves and removals.
 
     A lost step gets its name back.
@@ -114,12 +226,12 @@ def clear_leftovers(root: str, seen: SeenSteps) -> None:
     for name in steps.list_root(root):
         replaced = steps.replaced_step(name)
         if replaced is not None:
-            posix.put_back(locations.join(root, step_name(replaced)))
+            posix.put_back(step_location(root, replaced))
             clear_leftover(root, name, locations.exists)
         elif steps.is_leftover(name):
-            clear_leftover(root, name, seen.is_abandoned)
+            clear_leftover(root, name, is_abandoned)
     if not locations.is_local(root):
-        _clear_unfinished_objects(root, seen)
+        _clear_unfinished_objects(root, is_abandoned)
 
 
 def clear_leftover(root: str, name: str, is_abandoned: Callable[[str], bool]) -> bool:
@@ -145,9 +257,9 @@ def clear_leftover(root: str, name: str, is_abandoned: Callable[[str], bool]) ->
         return False
 
 
-def _clear_unfinished_objects(root: str, seen: SeenSteps) -> None:
+def _clear_unfinished_objects(root: str, is_abandoned: Callable[[str], bool]) -> None:
     for step in set(steps.all_steps(root)).difference(steps.committed_steps(root)):
-        location = locations.join(root, step_name(step))
-        if seen.is_abandoned(location):
+        location = step_location(root, step)
+        if is_abandoned(location):
             logger.info("removing what an interrupted save of step %d has left in %s", step, root)
             conditional_put.remove_unfinished(location)

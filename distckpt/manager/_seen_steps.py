@@ -12,7 +12,7 @@ from collections.abc import Collection
 from distckpt._commit import conditional_put, posix
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
-from distckpt.manager._retention import metric_names, unknown_metric
+from distckpt.manager._removal import metric_names, unknown_metric
 from distckpt.manager._steps import Saved
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class SeenSteps:
         last, directory = self._last_saved or (None, None)
         # Other jobs and people remove steps, too, and stores do not say which directory it is.
         is_same = last is None or _identity_of(self._root) == directory
-        if last is None or is_same or locations.exists(self._location(last)):
+        if last is None or is_same or locations.exists(steps.step_location(self._root, last)):
             self._warn_about_newer(step)
             return
         self._last_saved = None
@@ -126,11 +126,8 @@ class SeenSteps:
                 self._root,
                 sorted(newer),
                 step,
-                self._location(min(newer)),
+                steps.step_location(self._root, min(newer)),
             )
-
-    def _location(self, step: int) -> str:
-        return locations.join(self._root, steps.step_name(step))
 
     def note_saved(self, step: int) -> None:
         """Note the last committed step, and which directory it is in."""

@@ -72,6 +72,11 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_location(root: str, step: int) -> str:
+    """Return the location of a step, whether it exists or not."""
+    return locations.join(root, step_name(step))
+
+
 def parse_step(name: str) -> int | None:
     """Return the step of a directory, or None for other names."""
     match = _STEP.fullmatch(name)
@@ -174,17 +179,15 @@ def committed_steps(root: str) -> list[int]:
     """Return the steps with a marker or an unreadable directory, ascending."""
     committed = []
     for step in all_steps(root):
-        if _may_be_committed(locations.join(root, step_name(step))):
+        location = step_location(root, step)
+        try:
+            is_committed = locations.exists(locations.join(location, CONFIG_FNAME))
+        except PermissionError as error:
+            logger.warning("%s cannot be read, and counts as a checkpoint: %s", location, error)
+            is_committed = True
+        if is_committed:
             committed.append(step)
     return committed
-
-
-def _may_be_committed(location: str) -> bool:
-    try:
-        return locations.exists(locations.join(location, CONFIG_FNAME))
-    except PermissionError as error:
-        logger.warning("%s cannot be read, and counts as a checkpoint: %s", location, error)
-        return True
 
 
 def problem_with(root: str, step: int) -> str | None:
@@ -195,7 +198,7 @@ def problem_with(root: str, step: int) -> str | None:
     A problem counts when it is found again: storage may fail for a moment, and if another program
     replaces the step meanwhile, parts of two checkpoints are checked.
     """
-    location = locations.join(root, step_name(step))
+    location = step_location(root, step)
     problem = problem_at(location, step)
     for _ in range(MAX_READS):
         last = problem
@@ -254,7 +257,7 @@ def must_replace(root: str, step: int) -> bool:
 
     Return True if it can only be replaced, on an object store.
     """
-    location = locations.join(root, step_name(step))
+    location = step_location(root, step)
     if not locations.exists(locations.join(location, CONFIG_FNAME)):
         return False
     problem = problem_with(root, step)
@@ -314,7 +317,7 @@ def own_steps(root: str) -> list[Saved]:
 
     A step counts only if its marker says so, so links and the files of other programs do not.
     """
-    saves = (saved_at(locations.join(root, step_name(step)), step) for step in all_steps(root))
+    saves = (saved_at(step_location(root, step), step) for step in all_steps(root))
     return [saved for saved in saves if saved is not None]
 
 
@@ -370,10 +373,14 @@ def _note_at(location: str) -> dict[str, Any]:
     if locations.is_local(location) and os.path.islink(location):
         return {}
     try:
-        marker = read_marker(location) or {}
+        return note_in(read_marker(location))
     except (CheckpointingException, OSError):
         return {}
-    note = marker.get(NOTE)
+
+
+def note_in(marker: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the note of a manager in a marker, empty without one."""
+    note = (marker or {}).get(NOTE)
     if isinstance(note, dict):
         return note
     return {}

@@ -42,9 +42,9 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import whole
 from distckpt._plan.load import Request, plan_load
 from distckpt._ranks.collectives import Ranks
+from distckpt.cli._grid import list_files
 from distckpt.cli._groups import group_keys
 from distckpt.cli._summary import summarize
-from distckpt.cli._writers import list_files
 from distckpt.megatron import core
 from tests.support.manifests import example_manifest
 

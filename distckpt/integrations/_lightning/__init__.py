@@ -1,1 +1,0 @@
-"""Machinery of `distckpt.integrations.lightning`."""
