@@ -186,26 +186,13 @@ class UnitTable(NamedTuple):
     place: int
 
     def to_bytes(self) -> bytes:
-        """Encode for rank 0."""
+        """Encode for rank 0, see `UnitMessage`."""
         kinds, kind = np.unique(self.names[:, 2], return_inverse=True)
         names = (self.names[:, 0], self.names[:, 1], kind)
         numbers = np.vstack([*names, self.num_bytes, self.offsets.T, self.shapes.T])
-        head = np.array([len(kinds), self.group, self.place, *kinds], np.int64)
-        return head.tobytes() + compress(numbers.tobytes())
-
-    @classmethod
-    def from_bytes(cls, data: bytes, ndim: int) -> tuple[UnitTable, list[int]]:
-        """Decode the result of `to_bytes`, and the dtypes, see `item_bytes_of`.
-
-        The names have positions among these dtypes.
-        """
-        num_kinds, group, place = np.frombuffer(data, np.int64, 3).tolist()
-        kinds = np.frombuffer(data, np.int64, num_kinds, 24)
-        numbers = np.frombuffer(decompress(data[24 + kinds.nbytes :]), np.int64)
-        columns = numbers.reshape(4 + 2 * ndim, -1)
-        offsets, shapes = columns[4 : 4 + ndim], columns[4 + ndim :]
-        table = cls(columns[:3].T, offsets.T, shapes.T, columns[3], group, place)
-        return table, kinds.tolist()
+        head = [len(self.names), len(kinds), self.group, self.place]
+        first = np.concatenate([head, kinds, numbers.max(axis=1, initial=0)], dtype=np.int64)
+        return first.tobytes() + compress(numbers.tobytes())
 
     def take(self, rows: IntArray) -> UnitTable:
         """Return the units in some rows."""
@@ -217,8 +204,44 @@ class UnitTable(NamedTuple):
         )
 
 
+class UnitMessage(NamedTuple):
+    """The encoded units of a rank.
+
+    Attributes:
+        num_units: the number of units.
+        group: the group of the rank.
+        place: the place of the rank.
+        kinds: the dtypes of targets, see `item_bytes_of`.
+        largest: the largest number in each column.
+        data: the whole message. Its columns are chunk, cell, position in `kinds`, bytes, and one
+            column of offsets and of shapes for each axis.
+    """
+
+    num_units: int
+    group: int
+    place: int
+    kinds: list[int]
+    largest: IntArray
+    data: bytes
+
+    @classmethod
+    def of(cls, data: bytes, ndim: int) -> UnitMessage:
+        """Decode the beginning of a result of `UnitTable.to_bytes`."""
+        num_units, num_kinds, group, place = np.frombuffer(data, np.int64, 4).tolist()
+        rest = np.frombuffer(data, np.int64, num_kinds + 4 + 2 * ndim, 32)
+        kinds = rest[:num_kinds].tolist()
+        largest = rest[num_kinds:].copy()
+        return cls(num_units, group, place, kinds, largest, data)
+
+    def columns(self) -> IntArray:
+        """Return the columns, of shape (columns, units)."""
+        head_bytes = 8 * (4 + len(self.kinds) + len(self.largest))
+        numbers = np.frombuffer(decompress(self.data[head_bytes:]), np.int64)
+        return numbers.reshape(len(self.largest), self.num_units)
+
+
 def item_bytes_of(kind: int) -> int:
-    """Return the element size of a dtype, given its number in a `UnitTable`."""
+    """Return the element size of a dtype, given its number in `UnitMessage.kinds`."""
     return kind % _KINDS
 
 

@@ -3,14 +3,14 @@
 Pure functions. Rank 0 plans for all ranks. Where it saves reading, `plan_shares` gives the region
 around the units of a cell one reader, and puts all units in one order, in which every rank sends
 and receives. There may be millions of units: columns use as few bytes per number as they need, and
-are compared in parts.
+are processed in parts.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +19,14 @@ from distckpt._format.columns import Column, narrow
 from distckpt._format.manifest import Manifest
 from distckpt._geometry.region import IntArray, row_hashes
 from distckpt._plan.save import even_shares, lines
-from distckpt._plan.share import ReadCosts, SharePlan, UnitTable, item_bytes_of
+from distckpt._plan.share import ReadCosts, SharePlan, UnitMessage, item_bytes_of
 
 WAVE_BYTES = 64 << 20
 """Bytes that each rank reads in a wave."""
 MIN_SAVED = 1 / 8
 """Smallest saving, relative to the shared read, for which units are shared."""
 PART_ROWS = 1 << 17
-"""Approximate number of units compared at a time, which bounds the memory."""
+"""Approximate number of rows processed at a time, which bounds the memory."""
 
 
 def plan_shares(
@@ -80,34 +80,44 @@ class _AllUnits(NamedTuple):
 
 def _all_units(messages: list[bytes], ndim: int) -> _AllUnits:
     """Decode the units of all ranks into one table; the list is emptied."""
-    pairs: dict[tuple[int, int], int] = {}
-    counts = [0]
-    places = []
-    requested = []
-    columns_of_ranks = []
-    for data in messages:
-        table, kinds = UnitTable.from_bytes(data, ndim)
-        numbers = [pairs.setdefault((table.group, kind), len(pairs)) for kind in kinds]
-        chunks, cells, kind = table.names.T
-        pair = np.array(numbers, np.int64)[kind]
-        columns_of_ranks.append((chunks, cells, pair, table.offsets, table.shapes, table.num_bytes))
-        counts.append(len(kind))
-        places.append(table.place)
-        requested.append(table.num_bytes.sum())
+    units_of_ranks = [UnitMessage.of(data, ndim) for data in messages]
     messages.clear()
-    joined = [narrow(np.concatenate(columns)) for columns in zip(*columns_of_ranks, strict=True)]
-    chunks, cells, pair, offsets, shapes, num_bytes = joined
+    edges = np.cumsum([0, *(units.num_units for units in units_of_ranks)])
+    pairs: dict[tuple[int, int], int] = {}
+    numbers = []
+    for units in units_of_ranks:
+        group = units.group
+        numbers.append([pairs.setdefault((group, kind), len(pairs)) for kind in units.kinds])
+    largest = np.max([units.largest for units in units_of_ranks], axis=0)
+    chunks, cells, num_bytes = (_empty(edges[-1], largest[i]) for i in (0, 1, 3))
+    offsets = _empty((edges[-1], ndim), largest[4 : 4 + ndim].max(initial=0))
+    shapes = _empty((edges[-1], ndim), largest[4 + ndim :].max(initial=0))
+    kinds = _empty(edges[-1], len(pairs))
+    requested = np.zeros(len(units_of_ranks), np.int64)
+    for rank, (low, high) in enumerate(itertools.pairwise(edges.tolist())):
+        columns = units_of_ranks[rank].columns()
+        chunks[low:high], cells[low:high], num_bytes[low:high] = columns[[0, 1, 3]]
+        kinds[low:high] = np.array(numbers[rank], np.int64)[columns[2]]
+        offsets[low:high] = columns[4 : 4 + ndim].T
+        shapes[low:high] = columns[4 + ndim :].T
+        requested[rank] = columns[3].sum()
+        units_of_ranks[rank] = units_of_ranks[rank]._replace(data=b"")
     return _AllUnits(
-        names=(chunks, cells, pair),
+        names=(chunks, cells, kinds),
         offsets=offsets,
         shapes=shapes,
         num_bytes=num_bytes,
-        ranks=np.repeat(narrow(np.arange(len(places))), counts[1:]),
-        edges=np.cumsum(counts),
-        places=np.array(places, np.int64),
-        requested=np.array(requested, np.int64),
+        ranks=np.repeat(narrow(np.arange(len(units_of_ranks))), np.diff(edges)),
+        edges=edges,
+        places=np.array([units.place for units in units_of_ranks], np.int64),
+        requested=requested,
         item_bytes=np.array([item_bytes_of(kind) for _, kind in pairs], np.int64),
     )
+
+
+def _empty(shape: Any, largest: int) -> Column:
+    """Return an array of the narrowest dtype for the largest number."""
+    return np.empty(shape, narrow(np.array([largest], np.int64)).dtype)
 
 
 class _Regions(NamedTuple):
@@ -155,8 +165,15 @@ def _in_order_of_files(parts: list[_Regions], manifest: Manifest) -> _Regions:
 
 def _parts_of(names: Sequence[Column]) -> Iterator[IntArray]:
     """Yield the rows of units in parts; equal names are in one part."""
-    num_parts = max(1, len(names[0]) // PART_ROWS)
-    part_of = row_hashes(names) % np.uint64(num_parts)
+    num_rows = len(names[0])
+    num_parts = num_rows // PART_ROWS
+    if num_parts < 2:
+        yield np.arange(num_rows)
+        return
+    part_of = _empty(num_rows, num_parts)
+    for first in range(0, num_rows, PART_ROWS):
+        block = slice(first, first + PART_ROWS)
+        part_of[block] = row_hashes([column[block] for column in names]) % np.uint64(num_parts)
     for number in range(num_parts):
         yield np.flatnonzero(part_of == number)
 
@@ -200,16 +217,35 @@ def _rows_of_same(rows: IntArray, columns: Sequence[Column]) -> tuple[IntArray, 
 
 def _in_order(rows: Column, starts: IntArray, groups: IntArray) -> tuple[Column, IntArray]:
     """Return some groups of rows in the given order."""
+    new_starts = _starts_of(np.diff(starts)[groups])
+    new_rows = np.empty(new_starts[-1], rows.dtype)
+    for low, high in _blocks(new_starts):
+        block = _rows_of_groups(rows, starts, groups[low:high])
+        new_rows[new_starts[low] : new_starts[high]] = block
+    return new_rows, new_starts
+
+
+def _rows_of_groups(rows: Column, starts: IntArray, groups: Column) -> Column:
+    """Return the rows of some groups, one after the other."""
     firsts = starts[groups]
     counts = starts[groups + 1] - firsts
     ends = np.cumsum(counts)
     within = np.arange(counts.sum()) - np.repeat(ends - counts, counts)
-    return rows[np.repeat(firsts, counts) + within], _starts_of(counts)
+    rows_of_groups: Column = rows[np.repeat(firsts, counts) + within]
+    return rows_of_groups
 
 
 def _starts_of(counts: Column) -> IntArray:
     """Return the first row of each group, then the number of rows."""
     return np.append(0, np.cumsum(counts, dtype=np.int64))
+
+
+def _blocks(starts: IntArray) -> Iterator[tuple[int, int]]:
+    """Yield `(first, end)` of runs of groups with about `PART_ROWS` rows."""
+    inner = np.searchsorted(starts, np.arange(PART_ROWS, starts[-1], PART_ROWS))
+    for low, high in itertools.pairwise([0, *inner.tolist(), len(starts) - 1]):
+        if low < high:
+            yield low, high
 
 
 def _run_starts(values: npt.NDArray[np.generic]) -> IntArray:
@@ -252,8 +288,12 @@ def _choose(units: _AllUnits, regions: _Regions, max_held_bytes: int) -> tuple[I
 
 def _bytes_alone(units: _AllUnits, rows: Column) -> IntArray:
     """Return the bytes of some units that each rank would read alone."""
-    sums = np.bincount(units.ranks[rows], units.num_bytes[rows], len(units.places))
-    return sums.astype(np.int64)
+    total = np.zeros(len(units.places), np.int64)
+    for first in range(0, len(rows), PART_ROWS):
+        part = rows[first : first + PART_ROWS]
+        sums = np.bincount(units.ranks[part], units.num_bytes[part], len(total))
+        total += sums.astype(np.int64)
+    return total
 
 
 def _holders_of(units: _AllUnits, regions: _Regions) -> tuple[Column, IntArray]:
@@ -310,76 +350,113 @@ def _put_in_order(readers: Column, turns: Column, weights: IntArray) -> tuple[In
 def _whole_rows(units: _AllUnits, regions: _Regions, readers: Column) -> Column:
     """Return the reader's unit that is the whole region, or -1."""
     whole_rows = np.full(len(readers), -1, np.int32)
-    rows = regions.rows
-    region = np.repeat(np.arange(len(readers)), regions.counts)
-    is_whole = (units.shapes[rows] == regions.shapes[region]).all(axis=1)
-    is_whole &= units.ranks[rows] == readers[region]
-    whole_rows[region[is_whole]] = rows[is_whole]
+    starts = regions.starts
+    for low, high in _blocks(starts):
+        rows = regions.rows[starts[low] : starts[high]]
+        region = np.repeat(np.arange(low, high), regions.counts[low:high])
+        is_whole = (units.shapes[rows] == regions.shapes[region]).all(axis=1)
+        is_whole &= units.ranks[rows] == readers[region]
+        whole_rows[region[is_whole]] = rows[is_whole]
     return whole_rows
 
 
 def _plans_of_ranks(units: _AllUnits, regions: _Regions, choice: _Choice) -> Iterator[bytes]:
     """Encode the part of each rank; regions are in the order of the plan."""
     ranks = np.arange(len(units.places) + 1)
-    reads = np.argsort(choice.readers, kind="stable")
-    read_edges = np.searchsorted(choice.readers[reads], ranks)
-    # The number of each region among the regions of its reader.
-    numbers = np.empty(len(reads), np.int64)
-    numbers[reads] = np.arange(len(reads)) - read_edges[choice.readers[reads]]
-    sends, senders = _columns_of_sends(units, regions, choice, reads, numbers)
-    columns_of_ranks = zip(
-        _split_by_rank(_columns_of_units(units, regions, choice, numbers), units.edges),
-        _split_by_rank(_columns_of_reads(units, regions, choice, reads), read_edges),
-        _split_by_rank(sends, np.searchsorted(senders, ranks)),
-        strict=True,
+    by_reader = np.argsort(choice.readers, kind="stable").astype(np.int32)
+    read_edges = np.searchsorted(choice.readers[by_reader], ranks)
+    numbers = np.empty(len(by_reader), np.int32)
+    numbers[by_reader] = np.arange(len(by_reader)) - read_edges[choice.readers[by_reader]]
+    columns = _PlanColumns(
+        units, regions, regions.starts, choice, numbers, *_places_of(units, regions)
     )
     num_waves = 0
     if len(choice.waves):
         num_waves = int(choice.waves.max()) + 1
     most_bytes = int(_bytes_alone(units, regions.rows).max())
-    for columns in columns_of_ranks:
-        yield SharePlan.encode(num_waves, most_bytes, regions.shapes.shape[1], columns)
+    for low, high in _blocks(units.edges):
+        reads = by_reader[read_edges[low] : read_edges[high]]
+        sends, senders = columns.sends(reads)
+        columns_of_ranks = zip(
+            _split_by_rank(
+                columns.units_between(units.edges[low], units.edges[high]),
+                units.edges[low : high + 1],
+            ),
+            _split_by_rank(columns.reads(reads), read_edges[low : high + 1]),
+            _split_by_rank(sends, np.searchsorted(senders, ranks[low : high + 1])),
+            strict=True,
+        )
+        for parts in columns_of_ranks:
+            yield SharePlan.encode(num_waves, most_bytes, regions.shapes.shape[1], parts)
 
 
 def _split_by_rank(columns: IntArray, edges: IntArray) -> Iterator[IntArray]:
-    """Yield the columns between the edges of ranks."""
-    for low, high in itertools.pairwise(edges.tolist()):
+    """Yield the columns between the edges of ranks; the first edge is the beginning."""
+    for low, high in itertools.pairwise((edges - edges[0]).tolist()):
         yield columns[:, low:high]
 
 
-def _columns_of_units(
-    units: _AllUnits, regions: _Regions, choice: _Choice, numbers: IntArray
-) -> IntArray:
-    """Return the columns of all units; -1 if they are not shared."""
-    columns = np.full((4, len(units.ranks)), -1, np.int64)
-    rows = regions.rows
-    region = np.repeat(np.arange(len(numbers)), regions.counts)
-    readers = choice.readers[region]
-    reads = np.where(units.ranks[rows] == readers, numbers[region], -1)
-    columns[:, rows] = (readers, np.arange(len(rows)), choice.waves[region], reads)
-    return columns
+def _places_of(units: _AllUnits, regions: _Regions) -> tuple[Column, Column]:
+    """Return each unit's position in the plan, and its region.
+
+    Both are -1 if the unit is not shared.
+    """
+    sequence, region_of = np.full((2, len(units.ranks)), -1, np.int32)
+    sequence[regions.rows] = np.arange(len(regions.rows), dtype=np.int32)
+    numbers = np.arange(len(regions.counts), dtype=np.int32)
+    region_of[regions.rows] = np.repeat(numbers, regions.counts)
+    return sequence, region_of
 
 
-def _columns_of_reads(
-    units: _AllUnits, regions: _Regions, choice: _Choice, reads: IntArray
-) -> IntArray:
-    """Return the columns of regions that ranks read."""
-    wholes = choice.whole_rows[reads]
-    whole_units = np.where(wholes < 0, -1, wholes - units.edges[choice.readers[reads]])
-    columns = (regions.chunks[reads], choice.waves[reads], whole_units)
-    return np.vstack((*columns, regions.offsets[reads].T, regions.shapes[reads].T), dtype=np.int64)
+class _PlanColumns(NamedTuple):
+    """The columns of a `SharePlan`, computed for some ranks at a time.
 
+    Attributes:
+        units: the units of all ranks.
+        regions: the regions in the order of the plan.
+        starts: the first row of each region.
+        choice: the decisions about regions.
+        numbers: the number of each region among the regions of its reader.
+        sequence: see `_places_of`.
+        region_of: see `_places_of`.
+    """
 
-def _columns_of_sends(
-    units: _AllUnits, regions: _Regions, choice: _Choice, reads: IntArray, numbers: IntArray
-) -> tuple[IntArray, Column]:
-    """Return the columns of messages about regions, and their senders."""
-    places, _ = _in_order(np.arange(len(regions.rows)), regions.starts, reads)
-    region = np.repeat(reads, regions.counts[reads])
-    is_sent = units.ranks[regions.rows[places]] != choice.readers[region]
-    places = places[is_sent]
-    region = region[is_sent]
-    rows = regions.rows[places]
-    columns = (numbers[region], units.ranks[rows], places)
-    sends = np.vstack((*columns, units.offsets[rows].T, units.shapes[rows].T), dtype=np.int64)
-    return sends, choice.readers[region]
+    units: _AllUnits
+    regions: _Regions
+    starts: IntArray
+    choice: _Choice
+    numbers: Column
+    sequence: Column
+    region_of: Column
+
+    def units_between(self, low: int, high: int) -> IntArray:
+        """Return the columns of some units."""
+        columns = np.full((4, high - low), -1, np.int64)
+        shared = low + np.flatnonzero(self.region_of[low:high] >= 0)
+        region = self.region_of[shared]
+        readers = self.choice.readers[region]
+        waves = self.choice.waves[region]
+        is_own = self.units.ranks[shared] == readers
+        reads = np.where(is_own, self.numbers[region], -1)
+        columns[:, shared - low] = (readers, self.sequence[shared], waves, reads)
+        return columns
+
+    def reads(self, reads: Column) -> IntArray:
+        """Return the columns of regions that ranks read."""
+        wholes = self.choice.whole_rows[reads]
+        firsts = self.units.edges[self.choice.readers[reads]]
+        whole_units = np.where(wholes < 0, -1, wholes - firsts)
+        regions = (self.regions.offsets[reads].T, self.regions.shapes[reads].T)
+        columns = (self.regions.chunks[reads], self.choice.waves[reads], whole_units)
+        return np.vstack((*columns, *regions), dtype=np.int64)
+
+    def sends(self, reads: Column) -> tuple[IntArray, Column]:
+        """Return the columns of messages about regions, and their senders."""
+        rows = _rows_of_groups(self.regions.rows, self.starts, reads)
+        region = np.repeat(reads, self.regions.counts[reads])
+        is_sent = self.units.ranks[rows] != self.choice.readers[region]
+        rows = rows[is_sent]
+        region = region[is_sent]
+        regions = (self.units.offsets[rows].T, self.units.shapes[rows].T)
+        columns = (self.numbers[region], self.units.ranks[rows], self.sequence[rows])
+        return np.vstack((*columns, *regions), dtype=np.int64), self.choice.readers[region]
