@@ -21,7 +21,7 @@ from distckpt._base.memory import (
 )
 from distckpt._base.options import LoadOptions
 from distckpt._base.threads import ProgressCounter, num_requests_within, num_threads_within
-from distckpt._checkpoint.stored_values import decode_objects, find_objects
+from distckpt._checkpoint.stored_values import FoundObjects, decode_objects, find_objects
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.read import read_chunks
 from distckpt._io.read_values import read_apart, read_copies, warn_of_overflows
@@ -92,7 +92,6 @@ def load_shards(
         LoadMismatchError: a key, shape, dtype or object grid is not stored as requested.
         CorruptCheckpointError: files contradict the manifest or their checksums.
     """
-    options = settings.options
     tensors: list[ShardedTensor] = []
     objects: list[ShardedObject] = []
     for shard in shards:
@@ -100,28 +99,61 @@ def load_shards(
             tensors.append(shard)
         else:
             objects.append(shard)
-    is_local = locations.is_local(stored.location)
-    is_shared = ranks.size > 1 and options.parallel_load != "off"
     with ranks.phase("plan the reads") as vote:
         view = decoded(stored)
         planned = _plan_requests(view, tensors, settings)
         separated = _separate(view, planned)
         found = find_objects(stored, objects)
-        chunks = [] if found.reader is not None else found.stored_chunks
-        own_chunks = chunks
-        if ranks.size > 1 and not is_local:
-            # The coordinator reads common state, once.
-            own_chunks = [chunk for chunk in chunks if stored.key_of(chunk) != COMMON_KEY]
+        chunks, chunks_of_coordinator = _chunks_to_read(ranks, stored, found)
         group = groups.group_number(settings.exchange_group)
-        num_bytes = sum(target.nbytes for target in separated.targets)
-        vote.number = num_bytes
-    counter = ProgressCounter(options.progress, num_bytes)
+        vote.number = sum(target.nbytes for target in separated.targets)
+    is_local = locations.is_local(stored.location)
+    sharing = Sharing(ranks, settings.options, group, is_local, most_bytes=vote.largest)
+    blobs = _read(sharing, view, planned, separated.targets, chunks)
+    filled = []
+    for shard, memory in zip(tensors, planned.shards, strict=True):
+        filled.append(memory.data if shard.data is None else shard.data)
+    _complete(view, planned, separated, filled, settings)
+    contents = dict(zip(chunks, blobs, strict=True))
+    for chunk in chunks_of_coordinator:
+        contents[chunk] = _read_by_coordinator(ranks, stored, chunk)
+    return _in_order(shards, filled, decode_objects(stored, found, contents))
+
+
+def _chunks_to_read(
+    ranks: Ranks, stored: StoredCheckpoint, found: FoundObjects
+) -> tuple[list[int], list[int]]:
+    """Return the chunks of objects that each rank reads, and those that the coordinator reads.
+
+    On an object store, common state is read once.
+    """
+    if found.reader is not None:
+        return [], []
+    if ranks.size == 1 or locations.is_local(stored.location):
+        return found.stored_chunks, []
+    own: list[int] = []
+    common: list[int] = []
+    for chunk in found.stored_chunks:
+        is_common = stored.key_of(chunk) == COMMON_KEY
+        (common if is_common else own).append(chunk)
+    return own, common
+
+
+def _read(
+    sharing: Sharing,
+    view: StoredCheckpoint,
+    planned: _Requests,
+    targets: Sequence[torch.Tensor],
+    chunks: Sequence[int],
+) -> list[bytes]:
+    """Fill the targets; return the bytes of chunks of objects."""
+    options = sharing.options
+    counter = ProgressCounter(options.progress, sum(target.nbytes for target in targets))
     # Counting the useful bytes of each piece takes time.
     progress = counter.add if options.progress is not None else None
     # Other threads do some of the following copies, on streams of their own.
-    Copier(separated.targets).wait_for_queued()
-    sharing = Sharing(ranks, options, group, is_local, most_bytes=vote.largest)
-    num_threads_for = num_threads_within if is_local else num_requests_within
+    Copier(targets).wait_for_queued()
+    num_threads_for = num_threads_within if sharing.is_local else num_requests_within
     with OpenFiles() as files:
         opened = view.with_files(files)
 
@@ -129,26 +161,22 @@ def load_shards(
             read_copies(opened, copies, targets, num_threads_for(max_bytes), progress)
 
         left: Sequence[Copy] = planned.copies
-        if is_shared:
-            left = read_shared(sharing, view, left, separated.targets, read)
+        if sharing.ranks.size > 1 and options.parallel_load != "off":
+            left = read_shared(sharing, view, left, targets, read)
         num_threads = num_threads_for(options.max_inflight_bytes)
-        blobs = read_copies(opened, left, separated.targets, num_threads, progress, own_chunks)
-        if settings.rules:
-            read_apart(opened, planned.requests, planned.targets, num_threads, progress)
+        blobs = read_copies(opened, left, targets, num_threads, progress, chunks)
+        read_apart(opened, planned.requests, planned.targets, num_threads, progress)
     counter.finish()
-    filled = []
-    for shard, memory in zip(tensors, planned.shards, strict=True):
-        filled.append(memory.data if shard.data is None else shard.data)
-    _complete(view, planned, separated, filled, settings)
-    contents = dict(zip(own_chunks, blobs, strict=True))
-    for chunk in set(chunks).difference(own_chunks):
-        contents[chunk] = _read_by_coordinator(ranks, stored, chunk)
-    loaded_objects = iter(decode_objects(stored, found, contents))
-    loaded_tensors = iter(filled)
+    return blobs
+
+
+def _in_order(shards: Sequence[Shard], tensors: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
+    """Return the values of tensors and objects in the order of their shards."""
+    next_tensors = iter(tensors)
+    next_objects = iter(objects)
     values: list[Any] = []
     for shard in shards:
-        loaded = loaded_tensors if isinstance(shard, ShardedTensor) else loaded_objects
-        values.append(next(loaded))
+        values.append(next(next_tensors if isinstance(shard, ShardedTensor) else next_objects))
     return values
 
 

@@ -260,9 +260,7 @@ def choose_load_strategy(choice: Any) -> tuple[LoadShardedStrategy | None, Engin
     return _choose(StrategyAction.LOAD_SHARDED, LoadShardedStrategy, choice)
 
 
-def _choose(
-    action: StrategyAction, kind: type[_Strategy], choice: Any
-) -> tuple[_Strategy | None, EngineSettings]:
+def _choose(action: StrategyAction, kind: Any, choice: Any) -> tuple[Any, EngineSettings]:
     if choice == (BUILT_IN, 1):
         return None, EngineSettings()
     strategy = choice
