@@ -116,11 +116,11 @@ def _traits(state: ParamState, values: dict[str, Any]) -> tuple[Any, ...]:
     """Return the traits that parameters of one entry have in common."""
     text = state.name
     # Other values may have the same text and differ.
-    if all(map(_is_basic, values.values())):
+    if all(isinstance(leaf, _BASIC) for _, leaf in leaves(list(values.values()), _is_plain)):
         text = repr(values)
     scalars = tuple((name, tensor.dtype) for name, tensor in state.scalars.items())
-    texts = [repr(dict(part)) for part in (state.forms, state.orders, state.pairs)]
-    return state.has_state, state.is_frozen, tuple(state.tensors), scalars, *texts, text
+    forms = repr((state.forms, state.orders, state.pairs))
+    return state.has_state, state.is_frozen, tuple(state.tensors), scalars, forms, text
 
 
 def _new_entry(
@@ -144,11 +144,7 @@ def _new_entry(
     return entry | {name: value for name, value in only_where_needed.items() if value}
 
 
-def _is_basic(value: Any) -> bool:
-    return all(isinstance(leaf, _BASIC) for _, leaf in leaves(value, _is_plain_list))
-
-
-def _is_plain_list(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     return type(value) in (list, tuple)
 
 
