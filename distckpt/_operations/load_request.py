@@ -16,7 +16,7 @@ from distckpt._base.options import LoadOptions, ParallelLoad, check_options
 from distckpt._base.tree import at, leaves
 from distckpt._format.marker import names_of_module
 from distckpt._models import objects
-from distckpt._models.resolve import needs_stored, resolve, settings_of
+from distckpt._models.restore import needs_stored, resolve, settings_of
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
 from distckpt._operations.shard_source import ShardSource
 from distckpt._plan.translate import decide_ties, match_flags, stored_names, warn_of_unmatched

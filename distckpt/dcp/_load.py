@@ -15,7 +15,7 @@ from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.options import LoadOptions
-from distckpt._base.tree import HOLE, Position
+from distckpt._base.tree import HOLE, Position, at, compacted
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._checkpoint.shards import describe_quantized, load_shards
@@ -30,7 +30,6 @@ from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 from distckpt.dcp import _arguments as arguments
-from distckpt.dcp import _shards as shards
 from distckpt.dcp import _state_dicts as state_dicts
 from distckpt.mapping._base import ShardedBase
 
@@ -93,7 +92,11 @@ def load(
             others = _read(ranks, stored, leaves, is_strict)
     # 3. Put the other values in their places; nothing can fail any more.
     for path, value in others.items():
-        state_dicts.put(target, path, value)
+        *above, last = path
+        container: Any = target
+        for part in above:
+            container = container[part]
+        container[last] = value
     for key, value in target.items():
         if state_dicts.is_stateful(state_dict[key]):
             state_dict[key].load_state_dict(value)
@@ -143,7 +146,7 @@ class _Content:
 
     def find_in_common(self, leaf: state_dicts.Leaf) -> Any:
         """Return a leaf's value in common state, or `HOLE` without one."""
-        value = state_dicts.find(self.common, leaf.path)
+        value = compacted(at(self.common, leaf.path, HOLE))
         if value is HOLE:
             return self.common_by_key.get(leaf.key, HOLE)
         return value
@@ -176,9 +179,9 @@ def _make_request(
             _request_of_common_state(request, leaf, content, rank)
         elif is_tensor:
             _refuse_meta(leaf)
-            request.tensors.extend(shards.shards_of(leaf.key, leaf.value, rank))
+            request.tensors.extend(state_dicts.shards_of(leaf.key, leaf.value, rank))
         else:
-            (request.objects[leaf.path],) = shards.shards_of(leaf.key, None, rank)
+            (request.objects[leaf.path],) = state_dicts.shards_of(leaf.key, None, rank)
     return request
 
 
@@ -200,7 +203,7 @@ def _request_of_common_state(
         )
     else:
         _refuse_meta(leaf)
-        for shard in shards.shards_of(leaf.key, leaf.value, rank):
+        for shard in state_dicts.shards_of(leaf.key, leaf.value, rank):
             request.copies.append((shard.data, _part_of(value, shard, content.location)))
 
 
