@@ -254,17 +254,15 @@ def _stored_heads(
 def _join_heads(heads: Sequence[tuple[int, int]]) -> list[_Run]:
     """Join heads that follow one another in both tensors; counted in heads."""
     runs: list[_Run] = []
+    end = None
     for position, (stored, copy) in enumerate(heads):
-        if runs and _continues(runs[-1], stored, copy):
+        if (stored, copy) == end:
             runs[-1] = runs[-1]._replace(size=runs[-1].size + 1)
         else:
             runs.append(_Run(position, 1, stored, copy=copy))
+        end = stored + 1, copy
     # A rank without heads still names the stored tensor.
     return runs or [_Run(0, 0, 0)]
-
-
-def _continues(run: _Run, stored: int, copy: int) -> bool:
-    return run.copy == copy and run.stored_start + run.size == stored
 
 
 def _global_axis(shard: ShardedTensor, dim: int) -> int:

@@ -399,11 +399,16 @@ def _parts_of_runs(
 
     The tensor begins at `first` in the global tensor.
     """
+    axes = []
+    for axis in runs:
+        sizes = [stop - start for start, stop in axis]
+        local_starts = itertools.accumulate(sizes[:-1], initial=0)
+        starts = [start for start, _ in axis]
+        axes.append(list(zip(local_starts, sizes, starts, strict=True)))
     parts = []
-    for start, spans in zip(_starts(runs), itertools.product(*runs), strict=True):
-        shape = tuple(stop - start for start, stop in spans)
-        offset = _moved(first, [start for start, _ in spans])
-        parts.append(FusedPart(start, shape, offset, global_shape))
+    for spans in itertools.product(*axes):
+        local_offset, shape, offset = zip(*spans, strict=True)
+        parts.append(FusedPart(local_offset, shape, _moved(first, offset), global_shape))
     return parts
 
 
@@ -414,15 +419,6 @@ def _moved(first: tuple[int, ...], offset: Sequence[int]) -> tuple[int, ...]:
     """
     num_prepended = len(first) - len(offset)
     return first[:num_prepended] + tuple(map(int.__add__, first[num_prepended:], offset))
-
-
-def _starts(runs: Sequence[Runs]) -> list[tuple[int, ...]]:
-    """Return the beginnings of combinations of runs in the local tensor, row-major."""
-    per_axis = []
-    for axis in runs:
-        sizes = [high - low for low, high in axis[:-1]]
-        per_axis.append(itertools.accumulate(sizes, initial=0))
-    return list(itertools.product(*per_axis))
 
 
 def mesh_names(modules: Iterable[torch.nn.Module]) -> list[str]:

@@ -111,7 +111,10 @@ def _compute_unsaved(
     module: torch.nn.Module, tied_places: Sequence[Sequence[_Place]], device: Any
 ) -> None:
     """Compute the buffers that no checkpoint holds; on failure, change nothing."""
-    unsaved = _unsaved_buffers(tied_places)
+    unsaved: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
+    for owner, name in itertools.chain.from_iterable(tied_places):
+        if name in owner._non_persistent_buffers_set:
+            unsaved.setdefault(owner, {})[name] = owner.get_buffer(name)
     if not unsaved:
         return
     paths = {owner: path for path, owner in module.named_modules()}
@@ -136,17 +139,6 @@ def _compute_unsaved(
             f"computes them, or a module around them one _init_weights(module) that does{why}. Or "
             "make the module on a device with memory."
         )
-
-
-def _unsaved_buffers(
-    tied_places: Sequence[Sequence[_Place]],
-) -> dict[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Return buffers outside of the state dict, by module and name."""
-    unsaved: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
-    for owner, name in itertools.chain.from_iterable(tied_places):
-        if name in owner._non_persistent_buffers_set:
-            unsaved.setdefault(owner, {})[name] = owner.get_buffer(name)
-    return unsaved
 
 
 def _left_by_all(

@@ -189,23 +189,16 @@ def _naming(factory: ShardedTensorFactory, function: str) -> Iterator[None]:
 
 
 def _join(container: Any, parts: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    skeletons = [skeleton for skeleton, _ in parts]
-    commons = [common for _, common in parts]
-    return rebuilt(container, skeletons), _common_of(container, commons)
-
-
-def _common_of(container: Any, children: list[Any]) -> Any:
-    """Return the common state of a container.
-
-    Lists and tuples keep their holes, so that positions stay the same.
-    """
+    skeleton = rebuilt(container, [skeleton for skeleton, _ in parts])
+    children = [common for _, common in parts]
     common = without_holes(container, children)
     if common is HOLE or isinstance(container, dict):
-        return common
-    # A named tuple becomes a plain one: readers of the common state need not know its class.
+        return skeleton, common
+    # Lists and tuples keep their holes, so that positions stay the same. A named tuple becomes a
+    # plain one: readers of the common state need not know its class.
     if isinstance(container, tuple):
-        return tuple(children)
-    return children
+        return skeleton, tuple(children)
+    return skeleton, children
 
 
 def _is_walked(node: Any) -> bool:
@@ -215,11 +208,8 @@ def _is_walked(node: Any) -> bool:
     """
     if type(node) in CONTAINERS:
         return True
-    return isinstance(node, CONTAINERS) and any(_is_part(leaf) for _, leaf in leaves(node))
-
-
-def _is_part(leaf: Any) -> bool:
-    return isinstance(leaf, ShardedBase | LocalNonpersistentObject)
+    parts = (ShardedBase, LocalNonpersistentObject)
+    return isinstance(node, CONTAINERS) and any(isinstance(leaf, parts) for _, leaf in leaves(node))
 
 
 # --- Checking -------------------------------------------------------------------------------------
@@ -304,12 +294,7 @@ def put_together(skeleton: Any, values: Sequence[Any], common: Any) -> dict[Any,
         _warn_of_unknown(skeleton, common)
 
     def fill(mark: Any, value: Any) -> Any:
-        if type(mark) is _Slot:
-            filling = values[mark.number]
-        elif mark is HOLE:
-            filling = HOLE
-        else:
-            filling = _value_of(mark, values)
+        filling = _value_of(mark, values)
         # A container that was stored empty is empty, whatever was in the requested one.
         if filling is HOLE:
             return compacted(value)

@@ -456,7 +456,11 @@ def _joined_value(value: Any, parts: Mapping[str, Any], owner: str) -> Any:
     Raises:
         LoadMismatchError: it is a dict whose keys are no text.
     """
-    items = _items_of(value)
+    items: dict[Any, Any] = {}
+    if isinstance(value, list):
+        items = dict(enumerate(value))
+    elif value:
+        items = dict(value)
     keys = {str(key): key for key in items}
     for name, inner in parts.items():
         key = keys.get(name, _key_of(name))
@@ -469,12 +473,6 @@ def _joined_value(value: Any, parts: Mapping[str, Any], owner: str) -> Any:
     if int in map(type, items.keys() - keys.values()):
         raise _unknown_keys_error(owner)
     return items
-
-
-def _items_of(value: Any) -> dict[Any, Any]:
-    if isinstance(value, list):
-        return dict(enumerate(value))
-    return dict(value or {})
 
 
 def _key_of(name: str) -> str | int:

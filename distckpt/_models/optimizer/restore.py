@@ -94,7 +94,11 @@ def state_target(
     if of_pairs:
         stored_shape = entry.shape[:-1]
     shape = _target_shape(shard, param, stored_shape, key)
-    if own is not None and _has_form(own, dtype, shape, param):
+    if (
+        own is not None
+        and is_dtensor(own) == is_dtensor(param)
+        and (own.dtype, tuple(own.shape)) == (dtype, shape)
+    ):
         return own
     return _new_target(param, shape, dtype, order)
 
@@ -126,13 +130,6 @@ def _stored_entry(
     if part is None:
         return None
     return stored.get(part.key)
-
-
-def _has_form(
-    tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], param: torch.Tensor
-) -> bool:
-    is_same_kind = is_dtensor(tensor) == is_dtensor(param)
-    return is_same_kind and tensor.dtype == dtype and tuple(tensor.shape) == shape
 
 
 def _new_transposed(
@@ -404,7 +401,12 @@ def _write_sections(
     """
     inner = sharded_inner(optimizer)
     if inner is None and not is_plain(optimizer):
-        _load_sections(optimizer, own, new, rest)
+        tree: dict[Any, Any] = {}
+        if rest is not HOLE:
+            tree = rest
+        for section, old in zip(new, own, strict=True):
+            _put_section(tree, section, old)
+        optimizer.load_state_dict(tree)
         return
     state = (inner or optimizer).state
     shared: dict[Any, Any] = {}
@@ -419,18 +421,6 @@ def _write_sections(
     if inner:
         for outer, below in zip(optimizer.param_groups, inner.param_groups, strict=True):
             _set_options(outer, below)
-
-
-def _load_sections(
-    optimizer: Any, own: Iterable[Section], new: Iterable[Section], rest: Any
-) -> None:
-    """Give an optimizer sections by its `load_state_dict`."""
-    tree: dict[Any, Any] = {}
-    if rest is not HOLE:
-        tree = rest
-    for section, old in zip(new, own, strict=True):
-        _put_section(tree, section, old)
-    optimizer.load_state_dict(tree)
 
 
 def _put_section(tree: dict[Any, Any], section: Section, own: Section) -> None:

@@ -226,18 +226,15 @@ def unite(
     united = b""
     with ranks.phase("unite the settings of the optimizer", decision=True):
         if ranks.is_coordinator:
-            received = [codec.decode(data) for data in gathered if data]
-            united = codec.encode(_merged_by_prefix(received, warns))
+            by_prefix: dict[str, list[Entry]] = {}
+            for data in filter(None, gathered):
+                received: Any = codec.decode(data)
+                for prefix, entries in received.items():
+                    by_prefix.setdefault(prefix, []).extend(entries)
+            for prefix, entries in by_prefix.items():
+                by_prefix[prefix] = _merged(entries, warns)
+            united = codec.encode(by_prefix)
     return cast(dict[str, list[Entry]], codec.decode(ranks.broadcast(united)))
-
-
-def _merged_by_prefix(settings: Sequence[Any], warns: bool) -> dict[str, list[Entry]]:
-    """Merge the entries of ranks, given by prefix for each."""
-    by_prefix: dict[str, list[Entry]] = {}
-    for of_rank in settings:
-        for prefix, entries in of_rank.items():
-            by_prefix.setdefault(prefix, []).extend(entries)
-    return {prefix: _merged(entries, warns) for prefix, entries in by_prefix.items()}
 
 
 def _merged(entries: list[Entry], warns: bool) -> list[Entry]:
@@ -248,19 +245,16 @@ def _merged(entries: list[Entry], warns: bool) -> list[Entry]:
         kind = codec.encode({**entry, "params": []})
         own = merged.setdefault(kind, {**entry, "params": []})["params"]
         for name in entry["params"]:
-            first_kind, first = taken.setdefault(
-                (tuple(entry.get("path", ())), name), (kind, entry)
-            )
+            place = (tuple(entry.get("path", ())), name)
+            first_kind, first = taken.setdefault(place, (kind, entry))
             if first is entry:
                 own.append(name)
-            elif first_kind != kind and _must_agree(name, first, entry):
+                continue
+            is_used_alike = first["has_state"] == entry["has_state"]
+            # A number is a group without parameters, with whose options nobody computes.
+            if is_used_alike and first_kind != kind and isinstance(name, str):
                 _refuse_disagreement(name, first, entry, warns)
     return [entry for entry in merged.values() if entry["params"]]
-
-
-def _must_agree(name: str | int, first: Entry, second: Entry) -> bool:
-    # Nobody computes with the options of a group without parameters, which goes by its number.
-    return isinstance(name, str) and bool(first["has_state"] == second["has_state"])
 
 
 def _refuse_disagreement(name: str | int, first: Entry, second: Entry, warns: bool) -> None:
@@ -455,14 +449,10 @@ def _lacking(optimizer: Any, known: Iterable[Entry]) -> set[str]:
     """Return entries that the next step reads and some parameters lack."""
     used = [entry for entry in known if entry["has_state"]]
     used = [entry for entry in used if "path" not in entry] or used
-    needed = _needed_by(optimizer)
+    bases = type(sharded_inner(optimizer) or optimizer).__mro__
+    names = (base.__name__ for base in bases if base.__module__.startswith("torch.optim."))
+    needed = next((_NEEDED[name] for name in names if name in _NEEDED), set())
     lacking: set[str] = set()
     for entry in used:
         lacking |= needed - {*entry["tensors"], *entry["values"]}
     return lacking
-
-
-def _needed_by(optimizer: Any) -> set[str]:
-    bases = type(sharded_inner(optimizer) or optimizer).__mro__
-    names = (base.__name__ for base in bases if base.__module__.startswith("torch.optim."))
-    return next((_NEEDED[name] for name in names if name in _NEEDED), set())
