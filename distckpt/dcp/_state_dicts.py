@@ -8,8 +8,7 @@ ranks are compared.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,13 +31,7 @@ from distckpt.mapping._wrappers import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedStateDict,
-    is_main_replica,
 )
-
-_MAIN = 1
-"""Flag of a key on a rank: it has the main copy."""
-_EVERYWHERE = 2
-"""Flag of a key on a rank: all ranks have the key."""
 
 
 def unwrap_stateful(state_dict: Mapping[str, Any], *, in_order: bool = False) -> dict[str, Any]:
@@ -140,21 +133,22 @@ def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
         InvalidShardingError: a DTensor is a partial sum, or two values have one key.
     """
     with ranks.phase("describe the state dict"):
-        flat = leaves(state_dict)
-        shards = {leaf.key: shards_of(leaf.key, leaf.value, ranks.rank) for leaf in flat}
-        copies = [(key, _copy_number(parts[0])) for key, parts in shards.items() if parts]
-    flags = _compare(ranks, copies)
-    key_at = {leaf.path: leaf.key for leaf in flat}
+        shards: dict[Position, list[ShardedBase]] = {}
+        keys: dict[Position, str] = {}
+        for leaf in leaves(state_dict):
+            shards[leaf.path] = shards_of(leaf.key, leaf.value, ranks.rank)
+            keys[leaf.path] = leaf.key
+        own = {}
+        for path, parts in shards.items():
+            if parts:
+                own[keys[path]] = isinstance(parts[0], ShardedTensor)
+    of_all = _objects_of_all(ranks, own)
 
     def stored(path: Position, value: Any) -> Any:
-        key = key_at[path]
-        if not isinstance(value, torch.Tensor) and flags[key] & _EVERYWHERE:
+        if not isinstance(value, torch.Tensor) and keys[path] in of_all:
             return value
-        for shard in shards[key]:
-            if flags[key] & _MAIN:
-                shard.replica_id = 0
         # A rank outside of a mesh holds no part of its tensors.
-        return shards[key] or LocalNonpersistentObject(None)
+        return shards[path] or LocalNonpersistentObject(None)
 
     state: ShardedStateDict = map_leaves(stored, state_dict, _is_flattened, join=new_like)
     return state
@@ -163,11 +157,11 @@ def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
 def shards_of(key: str, value: Any, rank: int) -> list[ShardedBase]:
     """Describe this rank's part of a value; anything but a tensor is an object.
 
-    Replica ids are zero for main copies if rank 0 has the value. `rank` distinguishes copies of
-    values that carry no information about copies.
+    The lowest rank that has a part has its main copy.
     """
+    copy = OpenReplicaId((0, rank))
     if not isinstance(value, torch.Tensor):
-        return [ShardedObject(key, value, (1,), (0,), rank)]
+        return [ShardedObject(key, value, (1,), (0,), copy)]
     if is_dtensor(value):
         if is_in_mesh(value):
             return [shard_of_dtensor(key, value, (), 0, None)]
@@ -175,8 +169,8 @@ def shards_of(key: str, value: Any, rank: int) -> list[ShardedBase]:
     if _is_torch_sharded(value):
         return list(_shards_of_torch(key, value))
     if not has_parts(value):
-        return [ShardedTensor.from_rank_offsets(key, value, replica_id=rank)]
-    shard = shard_of_parts(key, value, (), 0, OpenReplicaId((0, rank)))
+        return [ShardedTensor.from_rank_offsets(key, value, replica_id=copy)]
+    shard = shard_of_parts(key, value, (), 0, copy)
     if isinstance(shard, ShardedTensor):
         return [shard]
     return list[Any](shard.build())
@@ -209,52 +203,19 @@ def _shards_of_torch(key: str, value: Any) -> Iterator[ShardedTensor]:
         )
 
 
-def _copy_number(shard: ShardedBase) -> tuple[int, ...]:
-    number = shard.replica_id
-    if isinstance(number, int):
-        return (number,)
-    return tuple(number)
+def _objects_of_all(ranks: Ranks, own: Mapping[str, bool]) -> set[str]:
+    """Return the keys that all ranks have, and that are not tensors on all of them.
 
-
-def _compare(ranks: Ranks, copies: Sequence[tuple[str, tuple[int, ...]]]) -> dict[str, int]:
-    """Return the flags of this rank's keys, from their copy numbers.
-
-    The lowest number on any rank is the main copy. Collective operation: all ranks must call it.
+    `own` tells for this rank's keys whether they are tensors. Collective operation: all ranks must
+    call it.
     """
-    keys = sorted(key for key, _ in copies)
-    digest = checksum(json.dumps(keys).encode()) >> 3
-    if ranks.is_coordinator and not all(is_main_replica(number) for _, number in copies):
-        # Equal keys on all ranks do not imply that rank 0 has the main copies then.
-        digest = -1
-    if ranks.all_equal(digest):
-        own_flags = {}
-        for key, number in copies:
-            own_flags[key] = _EVERYWHERE
-            if is_main_replica(number):
-                own_flags[key] |= _MAIN
-        return own_flags
-    tables = ranks.gather(json.dumps(copies).encode())
-    flags = ranks.decide_each(
-        "compare keys", lambda: _flags([json.loads(table) for table in tables])
-    )
-    return dict(zip((key for key, _ in copies), flags, strict=True))
+    message = json.dumps(own, sort_keys=True).encode()
+    if ranks.all_equal(checksum(message) >> 3):
+        return {key for key, is_tensor in own.items() if not is_tensor}
+    tables = list(map(json.loads, ranks.gather(message)))
 
+    def objects() -> list[str]:
+        of_all = set.intersection(*map(set, tables))
+        return sorted(key for key in of_all if not all(table[key] for table in tables))
 
-def _flags(tables: Sequence[Sequence[tuple[str, list[int]]]]) -> list[bytes]:
-    """Return the flags of each rank's keys, from all copy numbers."""
-    lowest: dict[str, list[int]] = {}
-    num_ranks = Counter[str]()
-    for table in tables:
-        num_ranks.update(key for key, _ in table)
-        for key, number in table:
-            lowest[key] = min(lowest.get(key, number), number)
-    flags_of_ranks = []
-    for table in tables:
-        flags = bytearray()
-        for key, number in table:
-            flag = _EVERYWHERE if num_ranks[key] == len(tables) else 0
-            if number == lowest[key]:
-                flag |= _MAIN
-            flags.append(flag)
-        flags_of_ranks.append(bytes(flags))
-    return flags_of_ranks
+    return set(ranks.decide_json("compare keys", objects))

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, at, dotted, leaves
@@ -28,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MODEL = "model."
 """Prefix of the tensors of a module at `model`."""
+_ELSEWHERE = torch.empty(0, device="meta")
+"""In the place of a tensor whose values are not in the settings."""
 _LIKE_PARAMETERS = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf"),
     *("acc_delta", "grad_avg", "prev", "step_size", "sum", "ax", "variance"),
@@ -331,17 +332,15 @@ def _state_of(
     key: str,
     scalars: Mapping[str, torch.Tensor],
 ) -> ParamState:
-    """Return the state of a parameter; tensors with axes have no values."""
+    """Return the state of a parameter; tensors with axes are `_ELSEWHERE`."""
     keys = optimizer.states.get(key, {})
     own: dict[str, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
     for state, there in keys.items():
         if is_setting(stored, state, there):
             own[state] = scalars[there]
-            continue
-        shape = stored.global_shape(there)
-        dtype = FROM_NAME[stored.dtype_name(there)]
-        tensors[state] = torch.empty(shape, dtype=dtype, device="meta")
+        else:
+            tensors[state] = _ELSEWHERE
     values = _values_of(tree, optimizer.params[key][optimizer.by_number])
     nested = _nested_by_name({state: HOLE for state in tensors})
     for name, parts in nested.items():
