@@ -142,10 +142,18 @@ def grouped_mlp_sharded_state_dict(
         InvalidShardingError: shapes that contradict each other, or no such rank.
     """
     _check_rank(tp_rank, tp_size)
-    _check_fused_weights(f"{prefix}experts", weight1, weight2, num_local_experts, gated)
     num_projections = 1
+    gate = "without gate"
     if gated:
         num_projections = 2
+        gate = "with gate"
+    shapes = tuple(weight1.shape), tuple(weight2.shape)
+    if not _hold_experts(*shapes, num_local_experts, num_projections):
+        fail(
+            f"{prefix}experts",
+            f"weight1 {shapes[0]} and weight2 {shapes[1]} do not hold {num_local_experts} experts "
+            f"{gate}",
+        )
     hidden = weight1.shape[0]
     features = weight2.shape[0] // num_local_experts
     layers = sorted(sharded_offsets)
@@ -266,28 +274,14 @@ def _extend_axis(shard: ShardedTensor | ShardedObject, ep_rank: int, ep_size: in
     )
 
 
-def _check_fused_weights(
-    key: str, weight1: torch.Tensor, weight2: torch.Tensor, num_local_experts: int, gated: bool
-) -> None:
-    shapes = tuple(weight1.shape), tuple(weight2.shape)
-    is_matrix = weight1.ndim == weight2.ndim == 2
-    features = weight2.shape[0] // max(num_local_experts, 1)
-    width = num_local_experts * features
-    hidden = 0
-    if weight2.ndim:
-        hidden = weight2.shape[-1]
-    gate = "without"
-    width1 = width
-    if gated:
-        gate = "with"
-        width1 *= 2
-    expected = ((hidden, width1), (width, hidden))
-    if not is_matrix or num_local_experts < 1 or shapes != expected:
-        fail(
-            key,
-            f"weight1 {shapes[0]} and weight2 {shapes[1]} do not hold {num_local_experts} experts "
-            f"{gate} gate",
-        )
+def _hold_experts(
+    shape1: tuple[int, ...], shape2: tuple[int, ...], num_experts: int, num_projections: int
+) -> bool:
+    """Tell whether weights of two shapes hold the layers of some experts."""
+    if len(shape2) != 2 or num_experts < 1:
+        return False
+    width, hidden = shape2
+    return width % num_experts == 0 and shape1 == (hidden, num_projections * width)
 
 
 def _check_rank(rank: int, size: int) -> None:

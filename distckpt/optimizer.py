@@ -255,13 +255,12 @@ def zero1_shards(
                 f"parameter {number} has no shard of the model.{KEEP_VARS_HINT}"
             )
         # Ranks that turn out to have the same elements have copies of them.
-        own = replace(by_number[number], replica_id=OpenReplicaId((0,)))
+        own: Any = replace(
+            by_number[number].without_data(),
+            replica_id=OpenReplicaId((0,)),
+            flattened_range=slice(low - first, high - first),
+        )
         for name, values in states.items():
             data = values[low - start : high - start]
-            place = slice(low - first, high - first)
-            changes: dict[str, Any] = {"data": data, "flattened_range": place}
-            if isinstance(own, ShardedTensor):
-                changes["dtype"] = data.dtype
-            key = f"{prefix}.state.{name}.{own.key}"
-            shards.append(replace(own, key=key, **changes))
+            shards.append(make_sharded_optimizer_tensor(own, data, f"{prefix}.state.{name}"))
     return shards

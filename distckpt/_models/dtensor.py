@@ -161,7 +161,7 @@ def _possible_runs(
         orders.insert(0, as_made)
     possible: list[tuple[tuple[Runs, ...], tuple[int, ...] | None]] = []
     for order in orders:
-        runs = list(map(_whole_axis, shape))
+        runs = [_joined([(0, size)]) for size in shape]
         for mesh_axis, axis, split_factor, parts in order:
             factor = split_factor
             if order is as_made:
@@ -169,12 +169,6 @@ def _possible_runs(
             runs[axis] = _part(runs[axis], factor, parts, coordinate[mesh_axis])
         possible.append((tuple(runs), _fragmentations(shape, order, runs)))
     return possible
-
-
-def _whole_axis(size: int) -> Runs:
-    if not size:
-        return ()
-    return ((0, size),)
 
 
 def _order_of_making(splits: tuple[_Split, ...]) -> tuple[_Split, ...] | None:
@@ -228,12 +222,12 @@ def _chunk(runs: Runs, num_parts: int, index: int) -> Runs:
 
 
 def _joined(runs: Any) -> Runs:
-    """Join runs that continue one another."""
+    """Join runs that continue one another; empty ones are left out."""
     joined: list[tuple[int, int]] = []
     for start, stop in runs:
         if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], stop)
-        else:
+        elif start < stop:
             joined.append((start, stop))
     return tuple(joined)
 
@@ -354,8 +348,10 @@ def _checked_parts(
     for part in zip(*attributes, strict=fits):
         offset, start, size = (tuple(map(int, values)) for values in part)
         fits = fits and len(offset) == len(start) == len(size) == tensor.ndim
-        axes = zip(offset, start, size, sizes, tensor.shape, strict=fits)
-        fits = fits and all(map(_is_inside, axes))
+        for axis in zip(offset, start, size, sizes, tensor.shape, strict=fits):
+            first, first_local, extent, most, most_local = axis
+            is_inside = first + extent <= most and first_local + extent <= most_local
+            fits = fits and is_inside and min(first, first_local, extent) >= 0
         parts.append((offset, start, size))
     if not fits:
         raise InvalidShardingError(
@@ -365,13 +361,6 @@ def _checked_parts(
             "number for each axis, and lies inside both shapes."
         )
     return parts
-
-
-def _is_inside(axis: tuple[int, ...]) -> bool:
-    """Tell whether a part lies inside both tensors along an axis."""
-    offset, start, size, most, most_local = axis
-    is_valid = min(offset, start, size) >= 0
-    return is_valid and offset + size <= most and start + size <= most_local
 
 
 def _replica_id(

@@ -109,8 +109,7 @@ def cell_of(node: Any, key: str, ranks: Ranks, meshes: list[str], loads: bool) -
         data["is_of_all"] = bool(grid) and all(size == 1 for _, size in axes.values())
     else:
         data["value"] = state_of(node, key)
-    place = zip(*axes.values(), strict=True)
-    offset, shape = place
+    offset, shape = zip(*axes.values(), strict=True)
     return ShardedObject(key, data, shape, offset, OpenReplicaId((0, ranks.rank)))
 
 

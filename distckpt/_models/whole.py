@@ -13,7 +13,7 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._format.code_names import places_of
 from distckpt._format.marker import first_name
-from distckpt._models.objects import Description, Kind, Place
+from distckpt._models.objects import Description, Kind
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.stored_form import StoredEntry
 
@@ -86,11 +86,11 @@ def _without_taken(
 
 def _prefixes(description: Description, *kinds: Kind) -> tuple[str, ...]:
     """Return the beginnings of the keys of objects of some kinds."""
-
-    def has_prefix(place: Place) -> bool:
-        return place.kind in kinds and bool(place.prefix)
-
-    return tuple(f"{place.prefix}." for place in filter(has_prefix, description.places))
+    prefixes = []
+    for place in description.places:
+        if place.kind in kinds and place.prefix:
+            prefixes.append(f"{place.prefix}.")
+    return tuple(prefixes)
 
 
 def _below(prefixes: tuple[str, ...], keys: Iterable[str]) -> set[str]:

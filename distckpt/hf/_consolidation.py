@@ -1,11 +1,4 @@
-"""Hugging Face checkpoints, under the names of torch and NeMo Automodel.
-
-These are consolidation, file names and the index.
-
-`consolidate_safetensors_files` and `consolidate_safetensors_files_on_every_rank` take the arguments
-of torch's and NeMo Automodel's functions of these names; change the import. `distckpt.consolidate`
-can do more.
-"""
+"""Consolidation under the names of torch and NeMo Automodel. `distckpt.hf` is the public path."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ have values for each parameter, are found by their form.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -239,17 +240,16 @@ def _numbered_params(
     None stands for a dict of another form.
     """
     own = node.get("param_groups")
-    state = node.get("state")
-    if not isinstance(own, list) or not isinstance(state, dict) or len(own) != len(groups):
+    if not isinstance(own, list) or not isinstance(node.get("state"), dict):
         return None
-    by_number: dict[int, torch.Tensor] = {}
-    for group, current in zip(own, groups, strict=True):
-        numbers = group.get("params")
-        params = current["params"]
-        if not isinstance(numbers, list) or len(numbers) != len(params):
-            return None
-        by_number.update(zip(numbers, params, strict=True))
-    return by_number
+    numbers = [group.get("params") for group in own]
+    params = [group["params"] for group in groups]
+    if not all(isinstance(some, list) for some in numbers):
+        return None
+    if list(map(len, numbers)) != list(map(len, params)):
+        return None
+    flat = itertools.chain.from_iterable
+    return dict(zip(flat(numbers), flat(params), strict=True))
 
 
 def param_state(name: str, state: Any, param: torch.Tensor) -> ParamState:
