@@ -31,7 +31,7 @@ from distckpt._base.errors import InvalidShardingError
 from distckpt._base.interrupts import operation
 from distckpt._base.public import set_public_home
 from distckpt._base.tree import leaves
-from distckpt._models.dtensor import local_part
+from distckpt._models.dtensor import TensorShard, local_part
 from distckpt._models.optimizer.describe import (
     describe_optimizer,
     fill_gaps,
@@ -46,12 +46,10 @@ from distckpt._models.optimizer.restore import load_sharded_optimizer_state_dict
 from distckpt._models.optimizer.settings import unite
 from distckpt._ranks.collectives import Ranks
 from distckpt.mapping._base import OpenReplicaId
-from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedStateDict,
-    ShardedTensorFactory,
     StateDict,
 )
 
@@ -124,7 +122,7 @@ def sharded_optimizer_state_dict(
 
 def get_param_id_to_sharded_param_map(
     model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.Tensor]
-) -> dict[int, ShardedTensor | ShardedTensorFactory]:
+) -> dict[int, TensorShard]:
     """Find the shards of an optimizer's parameters in the model's state dict.
 
     A shard belongs to a parameter when its `data` is that very object, or has the same shape and
@@ -144,7 +142,7 @@ def get_param_id_to_sharded_param_map(
 
 def optim_state_to_sharding_state(
     optim_state_dict: StateDict,
-    id_to_sharded_param_map: dict[int, ShardedTensor | ShardedTensorFactory],
+    id_to_sharded_param_map: dict[int, TensorShard],
     exclude_keys: str | tuple[str, ...] = (),
 ) -> None:
     """Wrap the tensors in an optimizer's state dict, in place.
@@ -191,7 +189,7 @@ def optim_state_to_sharding_state(
     optim_state_dict["state"] = state
 
 
-def _wrap_state(model_param: ShardedTensor | ShardedTensorFactory, value: Any, name: str) -> Any:
+def _wrap_state(model_param: TensorShard, value: Any, name: str) -> Any:
     param_shape = getattr(model_param, "local_shape", None)
     if not isinstance(value, torch.Tensor) or (value.ndim == 0 and param_shape != ()):
         return value
@@ -210,7 +208,7 @@ def zero1_shards(
     start: int,
     stop: int,
     prefix: str = "optimizer",
-) -> list[ShardedTensor | ShardedTensorFactory]:
+) -> list[TensorShard]:
     """Describe this rank's part of the state of a ZeRO-1 optimizer.
 
     It is a run of elements of all parameters, one after another.
@@ -241,7 +239,7 @@ def zero1_shards(
     """
     params = list(params)
     by_number = get_param_id_to_sharded_param_map(model_sharded_state_dict, params)
-    shards: list[ShardedTensor | ShardedTensorFactory] = []
+    shards: list[TensorShard] = []
     end = 0
     for number, param in enumerate(params):
         first = end

@@ -25,6 +25,8 @@ from distckpt.mapping._base import OpenReplicaId, ReplicaId
 from distckpt.mapping._sharded_tensor import ShardedTensor, grid_from_ranks
 from distckpt.mapping._wrappers import ShardedTensorFactory
 
+TensorShard: TypeAlias = ShardedTensor | ShardedTensorFactory
+"""A shard, or a factory of the shards of a tensor that lies in several places."""
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges `(start, stop)` of one axis, in local order."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -251,7 +253,7 @@ def shard_of_dtensor(
     num_prepended: int,
     replica_id: ReplicaId | None,
     **attributes: Any,
-) -> ShardedTensor | ShardedTensorFactory:
+) -> TensorShard:
     """Describe this rank's part of a DTensor in a larger tensor.
 
     `rank_offsets` say which part, as in `ShardedTensor.from_rank_offsets`. `replica_id` numbers
@@ -298,7 +300,7 @@ def shard_of_parts(
     num_prepended: int,
     replica_id: ReplicaId,
     **attributes: Any,
-) -> ShardedTensor | ShardedTensorFactory:
+) -> TensorShard:
     """Describe a tensor that has parts of a global tensor, see `has_parts`.
 
     The arguments are those of `shard_of_dtensor`. A tensor with several parts, or with elements

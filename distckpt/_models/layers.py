@@ -12,14 +12,19 @@ from typing import Any, TypeAlias
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._models.dtensor import has_parts, is_dtensor, shard_of_dtensor, shard_of_parts
+from distckpt._models.dtensor import (
+    TensorShard,
+    has_parts,
+    is_dtensor,
+    shard_of_dtensor,
+    shard_of_parts,
+)
 from distckpt._ranks.groups import own_rank
 from distckpt.mapping._base import OpenReplicaId, ReplicaId
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import (
     ShardedObject,
     ShardedStateDict,
-    ShardedTensorFactory,
     StateDict,
 )
 
@@ -42,7 +47,7 @@ def make_tp_sharded_tensor_for_checkpoint(
     tp_group: Group | None = None,
     dp_cp_group: Group | None = None,
     **kwargs: Any,
-) -> ShardedTensor | ShardedTensorFactory:
+) -> TensorShard:
     """Describe a tensor that is divided evenly among tensor parallel ranks.
 
         tp = (tp_rank, tp_size)
@@ -80,7 +85,7 @@ def make_sharded_tensor_for_checkpoint(
     tp_group: Group | None = None,
     dp_cp_group: Group | None = None,
     **kwargs: Any,
-) -> ShardedTensor | ShardedTensorFactory:
+) -> TensorShard:
     """Describe a tensor that is copied among ranks, or divided by FSDP2.
 
     Args:
@@ -124,7 +129,7 @@ def _shard(
     replica_id: ReplicaId | None,
     default_replica_id: tuple[int, ...],
     attributes: dict[str, Any],
-) -> ShardedTensor | ShardedTensorFactory:
+) -> TensorShard:
     """Describe a tensor that is whole or one part of a `division`.
 
     It lies behind prepended axes (`offsets`).

@@ -41,16 +41,15 @@ def materialize_module(module: torch.nn.Module, device: Any) -> list[Made]:
         CheckpointingException: neither computes some of them.
     """
     tied_places = _places_on_meta(module)
+    if not tied_places:
+        return []
     # Before the parameters have memory: initializing these would take longer than loading them.
     _compute_unsaved(module, tied_places, device)
-    places = itertools.chain.from_iterable(tied_places)
     made = []
-    for owner, name in places:
+    for owner, name in itertools.chain.from_iterable(tied_places):
         tensor = getattr(owner, name)
         if tensor.is_meta:
             made.append(Made(owner, name, tensor))
-    if not tied_places:
-        return made
 
     def with_memory(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
@@ -110,10 +109,7 @@ def _compute_unsaved(
     module: torch.nn.Module, tied_places: Sequence[Sequence[_Place]], device: Any
 ) -> None:
     """Compute the buffers that no checkpoint holds; on failure, change nothing."""
-    unsaved: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
-    for owner, name in itertools.chain.from_iterable(tied_places):
-        if name in owner._non_persistent_buffers_set:
-            unsaved.setdefault(owner, {})[name] = owner.get_buffer(name)
+    unsaved = _unsaved_buffers(tied_places)
     if not unsaved:
         return
     paths = {owner: path for path, owner in module.named_modules()}
@@ -138,6 +134,17 @@ def _compute_unsaved(
             f"computes them, or a module around them one _init_weights(module) that does{why}. Or "
             "make the module on a device with memory."
         )
+
+
+def _unsaved_buffers(
+    tied_places: Sequence[Sequence[_Place]],
+) -> dict[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Return buffers outside of the state dict, by module and name."""
+    unsaved: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
+    for owner, name in itertools.chain.from_iterable(tied_places):
+        if name in owner._non_persistent_buffers_set:
+            unsaved.setdefault(owner, {})[name] = owner.get_buffer(name)
+    return unsaved
 
 
 def _left_by_all(

@@ -277,17 +277,19 @@ def _resized_now(
     Their modules get them with the rest of their state.
     """
     targets = {name: entries[name][1] for name in by_name.keys() & entries.keys()}
-    resized = []
+    owners = set()
+    possible: set[int] | None = None
     for name, target in targets.items():
-        value = by_name[name]
-        are_tensors = isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor)
-        if are_tensors and not is_dtensor(target) and target.shape != value.shape:
-            resized.append(name)
-    if not resized:
-        return set()
-    possible = _resized_buffers(module)
-    owners = {name.rpartition(".")[0] for name in resized if id(targets[name]) in possible}
+        if _is_resized(target, by_name[name]):
+            possible = possible or _resized_buffers(module)
+            if id(target) in possible:
+                owners.add(name.rpartition(".")[0])
     return {id(target) for name, target in targets.items() if name.rpartition(".")[0] in owners}
+
+
+def _is_resized(target: Any, value: Any) -> bool:
+    are_tensors = isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor)
+    return are_tensors and not is_dtensor(target) and target.shape != value.shape
 
 
 def _missing(entries: Mapping[str, tuple[str, Any]], by_name: Collection[str]) -> set[str]:

@@ -137,12 +137,9 @@ class Description:
 
 def with_storable_settings(description: Description) -> Description:
     """A description without settings of optimizers that cannot be stored."""
-    settings = dict(description.settings)
-    for prefix, entries in settings.items():
-        try:
-            codec.encode(entries, refuses_left_out=True)
-        except UnsupportedObjectError:
-            settings[prefix] = storable_entries(prefix, entries)
+    settings = {}
+    for prefix, entries in description.settings.items():
+        settings[prefix] = storable_entries(prefix, entries)
     return replace(description, settings=settings)
 
 
@@ -212,6 +209,21 @@ class _Describer:
         """Describe the objects in a tree: a state dict, or an object's state."""
         tree, items = _list_leaves(tree, path, self.breaks_cycles)
         values = [leaf for _, leaf in items]
+        places = self._find_places(items, values)
+        self.places += places.values()
+        # Stateful objects after the modules, whose tensors may be in their states.
+        for kind in (Kind.MODULE, Kind.DTENSOR, Kind.STATEFUL):
+            for number, place in places.items():
+                if place.kind is kind:
+                    values[number] = self._description(place)
+        if is_state and self.loads:
+            values = [_only_shards(value) for value in values]
+        return with_leaves(tree, iter(values), _LEAVES)
+
+    def _find_places(
+        self, items: Iterable[tuple[Position, Any]], values: list[Any]
+    ) -> dict[int, Place]:
+        """Return the places of objects by number, and describe what needs no place."""
         places: dict[int, Place] = {}
         for number, (position, leaf) in enumerate(items):
             if type(leaf) in _VALUES and not has_parts(leaf):
@@ -225,15 +237,7 @@ class _Describer:
                 places[number] = Place(position, kind, leaf)
             else:
                 _check_value(position, leaf, self.loads)
-        self.places += places.values()
-        # Stateful objects after the modules, whose tensors may be in their states.
-        for kind in (Kind.MODULE, Kind.DTENSOR, Kind.STATEFUL):
-            for number, place in places.items():
-                if place.kind is kind:
-                    values[number] = self._description(place)
-        if is_state and self.loads:
-            values = [_only_shards(value) for value in values]
-        return with_leaves(tree, iter(values), _LEAVES)
+        return places
 
     def _description(self, place: Place) -> Any:
         if place.kind is Kind.MODULE:
@@ -332,6 +336,10 @@ def _kind_of(node: Any) -> Kind | None:
         return None
     if is_optimizer(node):
         return Kind.OPTIMIZER
+    return _kind_of_stateful(node)
+
+
+def _kind_of_stateful(node: Any) -> Kind | None:
     names = ("state_dict", "load_state_dict")
     if not all(callable(getattr(node, name, None)) for name in names):
         return None

@@ -291,6 +291,10 @@ def _check_scheduler(name: str, scheduler: Any, stored: str, state: Any, is_stri
             f"A scheduler of another kind: {text}. Create the one that was saved"
             f"{stored and f', {stored}'}, or leave it out."
         )
+    _warn_of_scheduler(name, own, stored, text)
+
+
+def _warn_of_scheduler(name: str, own: str, stored: str, text: str) -> None:
     if not stored:
         logger.warning("%s: is it of another scheduler?", text)
         return

@@ -133,10 +133,9 @@ def _change_holder(
             changes.fixed.append(dotted(position))
         return
     is_changeable = _is_changeable(given)
-    if isinstance(loaded, list | tuple):
-        loaded = dict(enumerate(loaded))
+    items = dict(children_of(loaded))
     for key, value in children_of(values):
-        new = loaded.get(key, HOLE)
+        new = items.get(key, HOLE)
         if value is HOLE or new is HOLE:
             continue
         old = given[key]
@@ -181,14 +180,8 @@ def _changed(changes: Changes, position: Position, given: Any, new: Any) -> Any:
     It is the given container or tensor, with other contents, or else the new value.
     """
     if isinstance(given, torch.Tensor):
-        if not (_takes_values(given, new) and _is_free(changes, given, new)):
-            return _own(new)
-        changes.taken[id(given)] = new
-        changes.tensors.append((given, new))
-        changes.filled.add(position)
-        return given
-    is_tuple = type(given) is tuple or (isinstance(given, tuple) and hasattr(given, "_fields"))
-    if is_tuple and type(given) is type(new):
+        return _changed_tensor(changes, position, given, new)
+    if _is_rebuilt(given) and type(given) is type(new):
         items = list(_changed_items(changes, position, given, new).values())
         if [*map(id, given)] == [*map(id, items)]:
             return given
@@ -212,6 +205,21 @@ def _changed_items(changes: Changes, position: Position, given: Any, new: Any) -
     for key, item in children_of(new):
         changed[key] = _changed(changes, (*position, key), olds.get(key, HOLE), item)
     return changed
+
+
+def _is_rebuilt(container: Any) -> bool:
+    return type(container) is tuple or (
+        isinstance(container, tuple) and hasattr(container, "_fields")
+    )
+
+
+def _changed_tensor(changes: Changes, position: Position, given: torch.Tensor, new: Any) -> Any:
+    if _takes_values(given, new) and _is_free(changes, given, new):
+        changes.taken[id(given)] = new
+        changes.tensors.append((given, new))
+        changes.filled.add(position)
+        return given
+    return _own(new)
 
 
 def _takes_values(given: torch.Tensor, new: Any) -> bool:

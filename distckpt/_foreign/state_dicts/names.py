@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from distckpt._base.tree import at, leaves
 from distckpt._foreign.state_dicts.optimizers import (
@@ -25,13 +27,12 @@ from distckpt._foreign.state_dicts.optimizers import (
 from distckpt._format import codec
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._models.dtensor import local_part
+from distckpt._models.dtensor import TensorShard, local_part
 from distckpt._models.objects import Description, Kind
+from distckpt._models.optimizer.describe import OptimizerState
 from distckpt._models.optimizer.read import param_name, params_of, sharded_inner
 from distckpt._models.optimizer.settings import Entry
 from distckpt._ranks.collectives import Ranks
-from distckpt.mapping._sharded_tensor import ShardedTensor
-from distckpt.mapping._wrappers import ShardedTensorFactory
 
 
 def translated(
@@ -96,7 +97,7 @@ def _has_model_prefix(stored: StoredCheckpoint, description: Description) -> boo
         if place.is_model and place.path:
             keys = set()
             for _, shard in leaves(at(description.state_dict, place.path)):
-                if isinstance(shard, ShardedTensor | ShardedTensorFactory):
+                if isinstance(shard, TensorShard):
                     keys.add(shard.key)
             if not keys & known.keys():
                 return any(f"{MODEL}{key}" in known for key in keys)
@@ -110,19 +111,24 @@ def _own_optimizers(description: Description) -> Iterator[OptimizerNames]:
     for path, state in description.optimizers:
         groups = state.optimizer.param_groups
         params = params_of(groups)
-        named: dict[str, tuple[str, int]] = {}
-        for number, param in enumerate(params):
-            shard = state.shards.get(id(local_part(param)))
-            if shard is not None:
-                key = param_name(shard)
-                prefix = next(filter(key.startswith, prefixes), "")
-                named[key] = key.removeprefix(prefix), number
+        named = dict(_named_params(state, params, prefixes))
         numbers = numbers_of_names(groups, range(len(params)))
         keys = {number: key for key, (_, number) in named.items()}
         own_names = {name: keys[number] for name, number in numbers.items() if number in keys}
         inner = sharded_inner(state.optimizer) or state.optimizer
         is_of_torch = type(inner).__module__.startswith("torch.optim.")
         yield OptimizerNames(path, state.prefix, named, len(params), own_names, is_of_torch)
+
+
+def _named_params(
+    state: OptimizerState, params: Sequence[torch.Tensor], prefixes: Sequence[str]
+) -> Iterator[tuple[str, tuple[str, int]]]:
+    for number, param in enumerate(params):
+        shard = state.shards.get(id(local_part(param)))
+        if shard is not None:
+            key = param_name(shard)
+            prefix = next(filter(key.startswith, prefixes), "")
+            yield key, (key.removeprefix(prefix), number)
 
 
 def _united(optimizers: Iterable[OptimizerNames]) -> list[OptimizerNames]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.tree import HOLE
-from distckpt._models.dtensor import is_dtensor, local_part, shard_of_dtensor
+from distckpt._models.dtensor import TensorShard, is_dtensor, local_part, shard_of_dtensor
 from distckpt._models.optimizer.read import (
     ParamState,
     Section,
@@ -47,8 +47,6 @@ from distckpt.mapping._wrappers import (
     ShardedTensorFactory,
 )
 
-_Shard: TypeAlias = ShardedTensor | ShardedTensorFactory
-
 
 class OptimizerState(dict[str, Any]):
     """Sharded state dict of an optimizer, see `sharded_optimizer_state_dict`.
@@ -62,7 +60,7 @@ class OptimizerState(dict[str, Any]):
         own: this rank's part of it.
     """
 
-    def __init__(self, optimizer: Any, prefix: str, shards: dict[int, _Shard]) -> None:
+    def __init__(self, optimizer: Any, prefix: str, shards: dict[int, TensorShard]) -> None:
         self.optimizer = optimizer
         self.prefix = prefix
         self.shards = shards
@@ -75,7 +73,7 @@ class OptimizerState(dict[str, Any]):
         sizes = [len(group["params"]) for group in section.groups]
         self.own.sections.append((section.path, section.by_number, sizes))
 
-    def places(self, section: Section) -> Iterator[tuple[int, Any, torch.Tensor, _Shard]]:
+    def places(self, section: Section) -> Iterator[tuple[int, Any, torch.Tensor, TensorShard]]:
         """Yield the parameters that this rank has.
 
         Each comes as the number of its group, the place of its state, itself, and its shard.
@@ -100,9 +98,9 @@ class OptimizerState(dict[str, Any]):
         path: SectionPath,
         place: Any,
         param: torch.Tensor,
-        shard: _Shard,
+        shard: TensorShard,
         tensors: dict[str, torch.Tensor],
-    ) -> dict[str, _Shard]:
+    ) -> dict[str, TensorShard]:
         """Describe the tensors in the state of a parameter."""
         shards = {}
         for name, tensor in tensors.items():
@@ -137,7 +135,11 @@ def describe_optimizer(
 
 
 def _describe_param(
-    description: OptimizerState, section: Section, place: Any, param: torch.Tensor, shard: _Shard
+    description: OptimizerState,
+    section: Section,
+    place: Any,
+    param: torch.Tensor,
+    shard: TensorShard,
 ) -> ParamState:
     """Describe the tensors in the state of a parameter; return the state."""
     # Not state[param], which would make an entry.
@@ -155,7 +157,7 @@ def _describe_param(
     return content._replace(forms=forms, orders=orders, pairs=pairs)
 
 
-def _form_of(shard: _Shard) -> tuple[torch.dtype, tuple[int, ...]]:
+def _form_of(shard: TensorShard) -> tuple[torch.dtype, tuple[int, ...]]:
     """Return the dtype and the global shape of a shard, or of a factory's first part."""
     part = first_part(shard)
     assert part is not None
@@ -236,12 +238,12 @@ def _pairs_in(entry: Entry, param: torch.Tensor, names: Iterable[str]) -> Mappin
 
 
 def state_shard(
-    shard: ShardedTensor | ShardedTensorFactory,
+    shard: TensorShard,
     param: torch.Tensor,
     tensor: torch.Tensor,
     name: str,
     prefix: str,
-) -> ShardedTensor | ShardedTensorFactory:
+) -> TensorShard:
     """Describe a tensor in the state of a parameter.
 
     Its key is that of the parameter's shard behind the prefix.
@@ -269,8 +271,8 @@ def state_shard(
 
 
 def make_sharded_optimizer_tensor(
-    model_param: ShardedTensor | ShardedTensorFactory, optim_param: torch.Tensor, prefix: str
-) -> ShardedTensor | ShardedTensorFactory:
+    model_param: TensorShard, optim_param: torch.Tensor, prefix: str
+) -> TensorShard:
     """Wrap an optimizer tensor like the parameter that it belongs to.
 
     Args:
@@ -305,7 +307,7 @@ def _is_alike(tensor: Any, param: Any) -> bool:
 
 def _divided_otherwise(
     shard: ShardedTensor, param: torch.Tensor, tensor: torch.Tensor, key: str
-) -> ShardedTensor | ShardedTensorFactory | None:
+) -> TensorShard | None:
     """Describe a tensor that is not divided as its parameter is; None if its place is unknown."""
     if not is_dtensor(tensor):
         return _reduced(shard, tensor, key)

@@ -30,10 +30,9 @@ from distckpt._base.tree import (
     map_nodes,
     without_holes,
 )
-from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
+from distckpt._models.dtensor import TensorShard, is_dtensor, is_in_mesh, local_part
 from distckpt._state.adopted import adopt
 from distckpt.mapping._sharded_tensor import ShardedTensor
-from distckpt.mapping._wrappers import ShardedTensorFactory
 
 logger = logging.getLogger(__name__)
 
@@ -209,12 +208,15 @@ def _divide(
         if not by_param:
             return None, node
         return Section(path, False, [{"params": params_of(groups)}], by_param), rest
+    rest = dict(node)
     own_groups = []
-    for group, current in zip(node["param_groups"], groups, strict=True):
+    for group, current in zip(rest.pop("param_groups"), groups, strict=True):
         own_groups.append({**group, "params": current["params"]})
-    state = {params[key]: value for key, value in node["state"].items() if key in params}
-    others = {key: value for key, value in node["state"].items() if key not in params}
-    rest = {key: value for key, value in node.items() if key not in ("param_groups", "state")}
+    state: dict[torch.Tensor, Any] = {}
+    others = dict(rest.pop("state"))
+    for number, param in params.items():
+        if number in others:
+            state[param] = others.pop(number)
     if others:
         rest["state"] = others
     return Section(path, True, own_groups, state), rest
@@ -334,14 +336,14 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict
 
 def shards_by_number(
     shards: Iterable[Any], params: Sequence[torch.Tensor]
-) -> dict[int, ShardedTensor | ShardedTensorFactory]:
+) -> dict[int, TensorShard]:
     """Find the shards of parameters, by the numbers of these."""
     by_object = get_optim_param_to_id_map(params)
     by_memory = {memory_of(params[position]): position for position in by_object.values()}
     by_memory.pop(None, None)
-    sharded_params: dict[int, ShardedTensor | ShardedTensorFactory] = {}
+    sharded_params: dict[int, TensorShard] = {}
     for shard in shards:
-        if not isinstance(shard, ShardedTensor | ShardedTensorFactory):
+        if not isinstance(shard, TensorShard):
             continue
         position = by_object.get(id(shard.data))
         if position is None and shard.data is not None:
@@ -369,16 +371,14 @@ def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     return local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride()
 
 
-def shards_of_parameters(
-    optimizer: Any, model: Iterable[Any]
-) -> dict[int, ShardedTensor | ShardedTensorFactory]:
+def shards_of_parameters(optimizer: Any, model: Iterable[Any]) -> dict[int, TensorShard]:
     """Find the shards of an optimizer's parameters, by `id()` of local parts."""
     params = params_of(optimizer.param_groups)
     if not params:
         return {}
     by_position = shards_by_number(model, params)
     first = get_optim_param_to_id_map(params)
-    shards: dict[int, ShardedTensor | ShardedTensorFactory] = {}
+    shards: dict[int, TensorShard] = {}
     for position, param in enumerate(params):
         shard = by_position.get(first[id(local_part(param))])
         if shard is not None:
@@ -395,7 +395,7 @@ def shards_of_parameters(
     return shards
 
 
-def param_name(shard: ShardedTensor | ShardedTensorFactory) -> str:
+def param_name(shard: TensorShard) -> str:
     """Name a parameter by its key, under any layout.
 
     Where several layers share a key, the name has the place among them, too.
@@ -406,7 +406,7 @@ def param_name(shard: ShardedTensor | ShardedTensorFactory) -> str:
     return f"{shard.key}[{','.join(map(str, part.global_offset[: part.prepend_axis_num]))}]"
 
 
-def first_part(shard: ShardedTensor | ShardedTensorFactory) -> ShardedTensor | None:
+def first_part(shard: TensorShard) -> ShardedTensor | None:
     """Return a shard itself, or the first one that a factory makes."""
     if isinstance(shard, ShardedTensor):
         return shard

@@ -14,7 +14,7 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.memory import fill, in_huge_pages
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, Position, dotted, is_plain_container, map_leaves
-from distckpt._models.dtensor import has_parts, is_dtensor, local_part
+from distckpt._models.dtensor import TensorShard, has_parts, is_dtensor, local_part
 from distckpt._models.optimizer.read import (
     ITSELF,
     Section,
@@ -56,7 +56,7 @@ class OwnState(NamedTuple):
 
 
 def state_target(
-    shard: ShardedTensor | ShardedTensorFactory,
+    shard: TensorShard,
     param: torch.Tensor,
     own: torch.Tensor | None,
     prefix: str,
@@ -72,13 +72,7 @@ def state_target(
     """
     key = f"{prefix}.{shard.key}"
     if f"{key}.tensor_type" in stored:
-        if own is None:
-            raise LoadMismatchError(
-                f"The state {key!r} was saved as a tensor that is made of others, which only the "
-                "optimizer can make: have it make a step (with any gradients) before loading.",
-                unexpected=[key],
-            )
-        return own
+        return _own_subclass(own, key)
     entry = _stored_entry(shard, key, stored)
     if entry is None or entry.dtype is None:
         return _new_like(param, param.dtype)
@@ -94,13 +88,26 @@ def state_target(
     if of_pairs:
         stored_shape = entry.shape[:-1]
     shape = _target_shape(shard, param, stored_shape, key)
-    if (
-        own is not None
-        and is_dtensor(own) == is_dtensor(param)
-        and (own.dtype, tuple(own.shape)) == (dtype, shape)
-    ):
+    if own is not None and _has_form(own, dtype, shape, param):
         return own
     return _new_target(param, shape, dtype, order)
+
+
+def _own_subclass(own: torch.Tensor | None, key: str) -> torch.Tensor:
+    if own is None:
+        raise LoadMismatchError(
+            f"The state {key!r} was saved as a tensor that is made of others, which only the "
+            "optimizer can make: have it make a step (with any gradients) before loading.",
+            unexpected=[key],
+        )
+    return own
+
+
+def _has_form(
+    tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], param: torch.Tensor
+) -> bool:
+    is_same_kind = is_dtensor(tensor) == is_dtensor(param)
+    return is_same_kind and tensor.dtype == dtype and tuple(tensor.shape) == shape
 
 
 def _new_target(
@@ -121,7 +128,7 @@ def _new_target(
 
 
 def _stored_entry(
-    shard: ShardedTensor | ShardedTensorFactory, key: str, stored: Mapping[str, StoredEntry]
+    shard: TensorShard, key: str, stored: Mapping[str, StoredEntry]
 ) -> StoredEntry | None:
     """Return the stored form of a key, or of its first part."""
     if key in stored or isinstance(shard, ShardedTensor):
@@ -147,7 +154,7 @@ def _new_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _target_shape(
-    shard: ShardedTensor | ShardedTensorFactory,
+    shard: TensorShard,
     param: torch.Tensor,
     stored: tuple[int, ...],
     key: str,
@@ -400,27 +407,30 @@ def _write_sections(
     Parameters of the groups that have no state in the new sections lose theirs.
     """
     inner = sharded_inner(optimizer)
+    others: dict[Any, Any] = {}
+    if rest is not HOLE:
+        others = rest
     if inner is None and not is_plain(optimizer):
-        tree: dict[Any, Any] = {}
-        if rest is not HOLE:
-            tree = rest
-        for section, old in zip(new, own, strict=True):
-            _put_section(tree, section, old)
-        optimizer.load_state_dict(tree)
+        optimizer.load_state_dict(_with_sections(others, new, own))
         return
     state = (inner or optimizer).state
-    shared: dict[Any, Any] = {}
-    if rest is not HOLE:
-        shared = rest.get("state", {})
     for section in new:
         for param in params_of(section.groups):
             state.pop(param, None)
-        state.update({**section.state, **shared})
+        state.update({**section.state, **others.get("state", {})})
         for holder in filter(None, (optimizer, inner)):
             _set_groups(holder, section.groups)
     if inner:
         for outer, below in zip(optimizer.param_groups, inner.param_groups, strict=True):
             _set_options(outer, below)
+
+
+def _with_sections(
+    tree: dict[Any, Any], new: Iterable[Section], own: Iterable[Section]
+) -> dict[Any, Any]:
+    for section, old in zip(new, own, strict=True):
+        _put_section(tree, section, old)
+    return tree
 
 
 def _put_section(tree: dict[Any, Any], section: Section, own: Section) -> None:

@@ -183,7 +183,7 @@ def storable_entries(prefix: str, entries: Sequence[Entry]) -> list[Entry]:
     problems = set[str]()
     for entry in entries:
         stored = dict(entry)
-        for field in ("options", "values"):
+        for field in {"options", "values"} & entry.keys():
             stored[field] = {}
             for name, value in entry[field].items():
                 try:
@@ -192,13 +192,14 @@ def storable_entries(prefix: str, entries: Sequence[Entry]) -> list[Entry]:
                 except UnsupportedObjectError as error:
                     problems.add(f"{name!r}: {error}")
         storable.append(stored)
-    logger.warning(
-        "the optimizer %r is stored without %d of its options or values, which cannot be stored: "
-        "%s",
-        prefix,
-        len(problems),
-        "; ".join(sorted(problems)),
-    )
+    if problems:
+        logger.warning(
+            "the optimizer %r is stored without %d of its options or values, which cannot be "
+            "stored: %s",
+            prefix,
+            len(problems),
+            "; ".join(sorted(problems)),
+        )
     return storable
 
 
@@ -449,10 +450,14 @@ def _lacking(optimizer: Any, known: Iterable[Entry]) -> set[str]:
     """Return entries that the next step reads and some parameters lack."""
     used = [entry for entry in known if entry["has_state"]]
     used = [entry for entry in used if "path" not in entry] or used
-    bases = type(sharded_inner(optimizer) or optimizer).__mro__
-    names = (base.__name__ for base in bases if base.__module__.startswith("torch.optim."))
-    needed = next((_NEEDED[name] for name in names if name in _NEEDED), set())
+    needed = _needed_by(optimizer)
     lacking: set[str] = set()
     for entry in used:
         lacking |= needed - {*entry["tensors"], *entry["values"]}
     return lacking
+
+
+def _needed_by(optimizer: Any) -> set[str]:
+    bases = type(sharded_inner(optimizer) or optimizer).__mro__
+    names = (base.__name__ for base in bases if base.__module__.startswith("torch.optim."))
+    return next((_NEEDED[name] for name in names if name in _NEEDED), set())
