@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._models.fused import FusedPart, parts_factory
+from distckpt._models.fused import FusedPart, parts_factory, with_numbers
 from distckpt.mapping._base import OpenReplicaId, ReplicaId
 from distckpt.mapping._sharded_tensor import ShardedTensor, grid_from_ranks
 from distckpt.mapping._wrappers import ShardedTensorFactory
@@ -263,7 +263,10 @@ def shard_of_dtensor(
     """
     runs, parts_per_axis, place_in_mesh = _find_part(key, dtensor)
     local = dtensor._local_tensor
-    replica = _replica_id(dtensor, replica_id, place_in_mesh)
+    if replica_id is None:
+        # The lowest rank of a mesh distinguishes copies on other meshes.
+        replica_id = OpenReplicaId((0, _lowest_rank(dtensor.device_mesh)))
+    replica = with_numbers(replica_id, place_in_mesh)
     shape, first, divisions = grid_from_ranks(
         key, tuple(dtensor.shape), rank_offsets, num_prepended
     )
@@ -363,24 +366,6 @@ def _checked_parts(
             "number for each axis, and lies inside both shapes."
         )
     return parts
-
-
-def _replica_id(
-    dtensor: Any, outer: ReplicaId | None, place_in_mesh: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Return the replica id of a local part.
-
-    The number among copies on other meshes (`outer`) comes before that on this one.
-    """
-    if outer is None:
-        # The lowest rank of a mesh distinguishes copies on other meshes.
-        outer = OpenReplicaId((0, _lowest_rank(dtensor.device_mesh)))
-    if isinstance(outer, int):
-        return (outer, *place_in_mesh)
-    numbers = (*outer, *place_in_mesh)
-    if isinstance(outer, OpenReplicaId):
-        return OpenReplicaId(numbers)
-    return numbers
 
 
 def _parts_of_runs(

@@ -117,13 +117,11 @@ class Description:
     @property
     def schedulers(self) -> dict[str, str]:
         """The classes of learning rate schedulers, by place."""
-        stateful = [place for place in self.places if place.kind is Kind.STATEFUL]
-        if not stateful:
-            return {}
-        from distckpt._models.restore import scheduler_class
-
-        classes = {place.name: scheduler_class(place.value) for place in stateful}
-        return {name: text for name, text in classes.items() if text}
+        classes = {}
+        for place in self.places:
+            if place.kind is Kind.STATEFUL and (text := scheduler_class(place.value)):
+                classes[place.name] = text
+        return classes
 
     @property
     def has_stateful(self) -> bool:
@@ -133,6 +131,21 @@ class Description:
     def digest(self) -> int:
         """Return a hash of 61 bits of names and settings."""
         return checksum(codec.encode([list(self.names), dict(self.settings)])) >> 3
+
+
+def scheduler_class(value: Any) -> str:
+    """Name the class of a scheduler, and those in it.
+
+    An example is `SequentialLR[LinearLR, StepLR]`; the name is empty for other objects.
+    """
+    if type(value).__name__ == "AcceleratedScheduler":
+        value = value.scheduler
+    if not isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        return ""
+    inner = ", ".join(map(scheduler_class, getattr(value, "_schedulers", ())))
+    if inner:
+        return f"{type(value).__name__}[{inner}]"
+    return type(value).__name__
 
 
 def with_storable_settings(description: Description) -> Description:

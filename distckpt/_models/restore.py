@@ -7,13 +7,11 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, at, replaced
 from distckpt._models.modules import bare_module, load_sharded_state_dict, with_stored_buffers
-from distckpt._models.objects import Description, Kind, Place
+from distckpt._models.objects import Description, Kind, Place, scheduler_class
 from distckpt._models.optimizer.describe import optimizer_targets
 from distckpt._models.optimizer.restore import load_sharded_optimizer_state_dict
 from distckpt._models.per_rank import warn_of_shared, warn_of_skipped
@@ -248,21 +246,6 @@ def _restore_per_rank(
 
 
 # --- Schedulers, whose states do not name their classes -------------------------------------------
-
-
-def scheduler_class(value: Any) -> str:
-    """Name the class of a scheduler, and those in it.
-
-    An example is `SequentialLR[LinearLR, StepLR]`; the name is empty for other objects.
-    """
-    if type(value).__name__ == "AcceleratedScheduler":
-        value = value.scheduler
-    if not isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-        return ""
-    inner = ", ".join(map(scheduler_class, getattr(value, "_schedulers", ())))
-    if inner:
-        return f"{type(value).__name__}[{inner}]"
-    return type(value).__name__
 
 
 def _check_scheduler(name: str, scheduler: Any, stored: str, state: Any, is_strict: bool) -> None:
