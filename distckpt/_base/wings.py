@@ -6,13 +6,16 @@ import importlib
 from types import ModuleType
 from typing import Literal, TypeAlias
 
-Wing: TypeAlias = Literal["computed", "deepspeed", "huggingface", "memory", "torch_dist"]
+Wing: TypeAlias = Literal[
+    "computed", "deepspeed", "huggingface", "memory", "state_dicts", "torch_dist"
+]
 
 _WINGS: dict[Wing, str] = {
     "computed": "distckpt._compute.export_options",
     "deepspeed": "distckpt._foreign.deepspeed.reader",
     "huggingface": "distckpt._foreign.hugging_face",
     "memory": "distckpt._tools.verify_live",
+    "state_dicts": "distckpt._foreign.state_dicts.names",
     "torch_dist": "distckpt._foreign.torch_dist.reader",
 }
 """Readers of formats, by the names of these, and modules behind an option of a verb."""

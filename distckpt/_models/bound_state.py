@@ -29,7 +29,11 @@ class BoundState(dict[str, ShardedTensor]):
             InvalidShardingError: it has. Loaded values would not reach the module.
         """
         now = dict(named_tensors(self.module))
-        moved = [name for name, old in self.memory.items() if not _is_same(old, now.get(name))]
+        moved = []
+        for name, old in self.memory.items():
+            # The same memory: its storage may have been freed and made anew.
+            if name not in now or _place_of(old) != _place_of(now[name]):
+                moved.append(name)
         if moved:
             raise InvalidShardingError(
                 f"The module has replaced the memory of {summarize_keys(moved)} since its loader "
@@ -46,14 +50,6 @@ def named_tensors(module: torch.nn.Module | None) -> Iterator[tuple[str, torch.T
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
             yield name, value
-
-
-def _is_same(old: torch.Tensor, now: torch.Tensor | None) -> bool:
-    """Tell whether two tensors are the same memory.
-
-    Its storage may have been freed and made anew.
-    """
-    return now is not None and _place_of(old) == _place_of(now)
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:

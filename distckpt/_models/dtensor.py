@@ -20,11 +20,13 @@ from typing import Any, TypeAlias
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._models.fused import FusedPart, parts_factory
+from distckpt._models.fused import FusedPart, parts_factory, with_numbers
 from distckpt.mapping._base import OpenReplicaId, ReplicaId
 from distckpt.mapping._sharded_tensor import ShardedTensor, grid_from_ranks
 from distckpt.mapping._wrappers import ShardedTensorFactory
 
+TensorShard: TypeAlias = ShardedTensor | ShardedTensorFactory
+"""A shard, or a factory of the shards of a tensor that lies in several places."""
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges `(start, stop)` of one axis, in local order."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -161,7 +163,7 @@ def _possible_runs(
         orders.insert(0, as_made)
     possible: list[tuple[tuple[Runs, ...], tuple[int, ...] | None]] = []
     for order in orders:
-        runs = list(map(_whole_axis, shape))
+        runs = [_joined([(0, size)]) for size in shape]
         for mesh_axis, axis, split_factor, parts in order:
             factor = split_factor
             if order is as_made:
@@ -169,12 +171,6 @@ def _possible_runs(
             runs[axis] = _part(runs[axis], factor, parts, coordinate[mesh_axis])
         possible.append((tuple(runs), _fragmentations(shape, order, runs)))
     return possible
-
-
-def _whole_axis(size: int) -> Runs:
-    if not size:
-        return ()
-    return ((0, size),)
 
 
 def _order_of_making(splits: tuple[_Split, ...]) -> tuple[_Split, ...] | None:
@@ -228,12 +224,12 @@ def _chunk(runs: Runs, num_parts: int, index: int) -> Runs:
 
 
 def _joined(runs: Any) -> Runs:
-    """Join runs that continue one another."""
+    """Join runs that continue one another; empty ones are left out."""
     joined: list[tuple[int, int]] = []
     for start, stop in runs:
         if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], stop)
-        else:
+        elif start < stop:
             joined.append((start, stop))
     return tuple(joined)
 
@@ -257,7 +253,7 @@ def shard_of_dtensor(
     num_prepended: int,
     replica_id: ReplicaId | None,
     **attributes: Any,
-) -> ShardedTensor | ShardedTensorFactory:
+) -> TensorShard:
     """Describe this rank's part of a DTensor in a larger tensor.
 
     `rank_offsets` say which part, as in `ShardedTensor.from_rank_offsets`. `replica_id` numbers
@@ -267,7 +263,10 @@ def shard_of_dtensor(
     """
     runs, parts_per_axis, place_in_mesh = _find_part(key, dtensor)
     local = dtensor._local_tensor
-    replica = _replica_id(dtensor, replica_id, place_in_mesh)
+    if replica_id is None:
+        # The lowest rank of a mesh distinguishes copies on other meshes.
+        replica_id = OpenReplicaId((0, _lowest_rank(dtensor.device_mesh)))
+    replica = with_numbers(replica_id, place_in_mesh)
     shape, first, divisions = grid_from_ranks(
         key, tuple(dtensor.shape), rank_offsets, num_prepended
     )
@@ -304,7 +303,7 @@ def shard_of_parts(
     num_prepended: int,
     replica_id: ReplicaId,
     **attributes: Any,
-) -> ShardedTensor | ShardedTensorFactory:
+) -> TensorShard:
     """Describe a tensor that has parts of a global tensor, see `has_parts`.
 
     The arguments are those of `shard_of_dtensor`. A tensor with several parts, or with elements
@@ -354,8 +353,10 @@ def _checked_parts(
     for part in zip(*attributes, strict=fits):
         offset, start, size = (tuple(map(int, values)) for values in part)
         fits = fits and len(offset) == len(start) == len(size) == tensor.ndim
-        axes = zip(offset, start, size, sizes, tensor.shape, strict=fits)
-        fits = fits and all(map(_is_inside, axes))
+        for axis in zip(offset, start, size, sizes, tensor.shape, strict=fits):
+            first, first_local, extent, most, most_local = axis
+            is_inside = first + extent <= most and first_local + extent <= most_local
+            fits = fits and is_inside and min(first, first_local, extent) >= 0
         parts.append((offset, start, size))
     if not fits:
         raise InvalidShardingError(
@@ -367,31 +368,6 @@ def _checked_parts(
     return parts
 
 
-def _is_inside(axis: tuple[int, ...]) -> bool:
-    """Tell whether a part lies inside both tensors along an axis."""
-    offset, start, size, most, most_local = axis
-    is_valid = min(offset, start, size) >= 0
-    return is_valid and offset + size <= most and start + size <= most_local
-
-
-def _replica_id(
-    dtensor: Any, outer: ReplicaId | None, place_in_mesh: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Return the replica id of a local part.
-
-    The number among copies on other meshes (`outer`) comes before that on this one.
-    """
-    if outer is None:
-        # The lowest rank of a mesh distinguishes copies on other meshes.
-        outer = OpenReplicaId((0, _lowest_rank(dtensor.device_mesh)))
-    if isinstance(outer, int):
-        return (outer, *place_in_mesh)
-    numbers = (*outer, *place_in_mesh)
-    if isinstance(outer, OpenReplicaId):
-        return OpenReplicaId(numbers)
-    return numbers
-
-
 def _parts_of_runs(
     runs: tuple[Runs, ...], first: tuple[int, ...], global_shape: tuple[int, ...]
 ) -> list[FusedPart]:
@@ -399,11 +375,16 @@ def _parts_of_runs(
 
     The tensor begins at `first` in the global tensor.
     """
+    axes = []
+    for axis in runs:
+        sizes = [stop - start for start, stop in axis]
+        local_starts = itertools.accumulate(sizes[:-1], initial=0)
+        starts = [start for start, _ in axis]
+        axes.append(list(zip(local_starts, sizes, starts, strict=True)))
     parts = []
-    for start, spans in zip(_starts(runs), itertools.product(*runs), strict=True):
-        shape = tuple(stop - start for start, stop in spans)
-        offset = _moved(first, [start for start, _ in spans])
-        parts.append(FusedPart(start, shape, offset, global_shape))
+    for spans in itertools.product(*axes):
+        local_offset, shape, offset = zip(*spans, strict=True)
+        parts.append(FusedPart(local_offset, shape, _moved(first, offset), global_shape))
     return parts
 
 
@@ -414,15 +395,6 @@ def _moved(first: tuple[int, ...], offset: Sequence[int]) -> tuple[int, ...]:
     """
     num_prepended = len(first) - len(offset)
     return first[:num_prepended] + tuple(map(int.__add__, first[num_prepended:], offset))
-
-
-def _starts(runs: Sequence[Runs]) -> list[tuple[int, ...]]:
-    """Return the beginnings of combinations of runs in the local tensor, row-major."""
-    per_axis = []
-    for axis in runs:
-        sizes = [high - low for low, high in axis[:-1]]
-        per_axis.append(itertools.accumulate(sizes, initial=0))
-    return list(itertools.product(*per_axis))
 
 
 def mesh_names(modules: Iterable[torch.nn.Module]) -> list[str]:

@@ -162,7 +162,7 @@ class _Form(NamedTuple):
         within = cell.region.relative_to(part.offset).offset
         moved = (0,) * self.prepend_axis_num + tuple(within[axis] for axis in self.axes)
         if part.copy:
-            replica_id = _with_copy(replica_id, part.copy)
+            replica_id = with_numbers(replica_id, (part.copy,))
         global_offset = tuple(map(int.__add__, part.global_offset, moved))
         place = (tuple(view.shape), part.global_shape, global_offset, None)
         return ShardedTensor(
@@ -192,13 +192,13 @@ class _Form(NamedTuple):
         return merged
 
 
-def _with_copy(replica_id: ReplicaId, copy: int) -> tuple[int, ...]:
-    """Append the number of a copy to a replica id."""
+def with_numbers(replica_id: ReplicaId, numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """Append numbers to a replica id: of copies of another kind."""
     if isinstance(replica_id, OpenReplicaId):
-        return OpenReplicaId((*replica_id, copy))
+        return OpenReplicaId((*replica_id, *numbers))
     if isinstance(replica_id, tuple | list):
-        return (*replica_id, copy)
-    return (replica_id, copy)
+        return (*replica_id, *numbers)
+    return (replica_id, *numbers)
 
 
 def _behind(

@@ -6,20 +6,25 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._models.dtensor import has_parts, is_dtensor, shard_of_dtensor, shard_of_parts
+from distckpt._models.dtensor import (
+    TensorShard,
+    has_parts,
+    is_dtensor,
+    shard_of_dtensor,
+    shard_of_parts,
+)
 from distckpt._ranks.groups import own_rank
 from distckpt.mapping._base import OpenReplicaId, ReplicaId
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import (
     ShardedObject,
     ShardedStateDict,
-    ShardedTensorFactory,
     StateDict,
 )
 
@@ -42,7 +47,7 @@ def make_tp_sharded_tensor_for_checkpoint(
     tp_group: Group | None = None,
     dp_cp_group: Group | None = None,
     **kwargs: Any,
-) -> ShardedTensor | ShardedTensorFactory:
+) -> TensorShard:
     """Describe a tensor that is divided evenly among tensor parallel ranks.
 
         tp = (tp_rank, tp_size)
@@ -65,10 +70,9 @@ def make_tp_sharded_tensor_for_checkpoint(
     Raises:
         InvalidShardingError: axes or positions that do not exist.
     """
-    (tp_rank, tp_size), (dp_rank, _) = _ranks_and_sizes(tp_group, dp_cp_group)
     offsets = tuple(prepend_offsets)
-    division = (len(offsets) + tp_axis, tp_rank, tp_size)
-    default = _default_replica_id(dp_cp_group, 0, dp_rank)
+    division = (len(offsets) + tp_axis, *_rank_and_size(tp_group))
+    default = _default_replica_id(tp_group, dp_cp_group, is_divided=True)
     return _shard(tensor, key, offsets, (division,), replica_id, default, kwargs)
 
 
@@ -81,7 +85,7 @@ def make_sharded_tensor_for_checkpoint(
     tp_group: Group | None = None,
     dp_cp_group: Group | None = None,
     **kwargs: Any,
-) -> ShardedTensor | ShardedTensorFactory:
+) -> TensorShard:
     """Describe a tensor that is copied among ranks, or divided by FSDP2.
 
     Args:
@@ -94,17 +98,27 @@ def make_sharded_tensor_for_checkpoint(
         dp_cp_group: likewise.
         kwargs: further attributes of the `ShardedTensor`.
     """
-    (tp_rank, _), (dp_rank, _) = _ranks_and_sizes(tp_group, dp_cp_group)
-    default = _default_replica_id(dp_cp_group, tp_rank, dp_rank)
+    default = _default_replica_id(tp_group, dp_cp_group)
     return _shard(tensor, key, tuple(prepend_offsets), (), replica_id, default, kwargs)
 
 
-def _default_replica_id(dp_cp_group: Group | None, tp_rank: int, dp_rank: int) -> tuple[int, ...]:
-    numbers = (0, tp_rank, dp_rank)
-    if dp_cp_group is None:
-        # Without a group of the ranks with copies, these are found when all shards are known.
-        return OpenReplicaId(numbers)
-    return numbers
+def _default_replica_id(
+    tp_group: Group | None, dp_cp_group: Group | None, *, is_divided: bool = False
+) -> tuple[int, ...]:
+    """Return `(0, tensor parallel rank, data parallel rank)`.
+
+    The tensor parallel ranks have copies unless a tensor is divided among them.
+    """
+    tp_rank = 0
+    if not is_divided:
+        tp_rank, _ = _rank_and_size(tp_group)
+    if dp_cp_group is not None:
+        dp_rank, _ = _rank_and_size(dp_cp_group)
+        return 0, tp_rank, dp_rank
+    # Without a group of the ranks with copies, these are found when all shards are known.
+    if tp_group is not None:
+        return OpenReplicaId((0, tp_rank, 0))
+    return OpenReplicaId((0, 0, own_rank()))
 
 
 def _shard(
@@ -115,7 +129,7 @@ def _shard(
     replica_id: ReplicaId | None,
     default_replica_id: tuple[int, ...],
     attributes: dict[str, Any],
-) -> ShardedTensor | ShardedTensorFactory:
+) -> TensorShard:
     """Describe a tensor that is whole or one part of a `division`.
 
     It lies behind prepended axes (`offsets`).
@@ -167,8 +181,7 @@ def make_sharded_object_for_checkpoint(
         kwargs: further attributes of the `ShardedObject`.
     """
     if replica_id is None:
-        (tp_rank, _), (dp_rank, _) = _ranks_and_sizes(tp_group, dp_cp_group)
-        replica_id = _default_replica_id(dp_cp_group, tp_rank, dp_rank)
+        replica_id = _default_replica_id(tp_group, dp_cp_group)
     place = prepended_axes(sharded_offsets, "sharded_offsets") or ((0, 1),)
     offset, shape = zip(*place, strict=True)
     return ShardedObject(key, obj, shape, offset, replica_id, **kwargs)
@@ -234,14 +247,6 @@ def prepended_axes(offsets: Offsets, argument: str) -> tuple[tuple[int, int], ..
             f"{len(ordered) - 1}, each once: they lie in front of the axes of the tensor."
         )
     return tuple((position, parts) for _, position, parts in ordered)
-
-
-def _ranks_and_sizes(
-    tp_group: Group | None, dp_cp_group: Group | None
-) -> Sequence[tuple[int, int]]:
-    if tp_group is None and dp_cp_group is None:
-        return (0, 1), (own_rank(), 1)
-    return _rank_and_size(tp_group), _rank_and_size(dp_cp_group)
 
 
 def _rank_and_size(group: Group | None) -> tuple[int, int]:

@@ -28,11 +28,6 @@ class Made(NamedTuple):
     name: str
     on_meta: torch.Tensor
 
-    @property
-    def address(self) -> int:
-        """Address of its memory; 0 for an empty tensor."""
-        return _address(local_part(getattr(self.owner, self.name)))
-
 
 def materialize_module(module: torch.nn.Module, device: Any) -> list[Made]:
     """Give a module on the meta device memory; tied parameters stay tied.
@@ -46,16 +41,15 @@ def materialize_module(module: torch.nn.Module, device: Any) -> list[Made]:
         CheckpointingException: neither computes some of them.
     """
     tied_places = _places_on_meta(module)
+    if not tied_places:
+        return []
     # Before the parameters have memory: initializing these would take longer than loading them.
     _compute_unsaved(module, tied_places, device)
-    places = itertools.chain.from_iterable(tied_places)
     made = []
-    for owner, name in places:
+    for owner, name in itertools.chain.from_iterable(tied_places):
         tensor = getattr(owner, name)
         if tensor.is_meta:
             made.append(Made(owner, name, tensor))
-    if not tied_places:
-        return made
 
     def with_memory(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
@@ -74,7 +68,11 @@ def keys_without_values(
     shards: Iterable[Shard], absent: Collection[str], made: Sequence[Made]
 ) -> list[str]:
     """Return the absent keys of shards whose memory has no values yet."""
-    addresses = {place.address for place in made} - {0}
+    addresses = set()
+    for place in made:
+        addresses.add(_address(local_part(getattr(place.owner, place.name))))
+    # An empty tensor has none.
+    addresses.discard(0)
     keys = []
     for shard in shards:
         if not isinstance(shard, ShardedTensor) or shard.key not in absent:

@@ -77,7 +77,10 @@ def sharded_state_dict(
         InvalidShardingError: a DTensor that is not made of parts and copies, see its placements.
     """
     offsets = tuple(sharded_offsets)
-    copy, buffer_copy = _copies(replica_id)
+    copy: ReplicaId = OpenReplicaId((0, own_rank()))
+    buffer_copy: ReplicaId = BufferReplicaId((0, own_rank()))
+    if replica_id is not None:
+        copy = buffer_copy = replica_id
     prepended_axes(offsets, "sharded_offsets")
     state: ShardedStateDict = {}
     entries, delegates = _entries(module)
@@ -112,13 +115,6 @@ def _add(state: ShardedStateDict, description: ShardedStateDict) -> None:
                 f"Two modules describe different tensors under the name {name!r}: let "
                 "sharded_state_dict(prefix) of each put its prefix before every name."
             )
-
-
-def _copies(replica_id: ReplicaId | None) -> tuple[ReplicaId, ReplicaId]:
-    """Return the replica ids of parameters and of buffers."""
-    if replica_id is not None:
-        return replica_id, replica_id
-    return OpenReplicaId((0, own_rank())), BufferReplicaId((0, own_rank()))
 
 
 def _with_replica_id(description: ShardedStateDict, replica_id: ReplicaId) -> ShardedStateDict:
@@ -179,33 +175,22 @@ def with_stored_buffers(
     Observers of ranges do.
     """
     resized = _resized_buffers(module)
-    changed = {
-        name: _in_shape(shard, entries[shard.key].shape)
-        for name, shard in description.items()
-        if id(getattr(shard, "data", None)) in resized
-        and _is_whole(shard)
-        and _has_other_shape(shard, entries.get(shard.key))
-    }
+    changed = {}
+    for name, shard in description.items():
+        if type(shard) is not ShardedTensor or id(shard.data) not in resized:
+            continue
+        shape = tuple(shard.global_shape)
+        stored = entries.get(shard.key)
+        if shard.dtype.is_complex or tuple(shard.local_shape) != shape:
+            continue
+        if stored is not None and stored.dtype is not None and stored.shape != shape:
+            data = torch.empty(stored.shape, dtype=shard.dtype)
+            changed[name] = ShardedTensor.from_rank_offsets(
+                shard.key, data, replica_id=shard.replica_id
+            )
     if not changed:
         return description
     return {**description, **changed}
-
-
-def _in_shape(shard: ShardedTensor, shape: tuple[int, ...]) -> ShardedTensor:
-    data = torch.empty(shape, dtype=shard.dtype)
-    return ShardedTensor.from_rank_offsets(shard.key, data, replica_id=shard.replica_id)
-
-
-def _is_whole(shard: Any) -> bool:
-    if type(shard) is not ShardedTensor or shard.dtype.is_complex:
-        return False
-    return tuple(shard.local_shape) == tuple(shard.global_shape)
-
-
-def _has_other_shape(shard: ShardedTensor, entry: StoredEntry | None) -> bool:
-    if entry is None or entry.dtype is None:
-        return False
-    return tuple(entry.shape) != tuple(shard.global_shape)
 
 
 def _resized_buffers(module: torch.nn.Module) -> set[int]:
@@ -292,11 +277,13 @@ def _resized_now(
     Their modules get them with the rest of their state.
     """
     targets = {name: entries[name][1] for name in by_name.keys() & entries.keys()}
-    resized = [name for name, target in targets.items() if _is_resized(target, by_name[name])]
-    if not resized:
-        return set()
-    possible = _resized_buffers(module)
-    owners = {name.rpartition(".")[0] for name in resized if id(targets[name]) in possible}
+    owners = set()
+    possible: set[int] | None = None
+    for name, target in targets.items():
+        if _is_resized(target, by_name[name]):
+            possible = possible or _resized_buffers(module)
+            if id(target) in possible:
+                owners.add(name.rpartition(".")[0])
     return {id(target) for name, target in targets.items() if name.rpartition(".")[0] in owners}
 
 
@@ -309,16 +296,12 @@ def _missing(entries: Mapping[str, tuple[str, Any]], by_name: Collection[str]) -
     """Return the names of entries that are not loaded, under any name."""
     values = [entries[name][1] for name in by_name if name in entries]
     reached = {id(value) for value in values if isinstance(value, torch.Tensor)}
-    return {
-        name
-        for name, (_, value) in entries.items()
-        if name not in by_name and id(value) not in reached and not _is_elsewhere(value)
-    }
-
-
-def _is_elsewhere(value: Any) -> bool:
-    """Tell whether a value is a DTensor of other ranks."""
-    return is_dtensor(value) and not is_in_mesh(value)
+    missing = set()
+    for name, (_, value) in entries.items():
+        is_of_other_ranks = is_dtensor(value) and not is_in_mesh(value)
+        if name not in by_name and id(value) not in reached and not is_of_other_ranks:
+            missing.add(name)
+    return missing
 
 
 def _mismatch(module: str, missing: set[str], unexpected: set[str]) -> str:
@@ -375,7 +358,11 @@ def _entries(
         plain_name = plain_names.of(name)
         other_name, other = entries.setdefault(plain_name, (name, value))
         if other is not value:
-            raise _same_name(module, plain_name, other_name, name)
+            raise InvalidShardingError(
+                f"Two entries of the {type(module).__name__} would have the name {plain_name!r}, "
+                f"from which names of wrappers are removed: {other_name!r} and {name!r}. Rename "
+                "one in its module."
+            )
     if delegates:
         prefixes = {name for name, _ in delegates}
         entries = {
@@ -430,12 +417,12 @@ def _stores_only(module: torch.nn.Module, inner: torch.nn.Module) -> bool:
     inside = {id(inner)}
     if len(children) > 1:
         inside = set(map(id, inner.modules()))
-    return not any(_has_state_outside(child, inside) for child in children if child is not inner)
-
-
-def _has_state_outside(module: torch.nn.Module, inside: Collection[int]) -> bool:
-    """Tell whether a module in this one, and not `inside`, stores something."""
-    return any(_has_own_state(below) for below in module.modules() if id(below) not in inside)
+    for child in children:
+        if child is inner:
+            continue
+        if any(_has_own_state(below) for below in child.modules() if id(below) not in inside):
+            return False
+    return True
 
 
 def _has_own_state(module: torch.nn.Module) -> bool:
@@ -486,10 +473,3 @@ def _below(
     if module is not None:
         child = module._modules.get(part)
     return f"{prefix}{part}.", child
-
-
-def _same_name(module: torch.nn.Module, name: str, first: str, second: str) -> InvalidShardingError:
-    return InvalidShardingError(
-        f"Two entries of the {type(module).__name__} would have the name {name!r}, from which "
-        f"names of wrappers are removed: {first!r} and {second!r}. Rename one in its module."
-    )

@@ -117,13 +117,11 @@ class Description:
     @property
     def schedulers(self) -> dict[str, str]:
         """The classes of learning rate schedulers, by place."""
-        stateful = [place for place in self.places if place.kind is Kind.STATEFUL]
-        if not stateful:
-            return {}
-        from distckpt._models.schedulers import scheduler_class
-
-        classes = {place.name: scheduler_class(place.value) for place in stateful}
-        return {name: text for name, text in classes.items() if text}
+        classes = {}
+        for place in self.places:
+            if place.kind is Kind.STATEFUL and (text := scheduler_class(place.value)):
+                classes[place.name] = text
+        return classes
 
     @property
     def has_stateful(self) -> bool:
@@ -135,41 +133,30 @@ class Description:
         return checksum(codec.encode([list(self.names), dict(self.settings)])) >> 3
 
 
+def scheduler_class(value: Any) -> str:
+    """Name the class of a scheduler, and those in it.
+
+    An example is `SequentialLR[LinearLR, StepLR]`; the name is empty for other objects.
+    """
+    if type(value).__name__ == "AcceleratedScheduler":
+        value = value.scheduler
+    if not isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        return ""
+    inner = ", ".join(map(scheduler_class, getattr(value, "_schedulers", ())))
+    if inner:
+        return f"{type(value).__name__}[{inner}]"
+    return type(value).__name__
+
+
 def with_storable_settings(description: Description) -> Description:
     """A description without settings of optimizers that cannot be stored."""
-    settings = dict(description.settings)
-    for prefix, entries in settings.items():
-        try:
-            codec.encode(entries, refuses_left_out=True)
-        except UnsupportedObjectError:
-            settings[prefix] = storable_entries(prefix, entries)
+    settings = {}
+    for prefix, entries in description.settings.items():
+        settings[prefix] = storable_entries(prefix, entries)
     return replace(description, settings=settings)
 
 
 # --- Describing -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Options:
-    """Arguments of `describe_objects` beside the state dict."""
-
-    ranks: Ranks
-    loads: bool
-    materialize: Any
-    made: list[Any]
-    breaks_cycles: bool
-
-
-class _Tree(NamedTuple):
-    """A tree without objects, and their places.
-
-    Optimizers, and objects that each rank has of its own, are still in it: their descriptions
-    depend on all modules of the state dict.
-    """
-
-    tree: Any
-    places: list[Place]
-    optimizers: list[tuple[Position, OptimizerState]]
 
 
 def describe_objects(
@@ -190,75 +177,145 @@ def describe_objects(
     """
     if made is None:
         made = []
-    options = _Options(ranks, loads, materialize, made, breaks_cycles)
+    describer = _Describer(ranks, loads, materialize, made, breaks_cycles)
     try:
-        tree, places, optimizers = _describe_tree(state_dict, (), options)
+        tree = describer.describe(state_dict, ())
     except RecursionError as error:
         raise UnsupportedObjectError(
             "The state dict contains itself, or is nested too deeply."
         ) from error
+    places = describer.places
     shards = _list_shards(tree, places)
     names: list[str] = []
     if not loads:
         names = _names_of_model(shards, places)
-    cells = _describe_per_rank(places, options)
-    states, settings = _describe_optimizers(places, shards, options)
-    for path, description in (*cells, *states):
-        tree = replaced(tree, path, description)
-    optimizers += states
+    for path, cell in describer.per_rank():
+        tree = replaced(tree, path, cell)
+    states, settings = describer.states_of_optimizers(shard for _, shard in shards)
+    for path, state in states:
+        tree = replaced(tree, path, state)
+    optimizers = describer.optimizers + states
     if loads:
         return Description(tree, places, optimizers)
     return Description(tree, places, optimizers, names, settings)
 
 
-def _describe_tree(
-    tree: Any, path: Position, options: _Options, *, is_state: bool = False
-) -> _Tree:
-    """Describe the objects in a tree: a state dict, or an object's state."""
-    tree, items = _list_leaves(tree, path, options.breaks_cycles)
-    values = [leaf for _, leaf in items]
-    optimizers: list[tuple[Position, OptimizerState]] = []
-    places: dict[int, Place] = {}
-    for number, (position, leaf) in enumerate(items):
-        if type(leaf) in _VALUES and not has_parts(leaf):
-            continue
-        if isinstance(leaf, OptimizerState):
-            optimizers.append((position, leaf))
-        elif isinstance(leaf, BoundState):
-            leaf.check_memory()
-            values[number] = dict(leaf)
-        elif (kind := _kind_of(leaf)) is not None:
-            places[number] = Place(position, kind, leaf)
-        else:
-            _check_value(position, leaf, options.loads)
-    all_places = list(places.values())
-    for inner in _describe_places(places, values, options):
-        all_places += inner.places
-        optimizers += inner.optimizers
-    if is_state and options.loads:
-        values = [_only_shards(value) for value in values]
-    return _Tree(with_leaves(tree, iter(values), _LEAVES), all_places, optimizers)
+@dataclass
+class _Describer:
+    """Describes a tree; the arguments are those of `describe_objects`.
 
-
-def _describe_places(
-    places: Mapping[int, Place], values: list[Any], options: _Options
-) -> list[_Tree]:
-    """Describe modules, DTensors and stateful objects in place of their values.
-
-    Return the trees of the states.
+    Attributes:
+        places: of the objects so far. Optimizers, and objects that each rank has of its own, are
+            still in the tree: their descriptions depend on all modules of the state dict.
+        optimizers: descriptions that are in the state dict itself.
     """
-    for number, place in _of_kind(places, Kind.MODULE):
-        values[number] = _describe_module(place, options)
-    for number, place in _of_kind(places, Kind.DTENSOR):
-        values[number] = _describe_dtensor(place, options.ranks.rank)
-    # After the modules, whose tensors may be in the states.
-    trees = []
-    for number, place in _of_kind(places, Kind.STATEFUL):
-        state = state_of(place.value, place.name)
-        tree = _describe_tree(state, place.path, options, is_state=True)
-        values[number] = tree.tree
-        trees.append(tree)
-    return trees
+
+    ranks: Ranks
+    loads: bool
+    materialize: Any
+    made: list[Any]
+    breaks_cycles: bool
+    places: list[Place] = field(default_factory=list)
+    optimizers: list[tuple[Position, OptimizerState]] = field(default_factory=list)
+
+    def describe(self, tree: Any, path: Position, *, is_state: bool = False) -> Any:
+        """Describe the objects in a tree: a state dict, or an object's state."""
+        tree, items = _list_leaves(tree, path, self.breaks_cycles)
+        values = [leaf for _, leaf in items]
+        places = self._find_places(items, values)
+        self.places += places.values()
+        # Stateful objects after the modules, whose tensors may be in their states.
+        for kind in (Kind.MODULE, Kind.DTENSOR, Kind.STATEFUL):
+            for number, place in places.items():
+                if place.kind is kind:
+                    values[number] = self._description(place)
+        if is_state and self.loads:
+            values = [_only_shards(value) for value in values]
+        return with_leaves(tree, iter(values), _LEAVES)
+
+    def _find_places(
+        self, items: Iterable[tuple[Position, Any]], values: list[Any]
+    ) -> dict[int, Place]:
+        """Return the places of objects by number, and describe what needs no place."""
+        places: dict[int, Place] = {}
+        for number, (position, leaf) in enumerate(items):
+            if type(leaf) in _VALUES and not has_parts(leaf):
+                continue
+            if isinstance(leaf, OptimizerState):
+                self.optimizers.append((position, leaf))
+            elif isinstance(leaf, BoundState):
+                leaf.check_memory()
+                values[number] = dict(leaf)
+            elif (kind := _kind_of(leaf)) is not None:
+                places[number] = Place(position, kind, leaf)
+            else:
+                _check_value(position, leaf, self.loads)
+        return places
+
+    def _description(self, place: Place) -> Any:
+        if place.kind is Kind.MODULE:
+            return self._describe_module(place)
+        if place.kind is Kind.STATEFUL:
+            state = state_of(place.value, place.name)
+            return self.describe(state, place.path, is_state=True)
+        if has_parts(place.value):
+            open_copy = OpenReplicaId((0, self.ranks.rank))
+            return shard_of_parts(place.name, place.value, (), 0, open_copy)
+        if not is_in_mesh(place.value):
+            return LocalNonpersistentObject(place.value)
+        return shard_of_dtensor(place.name, place.value, (), 0, None)
+
+    def _describe_module(self, place: Place) -> Any:
+        module = bare_module(place.value)
+        prefix = place.prefix and f"{place.prefix}."
+        if self.materialize is not None:
+            # Imported when it is needed: most modules have memory.
+            from distckpt._models.materialize import materialize_module
+
+            self.made.extend(materialize_module(module, self.materialize))
+        if callable(getattr(module, "sharded_state_dict", None)):
+            # Its own method is called here, unlike by sharded_state_dict.
+            return sharded_state_dict_default(module, prefix)
+        return sharded_state_dict(module, prefix)
+
+    def per_rank(self) -> Iterator[tuple[Position, ShardedObject]]:
+        """Describe the values that each rank has of its own."""
+        own = [place for place in self.places if place.kind is Kind.PER_RANK]
+        meshes: list[str] = []
+        if own:
+            modules = (place.value for place in self.places if place.kind is Kind.MODULE)
+            meshes = mesh_names(modules)
+        for place in own:
+            yield place.path, cell_of(place.value, place.name, self.ranks, meshes, self.loads)
+
+    def states_of_optimizers(
+        self, model: Iterable[Any]
+    ) -> tuple[list[tuple[Position, OptimizerState]], dict[str, list[Any]]]:
+        """Describe the optimizers: states with their paths, settings by prefix.
+
+        `model` are the shards of all modules.
+        """
+        states: list[tuple[Position, OptimizerState]] = []
+        settings: dict[str, list[Any]] = {}
+        shards = list(model)
+        for place in self.places:
+            if place.kind is not Kind.OPTIMIZER:
+                continue
+            state, entries = describe_optimizer(place.value, shards, place.prefix)
+            is_first = place.prefix not in settings
+            if self.loads or is_first:
+                # A load may have several optimizers of one prefix.
+                key = f"{place.prefix}.settings"
+                replica_id: ReplicaId = self.ranks.rank
+                if not is_first:
+                    replica_id = OpenReplicaId((1, self.ranks.rank))
+                state["settings"] = ShardedObject(key, None, (1,), (0,), replica_id)
+            settings.setdefault(place.prefix, []).extend(entries)
+            states.append((place.path, state))
+        if not self.loads:
+            for prefix, entries in settings.items():
+                check_one_rest(prefix, entries)
+        return states, settings
 
 
 def _list_leaves(
@@ -274,83 +331,11 @@ def _list_leaves(
     return tree, listed(tree, _LEAVES, path)
 
 
-def _of_kind(places: Mapping[int, Place], kind: Kind) -> Iterator[tuple[int, Place]]:
-    """Yield the places of one kind, with their numbers among the leaves."""
-    for number, place in places.items():
-        if place.kind is kind:
-            yield number, place
-
-
-def _describe_module(place: Place, options: _Options) -> Any:
-    module = bare_module(place.value)
-    prefix = place.prefix and f"{place.prefix}."
-    if options.materialize is not None:
-        # Imported when it is needed: most modules have memory.
-        from distckpt._models.materialize import materialize_module
-
-        options.made.extend(materialize_module(module, options.materialize))
-    if callable(getattr(module, "sharded_state_dict", None)):
-        # Its own method is called here, unlike by sharded_state_dict.
-        return sharded_state_dict_default(module, prefix)
-    return sharded_state_dict(module, prefix)
-
-
-def _describe_dtensor(place: Place, rank: int) -> Any:
-    if has_parts(place.value):
-        return shard_of_parts(place.name, place.value, (), 0, OpenReplicaId((0, rank)))
-    if not is_in_mesh(place.value):
-        return LocalNonpersistentObject(place.value)
-    return shard_of_dtensor(place.name, place.value, (), 0, None)
-
-
 def _list_shards(tree: Any, places: Iterable[Place]) -> list[tuple[Position, Any]]:
     """List shards with their paths, if there are modules or optimizers."""
     if {Kind.MODULE, Kind.OPTIMIZER}.isdisjoint(place.kind for place in places):
         return []
     return [(path, leaf) for path, leaf in listed(tree) if isinstance(leaf, ShardedBase)]
-
-
-def _describe_per_rank(
-    places: Sequence[Place], options: _Options
-) -> list[tuple[Position, ShardedObject]]:
-    """Describe the values that each rank has of its own."""
-    own = [place for place in places if place.kind is Kind.PER_RANK]
-    if not own:
-        return []
-    meshes = mesh_names(place.value for place in places if place.kind is Kind.MODULE)
-    cells = []
-    for place in own:
-        cell = cell_of(place.value, place.name, options.ranks, meshes, options.loads)
-        cells.append((place.path, cell))
-    return cells
-
-
-def _describe_optimizers(
-    places: Iterable[Place], shards: Iterable[tuple[Position, Any]], options: _Options
-) -> tuple[list[tuple[Position, OptimizerState]], dict[str, list[Any]]]:
-    """Describe the optimizers: states with their paths, settings by prefix."""
-    states: list[tuple[Position, OptimizerState]] = []
-    settings: dict[str, list[Any]] = {}
-    rank = options.ranks.rank
-    model = [shard for _, shard in shards]
-    for place in places:
-        if place.kind is not Kind.OPTIMIZER:
-            continue
-        state, entries = describe_optimizer(place.value, model, place.prefix)
-        is_first = place.prefix not in settings
-        if options.loads or is_first:
-            # A load may have several optimizers of one prefix.
-            key = f"{place.prefix}.settings"
-            replica_id: ReplicaId = rank
-            if not is_first:
-                replica_id = OpenReplicaId((1, rank))
-            state["settings"] = ShardedObject(key, None, (1,), (0,), replica_id)
-        settings.setdefault(place.prefix, []).extend(entries)
-        states.append((place.path, state))
-    if not options.loads:
-        for prefix, entries in settings.items():
-            check_one_rest(prefix, entries)
-    return states, settings
 
 
 def _kind_of(node: Any) -> Kind | None:
@@ -383,13 +368,9 @@ def _check_value(path: Position, leaf: Any, loads: bool) -> None:
             f"{dotted(path)!r} is a torch.utils.data.DataLoader, which has no state: leave it "
             "out, or use torchdata's StatefulDataLoader, which goes on where it was."
         )
-    if loads:
-        # A save refuses these when it encodes them.
-        _refuse_hidden_objects(path, leaf)
-
-
-def _refuse_hidden_objects(path: Position, leaf: Any) -> None:
-    """Refuse objects in containers of other types, such as a deque."""
+    if not loads:
+        # A save refuses the objects in containers of other types when it encodes them.
+        return
     for place, node in nodes_of_any(leaf, path):
         if node is not leaf and is_object_of_state(node):
             raise UnsupportedObjectError(
@@ -414,13 +395,10 @@ def _only_shards(value: Any) -> Any:
 def _names_of_model(shards: Iterable[tuple[Position, Any]], places: Iterable[Place]) -> list[str]:
     """Return the first names in the keys of the module at `model`."""
     names: set[str] = set()
-    for place in places:
-        if not place.is_model:
-            continue
-        depth = len(place.path)
-        for path, shard in shards:
-            if path[:depth] == place.path:
-                names.add(first_name(shard.key))
+    paths = [place.path for place in places if place.is_model]
+    for path, shard in shards:
+        if any(path[: len(above)] == above for above in paths):
+            names.add(first_name(shard.key))
     return sorted(names)
 
 

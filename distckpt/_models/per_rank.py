@@ -109,15 +109,13 @@ def cell_of(node: Any, key: str, ranks: Ranks, meshes: list[str], loads: bool) -
         data["is_of_all"] = bool(grid) and all(size == 1 for _, size in axes.values())
     else:
         data["value"] = state_of(node, key)
-    place = zip(*axes.values(), strict=True)
-    offset, shape = place
+    offset, shape = zip(*axes.values(), strict=True)
     return ShardedObject(key, data, shape, offset, OpenReplicaId((0, ranks.rank)))
 
 
 def warn_of_shared(node: Any, cell: ShardedObject) -> None:
     """Warn once of a loader whose state was equal on other ranks."""
-    value = _value_of(node)
-    if _iterates(value) and not any(cell.replica_id):  # type: ignore[arg-type]  # Of rank 0.
+    if _iterates(_value_of(node)) and not any(cell.replica_id):  # type: ignore[arg-type]  # Of rank 0.
         logger.warning(
             "%r goes on from the state that was equal on all ranks of another layout. If ranks "
             "divide its elements among them, this is another place, from which some are repeated "
@@ -139,27 +137,23 @@ def _iterates(value: Any) -> bool:
 
 def warn_of_skipped(node: Any, cell: ShardedObject, saved: str, own: str) -> None:
     """Warn once of a value that was saved under another layout."""
-    if not any(cell.replica_id):  # type: ignore[arg-type]  # Of rank 0.
-        logger.warning(
-            "%r is not restored: each rank has its own, and it was saved under the %s, while "
-            "this load has the %s. %s",
-            cell.key,
-            saved,
-            own,
-            _consequence(node),
-        )
-
-
-def _consequence(node: Any) -> str:
-    """Return the consequence of an unrestored value, and the way out."""
+    if any(cell.replica_id):  # type: ignore[arg-type]  # Not of rank 0.
+        return
     value = _value_of(node)
-    if _iterates(value):
-        return (
-            f"The {type(value).__name__} begins with its first element: skip what was used. Where "
-            f"all ranks read the same elements, {_SAME_ON_ALL}."
-        )
-    consequence: str = node._if_skipped
-    return consequence
+    consequence = (
+        f"The {type(value).__name__} begins with its first element: skip what was used. Where "
+        f"all ranks read the same elements, {_SAME_ON_ALL}."
+    )
+    if not _iterates(value):
+        consequence = node._if_skipped
+    logger.warning(
+        "%r is not restored: each rank has its own, and it was saved under the %s, while "
+        "this load has the %s. %s",
+        cell.key,
+        saved,
+        own,
+        consequence,
+    )
 
 
 # --- Random state ---------------------------------------------------------------------------------

@@ -1,20 +1,113 @@
-"""Restoring the objects in a state dict from loaded values."""
+"""The objects of a load: completed with stored entries, and restored from loaded values."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, at, replaced
-from distckpt._models.modules import bare_module, load_sharded_state_dict
-from distckpt._models.objects import Description, Kind, Place
+from distckpt._models.modules import bare_module, load_sharded_state_dict, with_stored_buffers
+from distckpt._models.objects import Description, Kind, Place, scheduler_class
+from distckpt._models.optimizer.describe import optimizer_targets
 from distckpt._models.optimizer.restore import load_sharded_optimizer_state_dict
 from distckpt._models.per_rank import warn_of_shared, warn_of_skipped
-from distckpt._models.schedulers import check_scheduler
-from distckpt.mapping._wrappers import ShardedObject, StateDict
+from distckpt._state.stored_form import StoredEntry
+from distckpt.mapping._base import OpenReplicaId
+from distckpt.mapping._wrappers import LocalNonpersistentObject, ShardedObject, StateDict
+
+logger = logging.getLogger(__name__)
+
+_OF_RELEASES = {
+    "_step_count",
+    "_last_lr",
+    "_is_initial",
+    "_get_lr_called_within_step",
+    "verbose",
+}
+"""Entries of the states of schedulers that not all releases of PyTorch have."""
+
+
+# --- Completing -----------------------------------------------------------------------------------
+
+
+def needs_stored(description: Description) -> int:
+    """Return how much a load needs to know of the checkpoint.
+
+    It is 1 for its keys, 2 for the settings of optimizers as well, else 0.
+    """
+    if description.optimizers:
+        return 2
+    return int(any(place.kind is not Kind.DTENSOR for place in description.places))
+
+
+def settings_of(
+    description: Description, stored: Mapping[str, StoredEntry]
+) -> dict[str, ShardedObject]:
+    """Return the stored settings of optimizers, which `resolve` needs."""
+    keys = {f"{state.prefix}.settings" for _, state in description.optimizers}
+    return {key: ShardedObject(key, None, (1,), (0,)) for key in sorted(keys & stored.keys())}
+
+
+def resolve(
+    rank: int,
+    description: Description,
+    stored: Mapping[str, StoredEntry],
+    settings: StateDict,
+    shared_value: Callable[[str], Any],
+) -> Description:
+    """Complete the description of a load from stored entries and settings."""
+    tree = _with_optimizer_targets(rank, description, stored, settings)
+    places = []
+    for place in description.places:
+        cell = at(tree, place.path)
+        if place.kind is Kind.MODULE:
+            requested = with_stored_buffers(bare_module(place.value), cell, stored)
+            if requested is not cell:
+                tree = replaced(tree, place.path, requested)
+        entry = stored.get(place.name)
+        if place.kind is not Kind.PER_RANK or entry is None or entry.shape == cell.global_shape:
+            places.append(place)
+            continue
+        shared = shared_value(place.name)
+        if shared is not HOLE:
+            warn_of_shared(place.value, cell)
+            # From now on a state that all ranks have in common.
+            places.append(place._replace(kind=Kind.STATEFUL))
+            tree = replaced(tree, place.path, LocalNonpersistentObject(shared["value"]))
+        else:
+            grids = f"grid {tuple(entry.shape)}", f"grid {cell.global_shape}"
+            warn_of_skipped(place.value, cell, *grids)
+            tree = replaced(tree, place.path, LocalNonpersistentObject(place.value))
+    return Description(tree, places, description.optimizers)
+
+
+def _with_optimizer_targets(
+    rank: int,
+    description: Description,
+    stored: Mapping[str, StoredEntry],
+    settings: StateDict,
+) -> Any:
+    """Return the state dict with targets for stored optimizer states."""
+    tree = description.state_dict
+    unrequested = set(settings)
+    for path, state in description.optimizers:
+        key = f"{state.prefix}.settings"
+        if key not in settings:
+            continue
+        targets = optimizer_targets(state, settings[key], stored)
+        if key in unrequested:
+            # Requested once more, by the first with this prefix, as all that is loaded is.
+            unrequested.remove(key)
+            targets["settings"] = ShardedObject(key, None, (1,), (0,), OpenReplicaId((0, rank)))
+        tree = replaced(tree, path, targets)
+    return tree
+
+
+# --- Restoring ------------------------------------------------------------------------------------
 
 
 class Saved(NamedTuple):
@@ -86,7 +179,7 @@ def _restore(place: Place, value: Any, description: Any, saved: Saved, is_strict
         _restore_per_rank(place, value, description, saved)
     elif place.kind is Kind.STATEFUL:
         stored = saved.schedulers.get(place.name, "")
-        check_scheduler(place.name, place.value, stored, value, is_strict)
+        _check_scheduler(place.name, place.value, stored, value, is_strict)
         _load_state(place, value, saved, isinstance(description, dict))
 
 
@@ -150,3 +243,48 @@ def _restore_per_rank(
         _load_state(place, value["value"], saved, has_dict=False)
     else:
         warn_of_skipped(place.value, cell, f"layout {stored}", f"layout {own}")
+
+
+# --- Schedulers, whose states do not name their classes -------------------------------------------
+
+
+def _check_scheduler(name: str, scheduler: Any, stored: str, state: Any, is_strict: bool) -> None:
+    """Warn of a scheduler that gets the state of another class.
+
+    `stored` is that class, if it is known.
+
+    LoadMismatchError when each has something that the other lacks. Other releases may add to a
+    state, so that less than that is no mistake where the class is not known.
+    """
+    own = scheduler_class(scheduler)
+    if not own or not isinstance(state, Mapping):
+        return
+    expected = scheduler.state_dict().keys() - _OF_RELEASES
+    loaded = state.keys() - _OF_RELEASES
+    if stored == own or (not stored and expected == loaded):
+        return
+    lacking = expected - loaded
+    more = loaded - expected
+    text = (
+        f"the state that was saved at {name!r} has {summarize_keys(more) or 'nothing'} in place of "
+        f"{own}'s {summarize_keys(lacking) or 'nothing'}"
+    )
+    if is_strict and lacking and more:
+        raise LoadMismatchError(
+            f"A scheduler of another kind: {text}. Create the one that was saved"
+            f"{stored and f', {stored}'}, or leave it out."
+        )
+    _warn_of_scheduler(name, own, stored, text)
+
+
+def _warn_of_scheduler(name: str, own: str, stored: str, text: str) -> None:
+    if not stored:
+        logger.warning("%s: is it of another scheduler?", text)
+        return
+    logger.warning(
+        "the scheduler that was saved at %r is of class %s, and is loaded into one of class %s, "
+        "which computes other learning rates",
+        name,
+        stored,
+        own,
+    )

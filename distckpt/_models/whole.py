@@ -13,7 +13,7 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._format.code_names import places_of
 from distckpt._format.marker import first_name
-from distckpt._models.objects import Description, Kind, Place
+from distckpt._models.objects import Description, Kind
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.stored_form import StoredEntry
 
@@ -63,7 +63,7 @@ def coverage_of(
         beginnings = {*names, *map(first_name, of_model)}
         own |= {key for key in left if first_name(key) in beginnings}
         if not names:
-            unclaimed = _tensors(left, entries) - own
+            unclaimed = {key for key in left - own if entries[key].dtype is not None}
         if unclaimed:
             unclaimed -= optimizer_keys()
     return Coverage(taken, own - of_optimizers, of_optimizers, unclaimed)
@@ -86,19 +86,15 @@ def _without_taken(
 
 def _prefixes(description: Description, *kinds: Kind) -> tuple[str, ...]:
     """Return the beginnings of the keys of objects of some kinds."""
-
-    def has_prefix(place: Place) -> bool:
-        return place.kind in kinds and bool(place.prefix)
-
-    return tuple(f"{place.prefix}." for place in filter(has_prefix, description.places))
+    prefixes = []
+    for place in description.places:
+        if place.kind in kinds and place.prefix:
+            prefixes.append(f"{place.prefix}.")
+    return tuple(prefixes)
 
 
 def _below(prefixes: tuple[str, ...], keys: Iterable[str]) -> set[str]:
     return {key for key in keys if key.startswith(prefixes)}
-
-
-def _tensors(keys: Iterable[str], entries: Mapping[str, StoredEntry]) -> set[str]:
-    return {key for key in keys if entries[key].dtype is not None}
 
 
 def left_out_of_all(
@@ -140,32 +136,27 @@ def refuse_left_out(
     of_modules, of_optimizers, unclaimed = left_out_of_all(ranks, coverage, entries)
     with ranks.phase("compare the keys of objects", decision=True):
         if of_modules and ranks.is_coordinator:
-            absent = sorted(coverage.taken - entries.keys())
             if is_live:
-                raise _not_taken(of_modules)
+                raise LoadMismatchError(
+                    f"What is given has {summarize_keys(of_modules)}, which the modules that take "
+                    "do not have. To leave the rest out, take tensors in the place of modules: "
+                    "distckpt.modules.sharded_state_dict(module).",
+                    of_modules,
+                )
+            absent = sorted(coverage.taken - entries.keys())
             raise _left_out_of_modules(of_modules, absent, location)
         if ranks.is_coordinator and not is_live:
             _warn_of_left_out(of_optimizers, unclaimed, location)
     return frozenset([*of_optimizers, *unclaimed])
 
 
-def _not_taken(left_out: list[str]) -> LoadMismatchError:
-    return LoadMismatchError(
-        f"What is given has {summarize_keys(left_out)}, which the modules that take do not have. "
-        "To leave the rest out, take tensors in the place of modules: "
-        "distckpt.modules.sharded_state_dict(module).",
-        left_out,
-    )
-
-
 def _left_out_of_modules(
     left_out: list[str], absent: list[str], location: str
 ) -> LoadMismatchError:
     scales = next((key for key in left_out if any(places_of(key))), None)
-    quantized = f", or a quantized one in a form that distckpt does not decode ({scales!r})"
     or_quantized = ""
     if scales:
-        or_quantized = quantized
+        or_quantized = f", or a quantized one in a form that distckpt does not decode ({scales!r})"
     besides = ""
     if absent:
         besides = f", and does not hold {summarize_keys(absent)}, which they have"

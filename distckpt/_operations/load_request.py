@@ -16,7 +16,7 @@ from distckpt._base.options import LoadOptions, ParallelLoad, check_options
 from distckpt._base.tree import at, leaves
 from distckpt._format.marker import names_of_module
 from distckpt._models import objects
-from distckpt._models.resolve import needs_stored, resolve, settings_of
+from distckpt._models.restore import needs_stored, resolve, settings_of
 from distckpt._models.whole import Coverage, coverage_of, refuse_left_out
 from distckpt._operations.shard_source import ShardSource
 from distckpt._plan.translate import decide_ties, match_flags, stored_names, warn_of_unmatched
@@ -25,7 +25,7 @@ from distckpt._state import flatten
 from distckpt._state.shards import Shard, ShardTable, find_ties, merge_tables, shard_table
 from distckpt._state.stored_form import StoredEntry, may_be_complex
 from distckpt._state.strictness import StrictHandling, handle_mismatch
-from distckpt._state.validation import validate_part, validate_shards
+from distckpt._state.validation import validate_shards
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import ShardedStateDict, StateDict
 from distckpt.rules._rule import Rule
@@ -379,12 +379,12 @@ def _validate(table: ShardTable, messages: Sequence[list[bytes]], *, whole: bool
     be `whole`.
     """
     tables = [table]
-    validate = validate_shards if whole else validate_part
+    allow_gaps = not whole
     if messages:
         tables = ShardTable.all_from_messages(*messages)
-        validate = validate_shards
+        allow_gaps = False
     try:
-        validate(merge_tables(tables))
+        validate_shards(merge_tables(tables), allow_gaps=allow_gaps)
     except InvalidShardingError as error:
         if "validate_access_integrity" in str(error):
             raise

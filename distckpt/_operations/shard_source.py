@@ -12,10 +12,13 @@ from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions
 from distckpt._base.tree import HOLE
+from distckpt._base.wings import wing
 from distckpt._checkpoint.opening import is_built_in
 from distckpt._checkpoint.shards import ReadSettings, load_shards
 from distckpt._checkpoint.stored_values import has_equal_cells, load_objects
+from distckpt._format.foreign_formats import is_export
 from distckpt._format.manifest import OBJECT
+from distckpt._format.marker import names_of_module
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._models.objects import Description
 from distckpt._plan.decoded import find
@@ -163,15 +166,11 @@ class _OpenCheckpoint(ShardSource):
         return visible
 
     def for_objects(self, described: Description, has_optimizers: bool) -> ShardSource:
-        from distckpt._operations.state_dict_names import translated
-
-        translation = translated(self.ranks, self.stored, described, has_optimizers)
-        return replace(
-            self,
-            stored=translation.stored,
-            settings=translation.settings,
-            hidden=translation.hidden,
-        )
+        if not _may_hold_state_dicts(self.stored, has_optimizers):
+            return self
+        translated = wing("state_dicts").translated(self.ranks, self.stored, described)
+        stored, settings, hidden = translated
+        return replace(self, stored=stored, settings=settings, hidden=hidden)
 
     def optimizer_keys(self) -> set[str]:
         from distckpt._checkpoint.model_keys import optimizer_keys
@@ -202,6 +201,16 @@ class _OpenCheckpoint(ShardSource):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self.stored.manifest.shapes_by_key
+
+
+def _may_hold_state_dicts(stored: StoredCheckpoint, has_optimizers: bool) -> bool:
+    """Tell whether a checkpoint may hold state dicts of PyTorch: it was not made of objects."""
+    manifest = stored.manifest
+    if names_of_module(stored.marker) or is_export((manifest.origin or {}).get("format")):
+        return False
+    if any(key.endswith(".settings") for key in manifest.key_index):
+        return False
+    return has_optimizers or any(key.startswith("model.") for key in manifest.key_index)
 
 
 def entries_of(stored: StoredCheckpoint) -> dict[str, StoredEntry]:

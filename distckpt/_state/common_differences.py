@@ -56,20 +56,19 @@ def check_differences(ranks: Ranks, common: CommonStateDict, digest: int, warns:
         if ranks.is_coordinator:
             decoded = [json.loads(text) for text in samples] or [{}] * ranks.size
             for rank in range(1, ranks.size):
-                pairs = _Pairs(gathered[0], gathered[rank], decoded[0], decoded[rank])
-                _compare(rank, pairs, paths, warns)
+                differing = _differing(gathered[0], gathered[rank])
+                compared = sorted({*differing.tensors} & {*paths})
+                differences = _differences(decoded[0], decoded[rank], compared)
+                if differing.tensors:
+                    _report_tensors(rank, differing.tensors, len(compared), differences, warns)
+                _warn_of_values(rank, differing.values)
 
 
-class _Pairs(NamedTuple):
-    """Common state of two ranks, as hashes and samples of tensors.
+class _Differing(NamedTuple):
+    """The paths at which a rank differs from the coordinator: of tensors, and of other values."""
 
-    The first one is the coordinator.
-    """
-
-    first: _Hashes
-    other: _Hashes
-    first_samples: _Samples
-    other_samples: _Samples
+    tensors: list[str]
+    values: list[str]
 
 
 def _hashes(common: CommonStateDict) -> dict[str, tuple[str, bool]]:
@@ -89,7 +88,7 @@ def _differing_tensors(gathered: Sequence[_Hashes]) -> list[str]:
     one for each such rank.
     """
     first, *others = gathered
-    lists_of_ranks = {tuple(_tensors(first, other)) for other in others}
+    lists_of_ranks = {tuple(_differing(first, other).tensors) for other in others}
     share = max(1, MAX_SAMPLES // len(lists_of_ranks))
     selected: set[str] = set()
     for paths in lists_of_ranks:
@@ -97,12 +96,18 @@ def _differing_tensors(gathered: Sequence[_Hashes]) -> list[str]:
     return sorted(selected)
 
 
-def _tensors(first: _Hashes, other: _Hashes) -> list[str]:
-    return [path for path in _differing(first, other) if _have_tensors((first, other), path)]
-
-
-def _differing(first: _Hashes, other: _Hashes) -> list[str]:
-    return sorted(path for path in {**first, **other} if first.get(path) != other.get(path))
+def _differing(first: _Hashes, other: _Hashes) -> _Differing:
+    differing = _Differing([], [])
+    for path in sorted({**first, **other}):
+        one = first.get(path)
+        two = other.get(path)
+        if one == two:
+            continue
+        if (one and one[1]) or (two and two[1]):
+            differing.tensors.append(path)
+        else:
+            differing.values.append(path)
+    return differing
 
 
 def _samples(common: CommonStateDict, paths: Sequence[str]) -> dict[str, tuple[str, str, str]]:
@@ -119,38 +124,26 @@ def _samples(common: CommonStateDict, paths: Sequence[str]) -> dict[str, tuple[s
     return samples
 
 
-def _compare(rank: int, pairs: _Pairs, sampled: Sequence[str], warns: bool) -> None:
-    """Compare a rank with rank 0, and warn of differences.
-
-    Unless `warns`, refuse tensors that have nothing in common, before anything is lost.
-    """
-    paths = _differing(pairs.first, pairs.other)
-    tensors = _tensors(pairs.first, pairs.other)
-    if tensors:
-        _compare_tensors(rank, tensors, pairs, sampled, warns)
-    # "" is all of it: worth naming only when no part differs.
-    values = [path for path in paths if path not in tensors]
-    named = list(filter(None, values)) or values
-    if named:
-        logger.warning(
-            "common state differs between rank 0 and rank %d in %s; the checkpoint gets rank 0's. "
-            "Per-rank values belong in a ShardedObject, values that need no saving in a "
-            "LocalNonpersistentObject.",
-            rank,
-            summarize_keys(named),
-        )
-
-
-def _compare_tensors(
-    rank: int, paths: Sequence[str], pairs: _Pairs, sampled: Sequence[str], warns: bool
-) -> None:
-    compared = sorted({*paths} & {*sampled})
+def _differences(first: _Samples, other: _Samples, paths: Iterable[str]) -> list[Difference]:
+    """Compare the samples of tensors, except those of different dtypes or shapes."""
     differences = []
-    for path in compared:
-        difference = _difference(pairs, path)
-        if difference is not None:
-            differences.append(difference)
-    are_alike = len(differences) == len(compared)
+    for path in paths:
+        one = first.get(path)
+        two = other.get(path)
+        if one and two and one[:2] == two[:2]:
+            samples = bytes.fromhex(one[2]), bytes.fromhex(two[2])
+            differences.append(compare_samples(one[0], *samples))
+    return differences
+
+
+def _report_tensors(
+    rank: int, paths: list[str], num_compared: int, differences: list[Difference], warns: bool
+) -> None:
+    """Warn of tensors that differ from those of rank 0.
+
+    Unless `warns`, refuse them where they have nothing in common, before anything is lost.
+    """
+    are_alike = len(differences) == num_compared
     is_drift = are_alike and not any(difference.is_unrelated for difference in differences)
     if not (is_drift or warns):
         raise InvalidShardingError(
@@ -172,25 +165,25 @@ def _compare_tensors(
     )
 
 
+def _warn_of_values(rank: int, paths: list[str]) -> None:
+    # "" is all of it: worth naming only when no part differs.
+    named = list(filter(None, paths)) or paths
+    if named:
+        logger.warning(
+            "common state differs between rank 0 and rank %d in %s; the checkpoint gets rank 0's. "
+            "Per-rank values belong in a ShardedObject, values that need no saving in a "
+            "LocalNonpersistentObject.",
+            rank,
+            summarize_keys(named),
+        )
+
+
 _WAY_OUT = (
     "Put the model or the optimizer itself into the state dict, in place of its "
     "state_dict(). Or wrap what each rank has in a ShardedTensor or ShardedObject (copies, "
     "of which one is stored, in ShardedTensor.from_rank_offsets(key, tensor, "
     "replica_id=rank)), and what needs no saving in a LocalNonpersistentObject."
 )
-
-
-def _difference(pairs: _Pairs, path: str) -> Difference | None:
-    """Compare the samples of two tensors; None without common elements."""
-    first = pairs.first_samples.get(path)
-    other = pairs.other_samples.get(path)
-    if first is None or other is None or first[:2] != other[:2]:
-        return None
-    return compare_samples(first[0], bytes.fromhex(first[2]), bytes.fromhex(other[2]))
-
-
-def _have_tensors(gathered: Iterable[_Hashes], path: str) -> bool:
-    return any(hashes[path][1] for hashes in gathered if path in hashes)
 
 
 def _plain(common: Any, with_tensors: bool) -> Any:

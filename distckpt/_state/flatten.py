@@ -92,18 +92,6 @@ class SplitState(NamedTuple):
 # --- Taking a state dict apart --------------------------------------------------------------------
 
 
-class _Collector(NamedTuple):
-    """The collected shards, stored entries, and problems of a flattening.
-
-    A save does not know stored entries. `problems` are about tensors that are left out; it is None
-    where these are refused.
-    """
-
-    shards: list[Shard]
-    entries: Mapping[str, StoredEntry]
-    problems: list[str] | None
-
-
 def split(
     state_dict: Any,
     entries: Mapping[str, StoredEntry] = MappingProxyType({}),
@@ -119,59 +107,61 @@ def split(
             f"A sharded state dict is a dict, such as {{'model': model, 'step': 100}}, got "
             f"{type(state_dict).__name__}."
         )
-    collector = _Collector([], entries, problems)
-    skeleton, common = _take_apart(state_dict, collector, inside_factory=False)
+    flattening = _Flattening(entries, problems)
+    skeleton, common = fold(flattening.take, _join, state_dict, _is_walked)
     if common is HOLE:
         common = {}
-    return SplitState(collector.shards, common, skeleton)
+    return SplitState(flattening.shards, common, skeleton)
 
 
-def _take_apart(tree: Any, collector: _Collector, inside_factory: bool) -> tuple[Any, Any]:
-    """Return the skeleton and common state of a part; collect shards."""
+class _Flattening:
+    """A walk that collects shards; each leaf becomes a pair of its mark and its common value."""
 
-    def take(node: Any) -> tuple[Any, Any]:
+    def __init__(self, entries: Mapping[str, StoredEntry], problems: list[str] | None) -> None:
+        self.shards: list[Shard] = []
+        self._entries = entries
+        self._problems = problems
+
+    def take(self, node: Any) -> tuple[Any, Any]:
+        """Take a leaf of the state dict."""
         # By far the most frequent types first; isinstance is slow for an abstract class.
         if type(node) not in _NEVER_FOREIGN:
             node = adopt(node)
         if isinstance(node, ShardedTensor):
-            node = _stored_form(node, collector)
+            node = self._stored_form(node)
         if type(node) is ShardedTensor or isinstance(node, ShardedTensor | ShardedObject):
-            collector.shards.append(node)
-            return _Slot(len(collector.shards) - 1), HOLE
-        return _take_other(node, collector, inside_factory)
+            self.shards.append(node)
+            return _Slot(len(self.shards) - 1), HOLE
+        if isinstance(node, ShardedTensorFactory):
+            with _naming(node, "build_fn"):
+                shards_and_more = node.build()
+            built, _ = fold(self._take_built, _join, shards_and_more, _is_walked)
+            return _Merge(node, built), HOLE
+        if isinstance(node, ShardedBase):
+            raise UnsupportedObjectError(
+                f"Key {node.key!r} is a {type(node).__name__}: only ShardedTensor, ShardedObject "
+                "and ShardedTensorFactory can be saved and loaded."
+            )
+        if isinstance(node, LocalNonpersistentObject):
+            return _Local(node.unwrap()), HOLE
+        return HOLE, node
 
-    parts: tuple[Any, Any] = fold(take, _join, tree, _is_walked)
-    return parts
+    def _take_built(self, node: Any) -> tuple[Any, Any]:
+        mark, value = self.take(node)
+        if value is HOLE:
+            return mark, HOLE
+        # Values other than shards that a factory builds, it builds again for loading.
+        return _Local(value), HOLE
 
-
-def _stored_form(tensor: ShardedTensor, collector: _Collector) -> Any:
-    try:
-        return stored_form(tensor, collector.entries.get(tensor.key))
-    except UnsupportedObjectError as error:
-        if collector.problems is None:
-            raise
-        if is_main_replica(tensor.replica_id):
-            collector.problems.append(str(error))
-        return LocalNonpersistentObject(None)
-
-
-def _take_other(node: Any, collector: _Collector, inside_factory: bool) -> tuple[Any, Any]:
-    if isinstance(node, ShardedTensorFactory):
-        with _naming(node, "build_fn"):
-            shards_and_more = node.build()
-        built, _ = _take_apart(shards_and_more, collector, inside_factory=True)
-        return _Merge(node, built), HOLE
-    if isinstance(node, ShardedBase):
-        raise UnsupportedObjectError(
-            f"Key {node.key!r} is a {type(node).__name__}: only ShardedTensor, ShardedObject "
-            "and ShardedTensorFactory can be saved and loaded."
-        )
-    if isinstance(node, LocalNonpersistentObject):
-        return _Local(node.unwrap()), HOLE
-    # Other values that a factory builds, it builds again for loading.
-    if inside_factory:
-        return _Local(node), HOLE
-    return HOLE, node
+    def _stored_form(self, tensor: ShardedTensor) -> Any:
+        try:
+            return stored_form(tensor, self._entries.get(tensor.key))
+        except UnsupportedObjectError as error:
+            if self._problems is None:
+                raise
+            if is_main_replica(tensor.replica_id):
+                self._problems.append(str(error))
+            return LocalNonpersistentObject(None)
 
 
 @contextlib.contextmanager
@@ -189,23 +179,16 @@ def _naming(factory: ShardedTensorFactory, function: str) -> Iterator[None]:
 
 
 def _join(container: Any, parts: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    skeletons = [skeleton for skeleton, _ in parts]
-    commons = [common for _, common in parts]
-    return rebuilt(container, skeletons), _common_of(container, commons)
-
-
-def _common_of(container: Any, children: list[Any]) -> Any:
-    """Return the common state of a container.
-
-    Lists and tuples keep their holes, so that positions stay the same.
-    """
+    skeleton = rebuilt(container, [skeleton for skeleton, _ in parts])
+    children = [common for _, common in parts]
     common = without_holes(container, children)
     if common is HOLE or isinstance(container, dict):
-        return common
-    # A named tuple becomes a plain one: readers of the common state need not know its class.
+        return skeleton, common
+    # Lists and tuples keep their holes, so that positions stay the same. A named tuple becomes a
+    # plain one: readers of the common state need not know its class.
     if isinstance(container, tuple):
-        return tuple(children)
-    return children
+        return skeleton, tuple(children)
+    return skeleton, children
 
 
 def _is_walked(node: Any) -> bool:
@@ -215,11 +198,8 @@ def _is_walked(node: Any) -> bool:
     """
     if type(node) in CONTAINERS:
         return True
-    return isinstance(node, CONTAINERS) and any(_is_part(leaf) for _, leaf in leaves(node))
-
-
-def _is_part(leaf: Any) -> bool:
-    return isinstance(leaf, ShardedBase | LocalNonpersistentObject)
+    parts = (ShardedBase, LocalNonpersistentObject)
+    return isinstance(node, CONTAINERS) and any(isinstance(leaf, parts) for _, leaf in leaves(node))
 
 
 # --- Checking -------------------------------------------------------------------------------------
@@ -304,12 +284,7 @@ def put_together(skeleton: Any, values: Sequence[Any], common: Any) -> dict[Any,
         _warn_of_unknown(skeleton, common)
 
     def fill(mark: Any, value: Any) -> Any:
-        if type(mark) is _Slot:
-            filling = values[mark.number]
-        elif mark is HOLE:
-            filling = HOLE
-        else:
-            filling = _value_of(mark, values)
+        filling = _value_of(mark, values)
         # A container that was stored empty is empty, whatever was in the requested one.
         if filling is HOLE:
             return compacted(value)

@@ -47,7 +47,7 @@ class Changes:
         tensors: pairs of a tensor to fill and its values.
         filled: positions of these tensors.
         items: triples of a dict or list, a key or index, and its new value.
-        contents: pairs of a dict or list and its new content.
+        contents: pairs of a dict or list and its new items by key or index.
         fixed: positions of values in containers that cannot be changed.
         not_filled: positions of tensors that keep their values, since the stored values do not fit
             into them.
@@ -63,8 +63,8 @@ class Changes:
     """`id()` of a tensor -> the tensors with common elements."""
     taken: dict[int, torch.Tensor] = field(default_factory=dict)
     """`id()` of a tensor -> the values that it has or gets."""
-    _values: dict[Any, Any] = field(default_factory=dict)
-    """Identity of a container -> its stored value."""
+    stored: dict[int, Any] = field(default_factory=dict)
+    """`id()` of a dict or list -> the value that is stored for it."""
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -74,26 +74,12 @@ class Changes:
         for container, new in self.contents:
             container.clear()
             if isinstance(container, _LISTS):
-                container.extend(new)
-            if isinstance(container, dict):
+                container.extend(new.values())
+            else:
                 for key in new:
                     container[key] = new[key]
         for container, key, value in self.items:
             container[key] = value
-
-    def is_first(self, identity: Any, value: Any) -> bool | None:
-        """Return whether a container comes for the first time.
-
-        None if it came before, and another value is stored there.
-        """
-        if identity not in self._values:
-            self._values[identity] = value
-            return True
-        first = self._values[identity]
-        is_same = first is value or codec.encode(first) == codec.encode(value)
-        if is_same:
-            return False
-        return None
 
 
 def changes_of(given: Any, values: Any, loaded: Any) -> Changes:
@@ -147,8 +133,9 @@ def _change_holder(
             changes.fixed.append(dotted(position))
         return
     is_changeable = _is_changeable(given)
+    items = dict(children_of(loaded))
     for key, value in children_of(values):
-        new = _item(loaded, key)
+        new = items.get(key, HOLE)
         if value is HOLE or new is HOLE:
             continue
         old = given[key]
@@ -172,12 +159,6 @@ def _are_alike(given: Any, values: Any, loaded: Any) -> bool:
         return isinstance(values, dict) and isinstance(loaded, dict)
     is_sequence = isinstance(given, list | tuple) and isinstance(values, list | tuple)
     return is_sequence and isinstance(loaded, list | tuple) and len(loaded) == len(given)
-
-
-def _item(container: Any, key: Any) -> Any:
-    if isinstance(container, dict):
-        return container.get(key, HOLE)
-    return container[key]
 
 
 def _is_value(given: Any, value: Any) -> bool:
@@ -207,23 +188,22 @@ def _changed(changes: Changes, position: Position, given: Any, new: Any) -> Any:
         return rebuilt(given, items)
     if not _takes_contents(given, new):
         return _own(new)
-    is_first = changes.is_first(id(given), new)
-    if is_first is None:
-        return _own(new)
-    if is_first:
-        contents = _changed_items(changes, position, given, new)
-        if isinstance(given, _LISTS):
-            changes.contents.append((given, list(contents.values())))
-        else:
-            changes.contents.append((given, contents))
-    return given
+    if id(given) not in changes.stored:
+        changes.stored[id(given)] = new
+        changes.contents.append((given, _changed_items(changes, position, given, new)))
+        return given
+    # It came before, and gets one content.
+    first = changes.stored[id(given)]
+    if first is new or codec.encode(first) == codec.encode(new):
+        return given
+    return _own(new)
 
 
 def _changed_items(changes: Changes, position: Position, given: Any, new: Any) -> dict[Any, Any]:
+    olds = dict(children_of(given))
     changed = {}
-    pairs = zip(children_of(new), _counterparts(given, new), strict=True)
-    for (key, item), old in pairs:
-        changed[key] = _changed(changes, (*position, key), old, item)
+    for key, item in children_of(new):
+        changed[key] = _changed(changes, (*position, key), olds.get(key, HOLE), item)
     return changed
 
 
@@ -231,13 +211,6 @@ def _is_rebuilt(container: Any) -> bool:
     return type(container) is tuple or (
         isinstance(container, tuple) and hasattr(container, "_fields")
     )
-
-
-def _counterparts(given: Any, new: Any) -> list[Any]:
-    """Return a given container's counterpart for each item of a new one."""
-    if isinstance(given, dict):
-        return [given.get(key, HOLE) for key in new]
-    return [*given, *[HOLE] * (len(new) - len(given))][: len(new)]
 
 
 def _changed_tensor(changes: Changes, position: Position, given: torch.Tensor, new: Any) -> Any:

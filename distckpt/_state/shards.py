@@ -40,6 +40,8 @@ from distckpt.mapping._wrappers import ShardedObject, is_main_replica
 
 Shard: TypeAlias = ShardedTensor | ShardedObject
 _Kind: TypeAlias = tuple[str, tuple[int, ...]]
+_KindColumns: TypeAlias = tuple[list[str], list[str], list[tuple[int, ...]]]
+"""The keys of a rank, and the dtype and global shape of each."""
 
 _ROW_COLUMNS = (
     "key_ids",
@@ -81,10 +83,7 @@ class ShardTable(NamedTuple):
 
     def row_region(self, row: int) -> Region:
         """Return the region of one row."""
-        ndim = len(self.global_shapes[self.key_ids[row]])
-        return Region(
-            tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist())
-        )
+        return _region_at(self, row, len(self.global_shapes[self.key_ids[row]]))
 
     def to_messages(self) -> tuple[bytes, bytes]:
         """Encode the table for sending: keys with their kinds, and rows.
@@ -119,7 +118,7 @@ class ShardTable(NamedTuple):
         return tables
 
 
-def _parse_kinds(data: bytes) -> tuple[list[str], list[str], list[tuple[int, ...]]]:
+def _parse_kinds(data: bytes) -> _KindColumns:
     keys, dtypes, shapes = json.loads(decompress(data))
     return keys, dtypes, [tuple(shape) for shape in shapes]
 
@@ -272,10 +271,12 @@ class GlobalTable(NamedTuple):
 
     def row_region(self, row: int) -> Region:
         """Return the region of one row."""
-        ndim = self.ndims[self.key_ids[row]]
-        return Region(
-            tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist())
-        )
+        return _region_at(self, row, self.ndims[self.key_ids[row]])
+
+
+def _region_at(table: ShardTable | GlobalTable, row: int, ndim: int) -> Region:
+    offset = table.offsets[row, :ndim].tolist()
+    return Region(tuple(offset), tuple(table.shapes[row, :ndim].tolist()))
 
 
 def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
@@ -283,7 +284,9 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
 
     They must agree on the dtype and global shape of every key.
     """
-    key_index, kinds, id_maps = _number_keys(tables)
+    key_index, kinds, id_maps = _number_keys(
+        [(table.keys, table.dtypes, table.global_shapes) for table in tables]
+    )
     ndim = max((len(shape) for _, shape in kinds), default=0)
 
     def joined(column: str) -> npt.NDArray[Any]:
@@ -342,27 +345,26 @@ def choose_main_replicas(table: GlobalTable, open_ranks: npt.NDArray[np.uint8]) 
 
 
 def _number_keys(
-    tables: Sequence[ShardTable],
+    columns: Sequence[_KindColumns],
 ) -> tuple[dict[str, int], list[_Kind], list[IntArray]]:
-    """Number the keys of all tables.
+    """Number the keys of all ranks.
 
-    Return key -> id, the kind of each id, and for each table the ids of its keys.
+    Return key -> id, the kind of each id, and for each rank the ids of its keys.
     """
-    # The keys of one table differ.
-    key_index = {key: key_id for key_id, key in enumerate(tables[0].keys)}
-    kinds = [*zip(tables[0].dtypes, tables[0].global_shapes, strict=True)]
+    # The keys of one rank differ.
+    keys, dtypes, shapes = columns[0]
+    key_index = {key: key_id for key_id, key in enumerate(keys)}
+    kinds = [*zip(dtypes, shapes, strict=True)]
     first_rank = [0] * len(kinds)
     id_maps: list[IntArray] = []
-    seen = {_identity_of_keys(tables[0]): np.arange(len(kinds))}
+    seen = {tuple(map(id, columns[0])): np.arange(len(kinds))}
     disagreements: list[KeyFault] = []
-    for rank, table in enumerate(tables):
-        # Tables of replicas share lists, and one look is enough.
-        identity = _identity_of_keys(table)
+    for rank, own in enumerate(columns):
+        # Replicas share lists, and one look is enough.
+        identity = tuple(map(id, own))
         if identity not in seen:
-            ids = np.empty(len(table.keys), np.int64)
-            for i, (key, dtype, shape) in enumerate(
-                zip(table.keys, table.dtypes, table.global_shapes, strict=True)
-            ):
+            ids = np.empty(len(own[0]), np.int64)
+            for i, (key, dtype, shape) in enumerate(zip(*own, strict=True)):
                 ids[i] = key_id = key_index.setdefault(key, len(kinds))
                 if key_id == len(kinds):
                     kinds.append((dtype, shape))
@@ -383,17 +385,9 @@ def number_kinds(kinds: Sequence[bytes]) -> tuple[list[str], list[_Kind], list[I
     Return the keys, the kind of each, and the numbers of the keys of each rank: the same array for
     equal messages.
     """
-    parse = functools.cache(_parse_kinds)
-    without_rows = shard_table([])
-    tables = []
-    for keys, dtypes, shapes in map(parse, kinds):
-        tables.append(without_rows._replace(keys=keys, dtypes=dtypes, global_shapes=shapes))
-    key_index, all_kinds, id_maps = _number_keys(tables)
+    columns = list(map(functools.cache(_parse_kinds), kinds))
+    key_index, all_kinds, id_maps = _number_keys(columns)
     return list(key_index), all_kinds, id_maps
-
-
-def _identity_of_keys(table: ShardTable) -> tuple[int, ...]:
-    return id(table.keys), id(table.dtypes), id(table.global_shapes)
 
 
 def _check_name(key: str) -> None:
@@ -428,7 +422,7 @@ def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
     Return the index of each -> the index of the first. The memory is the same part of the same
     memory.
     """
-    pointers = _pointers(shards)
+    pointers = list(map(_pointer_of, shards))
     addresses = [pointer for pointer in pointers if pointer]
     if len(set(addresses)) == len(addresses):
         return {}
@@ -444,15 +438,11 @@ def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
     return ties
 
 
-def _pointers(shards: Sequence[Shard]) -> list[int]:
-    """Return the address of each shard's data, 0 without memory."""
-    pointers = []
-    for shard in shards:
-        pointer = 0
-        if isinstance(shard, ShardedTensor) and shard.data is not None:
-            pointer = shard.data.data_ptr()
-        pointers.append(pointer)
-    return pointers
+def _pointer_of(shard: Shard) -> int:
+    """Return the address of a shard's data, 0 without memory."""
+    if isinstance(shard, ShardedTensor) and shard.data is not None:
+        return shard.data.data_ptr()
+    return 0
 
 
 def _memory_identity(shard: Shard) -> Any:

@@ -92,12 +92,12 @@ def may_be_complex(shards: Iterable[ShardedTensor | ShardedObject]) -> bool:
 
     The shards are results of `stored_form`, or were built by them.
     """
-    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
     part_dtypes = set(_PARTS_OF.values())
-    for tensor in tensors:
-        if tensor.dtype.is_complex:
-            return True
-        if tensor.dtype in part_dtypes and tuple(tensor.global_shape[-1:]) == (2,):
+    for shard in shards:
+        if not isinstance(shard, ShardedTensor):
+            continue
+        is_pair = shard.dtype in part_dtypes and tuple(shard.global_shape[-1:]) == (2,)
+        if is_pair or shard.dtype.is_complex:
             return True
     return False
 
@@ -105,11 +105,7 @@ def may_be_complex(shards: Iterable[ShardedTensor | ShardedObject]) -> bool:
 def _complex_form(
     shard: ShardedTensor, entry: StoredEntry | None
 ) -> ShardedTensor | ShardedTensorFactory:
-    stored = None
-    shape: tuple[int, ...] = ()
-    if entry is not None:
-        stored = entry.dtype
-        shape = entry.shape
+    stored, shape, _ = entry or StoredEntry(None, ())
     if shard.dtype == torch.complex128 and stored == torch.complex64:
         memory = None
         if shard.data is not None:
@@ -174,7 +170,13 @@ def _complex(
     loaded: torch.Tensor,
 ) -> torch.Tensor:
     target = shard.data
-    if target is not None and _is_filled_through(pairs, target):
+    # Loading the pairs has filled a tensor that they are a view of.
+    if (
+        target is not None
+        and pairs.data is not None
+        and pairs.data.data_ptr() == target.data_ptr()
+        and not target.is_conj()
+    ):
         return target
     numbers = loaded
     if shard.flattened_range is not None:
@@ -182,12 +184,6 @@ def _complex(
     # torch.view_as_complex does not make bcomplex32.
     values = numbers.contiguous().view(shard.dtype).squeeze(-1)
     return _put(shard, values)
-
-
-def _is_filled_through(pairs: ShardedTensor, target: torch.Tensor) -> bool:
-    """Return whether loading pairs of numbers fills a complex tensor."""
-    is_same_memory = pairs.data is not None and pairs.data.data_ptr() == target.data_ptr()
-    return is_same_memory and not target.is_conj()
 
 
 # --- Subclasses -----------------------------------------------------------------------------------
@@ -245,16 +241,20 @@ def _place_by_blocks(
     shape = getattr(data, name).shape
     sizes = shard.global_shape[prepended:]
     offset = shard.global_offset[prepended:]
-    if shard.flattened_range is not None or len(shape) != len(local):
-        raise _unknown_place(shard, data, name)
-    if not _is_cut_alike(data, name, tuple(shape), sizes):
-        raise _unknown_place(shard, data, name)
+    is_known = shard.flattened_range is None and len(shape) == len(local)
     place = []
-    for size, start, num, num_inner in zip(sizes, offset, local, shape, strict=True):
-        block = num // num_inner
-        if size % block or start % block:
-            raise _unknown_place(shard, data, name)
-        place.append((size // block, start // block, size // num))
+    if is_known and _is_cut_alike(data, name, tuple(shape), sizes):
+        for size, start, num, num_inner in zip(sizes, offset, local, shape, strict=True):
+            block = num // num_inner
+            if size % block == 0 and start % block == 0:
+                place.append((size // block, start // block, size // num))
+    if len(place) < len(local) or not is_known:
+        raise InvalidShardingError(
+            f"Key {shard.key!r} is a {type(data).__name__}, of which this rank has the part "
+            f"{local} at {shard.global_offset}: how its inner tensor {name!r} of shape "
+            f"{tuple(shape)} is divided is unknown. Save the tensor before it is converted "
+            "(data.dequantize()), or make a ShardedTensor of each of its inner tensors."
+        )
     return place
 
 
@@ -304,15 +304,6 @@ def _is_cut_alike(
         if tuple(cut.shape) != with_item(shape, axis, 1):
             return False
     return True
-
-
-def _unknown_place(shard: ShardedTensor, data: Any, name: str) -> InvalidShardingError:
-    return InvalidShardingError(
-        f"Key {shard.key!r} is a {type(data).__name__}, of which this rank has the part "
-        f"{shard.local_shape} at {shard.global_offset}: how its inner tensor {name!r} of shape "
-        f"{tuple(getattr(data, name).shape)} is divided is unknown. Save the tensor before it is "
-        "converted (data.dequantize()), or make a ShardedTensor of each of its inner tensors."
-    )
 
 
 def _check_type(shard: ShardedTensor, own: str, stored: str) -> Any:

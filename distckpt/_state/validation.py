@@ -31,8 +31,8 @@ MAX_COMPARED = 256
 def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
     """Check that main replicas tile every global tensor and object grid.
 
-    They must cover it exactly once. With `allow_gaps`, elements that no rank holds are accepted;
-    they will not be in the checkpoint.
+    They must cover it exactly once. With `allow_gaps`, elements that no rank holds are accepted:
+    they will not be in the checkpoint, or one process requests a part.
     """
     faults: list[tuple[int, tuple[int, ...]]] = []
     is_checked = ~_is_trivial(table, allow_gaps)
@@ -51,18 +51,8 @@ def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
             table.global_shapes[keys, :ndim],
         )
         faults.extend((int(keys[fault.tensor]), fault.element) for fault in wrong)
-    key_faults = _explain_faults(table, faults, allow_gaps)
-    if key_faults:
-        raise _invalid(key_faults)
-
-
-def validate_part(table: GlobalTable) -> None:
-    """Check the request of one process, which may be a part.
-
-    Another rank may have that part, or it is a copy of one. No two main replicas hold the same
-    element.
-    """
-    validate_shards(table, allow_gaps=True)
+    if faults:
+        _refuse(table, faults, allow_gaps)
 
 
 def _invalid(faults: Sequence[KeyFault]) -> InvalidShardingError:
@@ -128,12 +118,10 @@ def _check_sizes(table: GlobalTable) -> None:
         )
 
 
-def _explain_faults(
+def _refuse(
     table: GlobalTable, faults: Sequence[tuple[int, tuple[int, ...]]], allow_gaps: bool
-) -> list[KeyFault]:
-    """Describe the faults of some keys, at an element of each."""
-    if not faults:
-        return []
+) -> None:
+    """Refuse a table with faults of some keys, at an element of each, unless they are allowed."""
     # One sort: where a rank is missing, there may be a fault in every key.
     by_key = np.argsort(table.key_ids, kind="stable")
     starts = np.searchsorted(table.key_ids[by_key], np.arange(len(table.keys) + 1))
@@ -143,7 +131,8 @@ def _explain_faults(
         text = _explain_fault(table, key_id, rows, element, allow_gaps)
         if text:
             key_faults.append(KeyFault(table.keys[key_id], text, text))
-    return key_faults
+    if key_faults:
+        raise _invalid(key_faults)
 
 
 def _explain_fault(
@@ -165,36 +154,27 @@ def _explain_fault(
         if pair is None:
             return ""
         mains = main_rows[list(pair)]
+    about = f" (global shape {table.global_shape(key_id)})"
     if len(mains) > 1:
         where = "" if allow_gaps else f" {element}"
         return (
-            f"{_shape_of(table, key_id)}: {len(mains)} main replicas hold the same element"
+            f"{about}: {len(mains)} main replicas hold the same element"
             f"{where}: {_places(table, mains)}. If they are copies, "
             "number them with replica_id (one has 0); if they are different tensors, such as "
             "experts counted from 0 on every rank, give them different keys or offsets."
         )
     if len(holders):
-        return _explain_copies(table, key_id, element, holders)
+        return (
+            f"{about}: no main replica holds element {element}; it is only in copies with another "
+            f"replica_id: {_places(table, holders)}. Exactly one replica of each shard has "
+            "replica_id 0, also of one that several pipeline stages hold, such as tied "
+            "embeddings: 0 on one stage, 1 on the other."
+        )
     return (
-        f"{_shape_of(table, key_id)}: no rank holds element {element}. Check the offsets and "
+        f"{about}: no rank holds element {element}. Check the offsets and "
         "fragmentations (layers of a later pipeline stage do not begin at 0), and that every rank "
         "of the layout takes part. With validate_access_integrity=False, gaps are allowed."
     )
-
-
-def _explain_copies(
-    table: GlobalTable, key_id: int, element: tuple[int, ...], copies: IntArray
-) -> str:
-    return (
-        f"{_shape_of(table, key_id)}: no main replica holds element {element}; it is only in "
-        f"copies with another replica_id: {_places(table, copies)}. Exactly one replica of each "
-        "shard has replica_id 0, also of one that several pipeline stages hold, such as tied "
-        "embeddings: 0 on one stage, 1 on the other."
-    )
-
-
-def _shape_of(table: GlobalTable, key_id: int) -> str:
-    return f" (global shape {table.global_shape(key_id)})"
 
 
 def _places(table: GlobalTable, rows: IntArray) -> str:

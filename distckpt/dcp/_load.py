@@ -15,7 +15,7 @@ from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.options import LoadOptions
-from distckpt._base.tree import HOLE, Position
+from distckpt._base.tree import HOLE, Position, at, compacted
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._checkpoint.shards import ReadSettings, load_shards
@@ -30,7 +30,6 @@ from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 from distckpt.dcp import _arguments as arguments
-from distckpt.dcp import _shards as shards
 from distckpt.dcp import _state_dicts as state_dicts
 from distckpt.mapping._base import ShardedBase
 
@@ -93,7 +92,11 @@ def load(
             others = _read(ranks, stored, leaves, is_strict)
     # 3. Put the other values in their places; nothing can fail any more.
     for path, value in others.items():
-        state_dicts.put(target, path, value)
+        *above, last = path
+        container: Any = target
+        for part in above:
+            container = container[part]
+        container[last] = value
     for key, value in target.items():
         if state_dicts.is_stateful(state_dict[key]):
             state_dict[key].load_state_dict(value)
@@ -109,11 +112,13 @@ def _read(
     Collective operation: all ranks must call it.
     """
     with ranks.phase("read common state"):
-        content = _Content.of(stored)
+        keys = {*stored.manifest.key_index, *find(stored)} - {COMMON_KEY}
+        request = _Request(ranks.rank, stored.location, keys, load_common_state(stored))
     with ranks.phase("compare with the checkpoint"):
-        request = _make_request(leaves, content, ranks.rank)
+        for leaf in leaves:
+            request.add(leaf)
     if is_strict:
-        _refuse_missing(ranks, request.missing, content, stored)
+        _refuse_missing(ranks, request.missing, keys, stored)
     settings = ReadSettings(LoadOptions(allow_dtype_cast=True))
     with ranks.phase("load"):
         tensors, _, _ = flatten.split({"tensors": request.tensors})
@@ -124,84 +129,72 @@ def _read(
     return {**request.common, **dict(zip(request.objects, values, strict=False))}
 
 
-@dataclass(frozen=True)
-class _Content:
-    """The content of a checkpoint: keys of tensors and objects, and common state."""
-
-    location: str
-    keys: Collection[str]
-    common: Mapping[Any, Any]
-
-    @staticmethod
-    def of(stored: StoredCheckpoint) -> _Content:
-        keys = {*stored.manifest.key_index, *find(stored)} - {COMMON_KEY}
-        return _Content(stored.location, keys, load_common_state(stored))
-
-    @cached_property
-    def common_by_key(self) -> dict[str, Any]:
-        return state_dicts.by_key(self.common)
-
-    def find_in_common(self, leaf: state_dicts.Leaf) -> Any:
-        """Return a leaf's value in common state, or `HOLE` without one."""
-        value = state_dicts.find(self.common, leaf.path)
-        if value is HOLE:
-            return self.common_by_key.get(leaf.key, HOLE)
-        return value
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Request:
-    """The request of one rank.
+    """The request of one rank, compared with a checkpoint.
 
-    It has shards to fill, objects to read and values of common state by path, tensors to fill from
-    common state, and missing keys.
+    Attributes:
+        rank: of this process.
+        location: of the checkpoint.
+        keys: of its tensors and objects.
+        stored: its common state.
+        tensors: shards to fill.
+        objects: objects to read, by path.
+        common: values of common state, by path.
+        copies: tensors to fill from common state, with their values.
+        missing: keys that the checkpoint does not have.
     """
 
+    rank: int
+    location: str
+    keys: Collection[str]
+    stored: Mapping[Any, Any]
     tensors: list[ShardedBase] = field(default_factory=list)
     objects: dict[Position, ShardedBase] = field(default_factory=dict)
     common: dict[Position, Any] = field(default_factory=dict)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
-
-def _make_request(
-    leaves: Sequence[state_dicts.Leaf],
-    content: _Content,
-    rank: int,
-) -> _Request:
-    request = _Request()
-    for leaf in leaves:
-        is_tensor = isinstance(leaf.value, torch.Tensor)
-        if leaf.key not in content.keys:
-            _request_of_common_state(request, leaf, content, rank)
-        elif is_tensor:
-            _refuse_meta(leaf)
-            request.tensors.extend(shards.shards_of(leaf.key, leaf.value, rank))
+    def add(self, leaf: state_dicts.Leaf) -> None:
+        """Add a value of the state dict."""
+        if leaf.key not in self.keys:
+            self._add_common(leaf)
+        elif isinstance(leaf.value, torch.Tensor):
+            self.tensors.extend(self._shards_of(leaf))
         else:
-            (request.objects[leaf.path],) = shards.shards_of(leaf.key, None, rank)
-    return request
+            (self.objects[leaf.path],) = state_dicts.shards_of(leaf.key, None, self.rank)
 
+    def _add_common(self, leaf: state_dicts.Leaf) -> None:
+        value = compacted(at(self.stored, leaf.path, HOLE))
+        if value is HOLE:
+            value = self._stored_by_key.get(leaf.key, HOLE)
+        if value is HOLE:
+            self.missing.append(leaf.key)
+        elif not isinstance(leaf.value, torch.Tensor):
+            refuse_unknown(value)
+            self.common[leaf.path] = value
+        elif not isinstance(value, torch.Tensor):
+            raise LoadMismatchError(
+                f"Key {leaf.key!r} is of type {type(value).__name__} in {self.location!r} but a "
+                "tensor was requested. Request it as it was saved; "
+                "distckpt.open(path).common_state shows what is not stored as tensors.",
+                unexpected=[leaf.key],
+            )
+        else:
+            for shard in self._shards_of(leaf):
+                self.copies.append((shard.data, _part_of(value, shard, self.location)))
 
-def _request_of_common_state(
-    request: _Request, leaf: state_dicts.Leaf, content: _Content, rank: int
-) -> None:
-    value = content.find_in_common(leaf)
-    if value is HOLE:
-        request.missing.append(leaf.key)
-    elif not isinstance(leaf.value, torch.Tensor):
-        refuse_unknown(value)
-        request.common[leaf.path] = value
-    elif not isinstance(value, torch.Tensor):
-        raise LoadMismatchError(
-            f"Key {leaf.key!r} is of type {type(value).__name__} in {content.location!r} but a "
-            "tensor was requested. Request it as it was saved; distckpt.open(path).common_state "
-            "shows what is not stored as tensors.",
-            unexpected=[leaf.key],
-        )
-    else:
-        _refuse_meta(leaf)
-        for shard in shards.shards_of(leaf.key, leaf.value, rank):
-            request.copies.append((shard.data, _part_of(value, shard, content.location)))
+    def _shards_of(self, leaf: state_dicts.Leaf) -> list[Any]:
+        if local_part(leaf.value).is_meta:
+            raise CheckpointingException(
+                f"{leaf.key!r} is on the meta device, which has no memory to load into: call "
+                "model.to_empty(device=...) first."
+            )
+        return list(state_dicts.shards_of(leaf.key, leaf.value, self.rank))
+
+    @cached_property
+    def _stored_by_key(self) -> dict[str, Any]:
+        return state_dicts.by_key(self.stored)
 
 
 def _part_of(value: torch.Tensor, shard: Any, location: str) -> torch.Tensor:
@@ -216,16 +209,8 @@ def _part_of(value: torch.Tensor, shard: Any, location: str) -> torch.Tensor:
     return value[tuple(slice(offset, offset + size) for offset, size in sizes)]
 
 
-def _refuse_meta(leaf: state_dicts.Leaf) -> None:
-    if local_part(leaf.value).is_meta:
-        raise CheckpointingException(
-            f"{leaf.key!r} is on the meta device, which has no memory to load into: call "
-            "model.to_empty(device=...) first."
-        )
-
-
 def _refuse_missing(
-    ranks: Ranks, missing: Sequence[str], content: _Content, stored: StoredCheckpoint
+    ranks: Ranks, missing: Sequence[str], keys: Collection[str], stored: StoredCheckpoint
 ) -> None:
     """Raise one error on all ranks if any requests missing keys.
 
@@ -240,8 +225,8 @@ def _refuse_missing(
     if about_index:
         advice = f"{about_index} Correct"
     raise LoadMismatchError(
-        f"Not in the checkpoint {content.location!r}: "
-        f"{summarize_keys(requested)}{did_you_mean(requested[0], content.keys)}. {advice} the "
+        f"Not in the checkpoint {stored.location!r}: "
+        f"{summarize_keys(requested)}{did_you_mean(requested[0], keys)}. {advice} the "
         "state dict, or pass planner=DefaultLoadPlanner(allow_partial_load=True), which leaves "
         "them as they are.",
         unexpected=requested,

@@ -13,7 +13,6 @@ from distckpt._operations.async_save import async_save as save_in_background
 from distckpt._operations.save import save as save_now
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt.dcp import _arguments as arguments
-from distckpt.dcp import _shards as shards
 from distckpt.dcp import _state_dicts as state_dicts
 
 
@@ -135,7 +134,7 @@ def _save_arguments(
         location = arguments.location_in(checkpoint_id, storage_writer, "storage_writer")
         values = state_dicts.unwrap_stateful(state_dict)
     return {
-        "state_dict": shards.sharded(values, ranks),
+        "state_dict": state_dicts.sharded(values, ranks),
         "path": location,
         "overwrite": getattr(storage_writer, "overwrite", True),
         "durable": getattr(storage_writer, "sync_files", True),

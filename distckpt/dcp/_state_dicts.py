@@ -1,18 +1,37 @@
-"""Flatten state dicts as torch.distributed.checkpoint does.
+"""State dicts of torch.distributed.checkpoint: flattened as it does, and as sharded state dicts.
 
-Values have dotted keys, and lie in nested dicts and lists.
+Values have dotted keys, and lie in nested dicts and lists. They hold less information than sharded
+state dicts: the ranks that have copies of a tensor, or have a value at all, are only known once all
+ranks are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from distckpt._base import tree
 from distckpt._base.errors import CheckpointingException, InvalidShardingError
-from distckpt._base.tree import HOLE, Position, at, compacted, dotted, map_leaves, new_like
+from distckpt._base.tree import HOLE, Position, compacted, dotted, map_leaves, new_like
+from distckpt._format.checksum import checksum
+from distckpt._models.dtensor import (
+    has_parts,
+    is_dtensor,
+    is_in_mesh,
+    shard_of_dtensor,
+    shard_of_parts,
+)
+from distckpt._ranks.collectives import Ranks
+from distckpt.mapping._base import OpenReplicaId, ShardedBase
+from distckpt.mapping._sharded_tensor import ShardedTensor
+from distckpt.mapping._wrappers import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedStateDict,
+)
 
 
 def unwrap_stateful(state_dict: Mapping[str, Any], *, in_order: bool = False) -> dict[str, Any]:
@@ -70,11 +89,6 @@ def leaves(state_dict: Mapping[Any, Any]) -> list[Leaf]:
     return list(leaves_by_key.values())
 
 
-def with_leaves(state_dict: Any, replace: Callable[[Position, Any], Any]) -> Any:
-    """Copy a state dict with each value replaced by `replace(path, value)`."""
-    return map_leaves(replace, state_dict, _is_flattened, join=new_like)
-
-
 def _is_flattened(node: Any) -> bool:
     if isinstance(node, list):
         return any(
@@ -86,19 +100,6 @@ def _is_flattened(node: Any) -> bool:
 
 def _is_list(node: Any) -> bool:
     return isinstance(node, list)
-
-
-def put(state_dict: Any, path: Position, value: Any) -> None:
-    """Replace the value at a path, in the container that holds it."""
-    *above, last = path
-    for part in above:
-        state_dict = state_dict[part]
-    state_dict[last] = value
-
-
-def find(common: Any, path: Position) -> Any:
-    """Return the value at a path in common state, or `HOLE`."""
-    return compacted(at(common, path, HOLE))
 
 
 def by_key(common: Any) -> dict[str, Any]:
@@ -113,3 +114,108 @@ def by_key(common: Any) -> dict[str, Any]:
     for path, value in tree.leaves(common, _is_flattened):
         values.setdefault(dotted(path), compacted(value))
     return values
+
+
+# --- Sharding -------------------------------------------------------------------------------------
+
+
+def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
+    """Convert the tensors of a state dict to shards.
+
+    Tensors are plain, DTensors or PyTorch's sharded tensors.
+
+    The result is the same nested dict. Values that all ranks have stay as they are, to become
+    common state; values that only some ranks have become sharded objects. Collective operation: all
+    ranks must call it. It compares a hash of the keys, and the keys themselves only where they
+    differ.
+
+    Raises:
+        InvalidShardingError: a DTensor is a partial sum, or two values have one key.
+    """
+    with ranks.phase("describe the state dict"):
+        shards: dict[Position, list[ShardedBase]] = {}
+        keys: dict[Position, str] = {}
+        for leaf in leaves(state_dict):
+            shards[leaf.path] = shards_of(leaf.key, leaf.value, ranks.rank)
+            keys[leaf.path] = leaf.key
+        own = {}
+        for path, parts in shards.items():
+            if parts:
+                own[keys[path]] = isinstance(parts[0], ShardedTensor)
+    of_all = _objects_of_all(ranks, own)
+
+    def stored(path: Position, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) and keys[path] in of_all:
+            return value
+        # A rank outside of a mesh holds no part of its tensors.
+        return shards[path] or LocalNonpersistentObject(None)
+
+    state: ShardedStateDict = map_leaves(stored, state_dict, _is_flattened, join=new_like)
+    return state
+
+
+def shards_of(key: str, value: Any, rank: int) -> list[ShardedBase]:
+    """Describe this rank's part of a value; anything but a tensor is an object.
+
+    The lowest rank that has a part has its main copy.
+    """
+    copy = OpenReplicaId((0, rank))
+    if not isinstance(value, torch.Tensor):
+        return [ShardedObject(key, value, (1,), (0,), copy)]
+    if is_dtensor(value):
+        if is_in_mesh(value):
+            return [shard_of_dtensor(key, value, (), 0, None)]
+        return []
+    if _is_torch_sharded(value):
+        return list(_shards_of_torch(key, value))
+    if not has_parts(value):
+        return [ShardedTensor.from_rank_offsets(key, value, replica_id=copy)]
+    shard = shard_of_parts(key, value, (), 0, copy)
+    if isinstance(shard, ShardedTensor):
+        return [shard]
+    return list[Any](shard.build())
+
+
+def _is_torch_sharded(value: Any) -> bool:
+    """Whether a tensor is PyTorch's ShardedTensor, which FSDP1 makes."""
+    return hasattr(type(value), "local_shards") and hasattr(type(value), "sharding_spec")
+
+
+def _shards_of_torch(key: str, value: Any) -> Iterator[ShardedTensor]:
+    shape = tuple(value.metadata().size)
+    for shard in value.local_shards():
+        local = shard.tensor
+        place = shard.metadata
+        if is_dtensor(local) or _is_torch_sharded(local):
+            raise InvalidShardingError(
+                f"Key {key!r} is a sharded tensor of sharded tensors, as FSDP1 makes of what "
+                "tensor parallelism has divided: give FSDP1 a device mesh, so that its state dict "
+                "has DTensors."
+            )
+        yield ShardedTensor(
+            key,
+            local,
+            local.dtype,
+            tuple(place.shard_sizes),
+            shape,
+            tuple(place.shard_offsets),
+            None,
+        )
+
+
+def _objects_of_all(ranks: Ranks, own: Mapping[str, bool]) -> set[str]:
+    """Return the keys that all ranks have, and that are not tensors on all of them.
+
+    `own` tells for this rank's keys whether they are tensors. Collective operation: all ranks must
+    call it.
+    """
+    message = json.dumps(own, sort_keys=True).encode()
+    if ranks.all_equal(checksum(message) >> 3):
+        return {key for key, is_tensor in own.items() if not is_tensor}
+    tables = list(map(json.loads, ranks.gather(message)))
+
+    def objects() -> list[str]:
+        of_all = set.intersection(*map(set, tables))
+        return sorted(key for key in of_all if not all(table[key] for table in tables))
+
+    return set(ranks.decide_json("compare keys", objects))

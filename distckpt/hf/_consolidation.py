@@ -1,11 +1,4 @@
-"""Hugging Face checkpoints, under the names of torch and NeMo Automodel.
-
-These are consolidation, file names and the index.
-
-`consolidate_safetensors_files` and `consolidate_safetensors_files_on_every_rank` take the arguments
-of torch's and NeMo Automodel's functions of these names; change the import. `distckpt.consolidate`
-can do more.
-"""
+"""Consolidation under the names of torch and NeMo Automodel. `distckpt.hf` is the public path."""
 
 from __future__ import annotations
 
@@ -181,7 +174,14 @@ def _consolidate(
         with ranks.phase("plan the output files"):
             plan = _converted(plan, stored, conversions, ranks.is_coordinator)
             if file_numbers is not None:
-                _check_all_are_stored(stored, file_numbers)
+                absent = set(file_numbers).difference(stored.manifest.key_index)
+                if absent:
+                    raise CorruptCheckpointError(
+                        f"fqn_to_index_mapping names {summarize_keys(absent)}, which no shard in "
+                        f"{stored.location!r} has: a shard file is missing, or the tensor was not "
+                        "saved. Take the names of tensors that are tied to others out of the "
+                        "mapping."
+                    )
                 plan = replace(plan, files=number_files(plan.outputs, file_numbers, lowest=0))
         write_and_commit(ranks, request, [stored], plan)
     except CorruptCheckpointError as error:
@@ -206,17 +206,6 @@ def _check_arguments(
         )
 
 
-def _check_all_are_stored(stored: StoredCheckpoint, file_numbers: Mapping[str, int]) -> None:
-    """Refuse a mapping with keys of no shard, which may be lost."""
-    absent = set(file_numbers).difference(stored.manifest.key_index)
-    if absent:
-        raise CorruptCheckpointError(
-            f"fqn_to_index_mapping names {summarize_keys(absent)}, which no shard in "
-            f"{stored.location!r} has: a shard file is missing, or the tensor was not saved. Take "
-            "the names of tensors that are tied to others out of the mapping."
-        )
-
-
 # --- Conversions ----------------------------------------------------------------------------------
 
 
@@ -226,7 +215,13 @@ def _converted(
     """Give the tensors of a plan their dtypes."""
     named = {}
     for key, name in (conversions.dtype_names or {}).items():
-        named[key] = _dtype_named(key, name)
+        try:
+            named[key] = as_torch_dtype(name)
+        except (TypeError, ValueError) as error:
+            raise CheckpointingException(
+                f"fqn_to_dtype_mapping has {name!r:.100} for {key!r}, which names no dtype: give "
+                "one of safetensors, such as 'BF16'."
+            ) from error
     unchanged: list[str] = []
     outputs = []
     for output in plan.outputs:
@@ -239,16 +234,6 @@ def _converted(
         )
     check_codes(stored, outputs)
     return replace(plan, outputs=outputs, files=plan_files(outputs, _UNLIMITED, None))
-
-
-def _dtype_named(key: str, name: str) -> torch.dtype:
-    try:
-        return as_torch_dtype(name)
-    except (TypeError, ValueError) as error:
-        raise CheckpointingException(
-            f"fqn_to_dtype_mapping has {name!r:.100} for {key!r}, which names no dtype: give one "
-            "of safetensors, such as 'BF16'."
-        ) from error
 
 
 def _with_dtype(

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 from distckpt._base.errors import InvalidShardingError, class_of_both
 from distckpt._base.lazy import torch
-from distckpt._base.tree import Position, at, dotted, nested_items_iter, nodes
+from distckpt._base.tree import Position, children_of, dotted, nested_items_iter
 from distckpt.mapping._base import INTEGERS, ReplicaId, ShardedBase, fail, integers
 from distckpt.mapping._kinds import ShardedMeta, megatron_counterpart
 
@@ -232,20 +232,11 @@ def apply_factory_merges(x1: Any, x2: Any, key: Position = ()) -> Any:
     """
     if isinstance(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)
-    for position, node in nodes(x2, _holds_factories):
-        if position:
-            *above, last = position
-            loaded = at(x1, tuple(above))
-            _check_is_loaded(loaded, last, (*key, *above))
-        if isinstance(node, ShardedTensorFactory):
-            loaded[last] = node.merge_fn(loaded[last])
-        else:
-            _check_containers(at(x1, position), node, (*key, *position))
+    _check_containers(x1, x2, key)
+    for part, factories in children_of(x2):
+        _check_is_loaded(x1, part, key)
+        x1[part] = apply_factory_merges(x1[part], factories, (*key, part))
     return x1
-
-
-def _holds_factories(node: Any) -> bool:
-    return isinstance(node, dict | list)
 
 
 def _check_containers(loaded: Any, factories: Any, position: Position) -> None:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._base.interrupts import operation
-from distckpt._base.tree import HOLE, leaves
-from distckpt._models.dtensor import is_dtensor, local_part, shard_of_dtensor
+from distckpt._base.tree import HOLE
+from distckpt._models.dtensor import TensorShard, is_dtensor, local_part, shard_of_dtensor
 from distckpt._models.optimizer.read import (
-    KEEP_VARS_HINT,
     ParamState,
     Section,
     SectionPath,
@@ -41,20 +39,13 @@ from distckpt._models.optimizer.settings import (
     group_entries,
     rest_entry,
     stored_sections,
-    unite,
 )
-from distckpt._ranks.collectives import Ranks
 from distckpt._state.stored_form import StoredEntry, is_stored_as_pairs, shard_at
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import (
     LocalNonpersistentObject,
-    ShardedObject,
-    ShardedStateDict,
     ShardedTensorFactory,
-    StateDict,
 )
-
-_Shard: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 class OptimizerState(dict[str, Any]):
@@ -69,7 +60,7 @@ class OptimizerState(dict[str, Any]):
         own: this rank's part of it.
     """
 
-    def __init__(self, optimizer: Any, prefix: str, shards: dict[int, _Shard]) -> None:
+    def __init__(self, optimizer: Any, prefix: str, shards: dict[int, TensorShard]) -> None:
         self.optimizer = optimizer
         self.prefix = prefix
         self.shards = shards
@@ -82,7 +73,7 @@ class OptimizerState(dict[str, Any]):
         sizes = [len(group["params"]) for group in section.groups]
         self.own.sections.append((section.path, section.by_number, sizes))
 
-    def places(self, section: Section) -> Iterator[tuple[int, Any, torch.Tensor, _Shard]]:
+    def places(self, section: Section) -> Iterator[tuple[int, Any, torch.Tensor, TensorShard]]:
         """Yield the parameters that this rank has.
 
         Each comes as the number of its group, the place of its state, itself, and its shard.
@@ -107,14 +98,13 @@ class OptimizerState(dict[str, Any]):
         path: SectionPath,
         place: Any,
         param: torch.Tensor,
-        shard: _Shard,
+        shard: TensorShard,
         tensors: dict[str, torch.Tensor],
-    ) -> dict[str, _Shard]:
+    ) -> dict[str, TensorShard]:
         """Describe the tensors in the state of a parameter."""
-        shards = {
-            name: state_shard(shard, param, tensor, name, self.key(path, name))
-            for name, tensor in tensors.items()
-        }
+        shards = {}
+        for name, tensor in tensors.items():
+            shards[name] = state_shard(shard, param, tensor, name, self.key(path, name))
         self.own.tensors[place] = tensors
         if shards:
             # An empty dict would be a value, which other ranks may not have.
@@ -145,21 +135,33 @@ def describe_optimizer(
 
 
 def _describe_param(
-    description: OptimizerState, section: Section, place: Any, param: torch.Tensor, shard: _Shard
+    description: OptimizerState,
+    section: Section,
+    place: Any,
+    param: torch.Tensor,
+    shard: TensorShard,
 ) -> ParamState:
     """Describe the tensors in the state of a parameter; return the state."""
     # Not state[param], which would make an entry.
     state = section.state.get(param)
     content = param_state(description.own.names[place], state, param)
     shards = description.add(section.path, place, param, shard, content.tensors)
-    if orders := orders_of(content.tensors, param):
-        content = content._replace(orders=orders)
-    dtypes = ((key, value.dtype) for key, value in content.tensors.items())
-    if pairs := {key: dtype for key, dtype in dtypes if is_stored_as_pairs(dtype)}:
-        content = content._replace(pairs=pairs)
+    pairs = {}
+    for key, tensor in content.tensors.items():
+        if is_stored_as_pairs(tensor.dtype):
+            pairs[key] = tensor.dtype
+    forms = {}
     if content.name != shard.key:
-        content = content._replace(forms={key: form_of(part) for key, part in shards.items()})
-    return content
+        forms = {key: _form_of(part) for key, part in shards.items()}
+    orders = orders_of(content.tensors, param)
+    return content._replace(forms=forms, orders=orders, pairs=pairs)
+
+
+def _form_of(shard: TensorShard) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and the global shape of a shard, or of a factory's first part."""
+    part = first_part(shard)
+    assert part is not None
+    return part.dtype, tuple(part.global_shape)
 
 
 def fill_gaps(description: OptimizerState, settings: list[Entry]) -> None:
@@ -198,23 +200,24 @@ def optimizer_targets(
             entry = entries.get(targets.own.names[place])
             # A tensor is requested whole, so zeros that were saved in place of a state are loaded,
             # too.
-            names = () if entry is None else entry["tensors"] or sorted(forms.get(shard.key, ()))
-            if names and targets.owns(param):
-                own_tensors = param_state("", section.state.get(param), param).tensors
-                orders = {} if entry is None else entry.get("orders", {})
-                pairs = _pairs_in(entry, param, names)
-                tensors = {
-                    name: state_target(
-                        shard,
-                        param,
-                        own_tensors.get(name),
-                        targets.key(path, name),
-                        stored,
-                        orders.get(name),
-                        pairs.get(name),
-                    )
-                    for name in names
-                }
+            if entry is None or not targets.owns(param):
+                continue
+            names = entry["tensors"] or sorted(forms.get(shard.key, ()))
+            own_tensors = param_state("", section.state.get(param), param).tensors
+            orders = entry.get("orders", {})
+            pairs = _pairs_in(entry, param, names)
+            tensors = {}
+            for name in names:
+                tensors[name] = state_target(
+                    shard,
+                    param,
+                    own_tensors.get(name),
+                    targets.key(path, name),
+                    stored,
+                    orders.get(name),
+                    pairs.get(name),
+                )
+            if tensors:
                 targets.add(path, place, param, shard, tensors)
     names = targets.own.names.values()
     check_class(description.optimizer, description.prefix, settings, names)
@@ -222,14 +225,10 @@ def optimizer_targets(
     return targets
 
 
-def _pairs_in(
-    entry: Entry | None, param: torch.Tensor, names: Iterable[str]
-) -> Mapping[str, torch.dtype]:
+def _pairs_in(entry: Entry, param: torch.Tensor, names: Iterable[str]) -> Mapping[str, torch.dtype]:
     """Return the dtypes of the complex tensors that are stored as pairs; early checkpoints do not
     name them.
     """
-    if entry is None:
-        return {}
     if "class" in entry:
         pairs: Mapping[str, torch.dtype] = entry.get("complex", {})
         return pairs
@@ -239,12 +238,12 @@ def _pairs_in(
 
 
 def state_shard(
-    shard: ShardedTensor | ShardedTensorFactory,
+    shard: TensorShard,
     param: torch.Tensor,
     tensor: torch.Tensor,
     name: str,
     prefix: str,
-) -> ShardedTensor | ShardedTensorFactory:
+) -> TensorShard:
     """Describe a tensor in the state of a parameter.
 
     Its key is that of the parameter's shard behind the prefix.
@@ -271,21 +270,9 @@ def state_shard(
     )
 
 
-def form_of(shard: ShardedTensor | ShardedTensorFactory) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and the global shape of a shard.
-
-    For a factory, they are those of the first part that it makes.
-    """
-    part: Any = shard
-    if not isinstance(shard, ShardedTensor):
-        part = first_part(shard)
-    assert part is not None
-    return part.dtype, tuple(part.global_shape)
-
-
 def make_sharded_optimizer_tensor(
-    model_param: ShardedTensor | ShardedTensorFactory, optim_param: torch.Tensor, prefix: str
-) -> ShardedTensor | ShardedTensorFactory:
+    model_param: TensorShard, optim_param: torch.Tensor, prefix: str
+) -> TensorShard:
     """Wrap an optimizer tensor like the parameter that it belongs to.
 
     Args:
@@ -313,16 +300,14 @@ def _is_alike(tensor: Any, param: Any) -> bool:
         return False
     if not is_dtensor(param):
         return not is_dtensor(tensor)
-    return is_dtensor(tensor) and _distribution(tensor) == _distribution(param)
-
-
-def _distribution(dtensor: Any) -> tuple[Any, Any]:
-    return dtensor.device_mesh, dtensor.placements
+    if not is_dtensor(tensor) or tensor.device_mesh != param.device_mesh:
+        return False
+    return bool(tensor.placements == param.placements)
 
 
 def _divided_otherwise(
     shard: ShardedTensor, param: torch.Tensor, tensor: torch.Tensor, key: str
-) -> ShardedTensor | ShardedTensorFactory | None:
+) -> TensorShard | None:
     """Describe a tensor that is not divided as its parameter is; None if its place is unknown."""
     if not is_dtensor(tensor):
         return _reduced(shard, tensor, key)
@@ -334,9 +319,8 @@ def _divided_otherwise(
         outer = (outer,)
     num_outer = max(0, len(outer) - param.device_mesh.ndim)  # type: ignore[attr-defined]
     outer = type(outer)(outer[:num_outer])
-    place = [
-        (axis, shard.global_offset[axis], shard.global_shape[axis]) for axis in range(num_prepended)
-    ]
+    axes = range(num_prepended)
+    place = list(zip(axes, shard.global_offset, shard.global_shape, strict=False))
     return shard_of_dtensor(key, tensor, place, num_prepended, outer)
 
 
@@ -345,25 +329,16 @@ def _reduced(shard: ShardedTensor, tensor: torch.Tensor, key: str) -> ShardedTen
 
     None stands for other tensors.
     """
-    shape = tuple(tensor.shape)
-    if shape == shard.local_shape:
-        return None
-    if shard.local_shape == shard.global_shape[shard.prepend_axis_num :]:
-        return shard_at(shard, key, tensor, [(size, 0, 1) for size in shape])
-    place = _reduced_place(shard, shape)
-    if place is None:
-        return None
-    return shard_at(shard, key, tensor, place)
-
-
-def _reduced_place(
-    shard: ShardedTensor, shape: tuple[int, ...]
-) -> list[tuple[int, int, int]] | None:
     num_prepended = shard.prepend_axis_num
     parts = shard.axis_fragmentations
-    if parts is None or len(shape) != len(shard.local_shape):
-        return None
+    shape = tuple(tensor.shape)
     sizes = shard.global_shape[num_prepended:]
+    if shape == shard.local_shape:
+        return None
+    if shard.local_shape == sizes:
+        return shard_at(shard, key, tensor, [(size, 0, 1) for size in shape])
+    if parts is None or len(shape) != len(sizes):
+        return None
     offset = shard.global_offset[num_prepended:]
     axes = zip(shape, shard.local_shape, sizes, offset, parts[num_prepended:], strict=True)
     place = []
@@ -375,118 +350,4 @@ def _reduced_place(
             place.append((count, start // local, count))
         else:
             return None
-    return place
-
-
-@operation
-def sharded_optimizer_state_dict(
-    optimizer: torch.optim.Optimizer,
-    model_sharded_state_dict: ShardedStateDict,
-    prefix: str = "optimizer",
-    *,
-    process_group: Any = None,
-) -> ShardedStateDict:
-    """Describe the state of a torch optimizer, to save or load it.
-
-        state = {"model": sharded_state_dict(model)}
-        state["optimizer"] = sharded_optimizer_state_dict(optimizer, state["model"])
-
-    A tensor that belongs to a parameter gets the key `<prefix>.state.<name>.<key of the parameter>`
-    and the parameter's place. Options of parameter groups, numbers such as `step`, and whatever
-    else the optimizer's `state_dict()` holds become one small object of the key
-    `<prefix>.settings`, in which parameters go by their keys.
-
-    No step is made, and the optimizer is not changed. The states of a new optimizer are taken from
-    the checkpoint, when `load` is given this dict itself.
-
-    Collective operation: all ranks of the process group must call it. Hashes of the options are
-    exchanged, and the options themselves only if ranks hold different parameters.
-
-    Args:
-        optimizer: of `torch.optim`, or any that keeps tensors per parameter. A tensor that is not
-            divided like its parameter may have another shape if it is a DTensor, if this rank has
-            the whole parameter, or if it has size 1 along some axes of this rank's part.
-        model_sharded_state_dict: holds the shards of all parameters of the optimizer, which are
-            found by their memory.
-        prefix: beginning of keys; optimizers in one checkpoint need different ones.
-        process_group: the ranks that save or load together; None for the default group, or for this
-            process alone when torch.distributed is not initialized.
-
-    Returns:
-        An entry of the state dict for `save` or `load`.
-
-    Raises:
-        InvalidShardingError: a parameter without a shard, a tensor whose place is unknown, or ranks
-            that keep different values for one parameter.
-        RankFailedError: on all ranks, when any failed.
-    """
-    ranks = Ranks(process_group)
-    with ranks.phase("describe the optimizer"):
-        shards = [shard for _, shard in leaves(model_sharded_state_dict)]
-        description, settings = describe_optimizer(optimizer, shards, prefix)
-    united = unite(ranks, {prefix: settings})[prefix]
-    description["settings"] = ShardedObject(f"{prefix}.settings", united, (1,), (0,), ranks.rank)
-    with ranks.phase("describe states that are missing"):
-        fill_gaps(description, united)
-    return description
-
-
-def optim_state_to_sharding_state(
-    optim_state_dict: StateDict,
-    id_to_sharded_param_map: dict[int, ShardedTensor | ShardedTensorFactory],
-    exclude_keys: str | tuple[str, ...] = (),
-) -> None:
-    """Wrap the tensors in an optimizer's state dict, in place.
-
-    The tensor `state[param][name]` becomes a shard of key `optimizer.state.<name>.<key of the
-    parameter>`, and `params` of each group, which numbers this rank's parameters, a
-    `LocalNonpersistentObject`.
-
-    A value that cannot be divided as the parameter is, because it is not a tensor or has no axes
-    while the parameter has some (`step` of Adam), stays as it is and thus becomes common state, of
-    which a checkpoint keeps one rank's version. As it stays under this rank's parameter number,
-    that is right only while all ranks hold the same parameters. Otherwise exclude it, store it once
-    under a key of your own, and put it back after loading.
-
-    Args:
-        optim_state_dict: the result of `optimizer.state_dict()`. Its entries `state` and
-            `param_groups` are replaced.
-        id_to_sharded_param_map: see `get_param_id_to_sharded_param_map`.
-        exclude_keys: one name or several; values of that name are left out of the result.
-
-    Raises:
-        InvalidShardingError: a tensor of another shape than its parameter, or of a parameter that
-            is not in the map. Nothing is changed then.
-    """
-    excluded = exclude_keys
-    if isinstance(exclude_keys, str):
-        excluded = (exclude_keys,)
-    state: dict[Any, dict[Any, Any]] = {}
-    for param_id, values in optim_state_dict["state"].items():
-        stored = {name: value for name, value in values.items() if name not in excluded}
-        if stored and param_id not in id_to_sharded_param_map:
-            raise InvalidShardingError(
-                f"optimizer parameter {param_id!r} has state {sorted(map(str, stored))}, but there "
-                f"is no shard of the model for it.{KEEP_VARS_HINT}"
-            )
-        state[param_id] = {
-            name: _wrap_state(id_to_sharded_param_map[param_id], value, str(name))
-            for name, value in stored.items()
-        }
-    optim_state_dict["param_groups"] = [
-        {**group, "params": LocalNonpersistentObject(group["params"])}
-        for group in optim_state_dict["param_groups"]
-    ]
-    optim_state_dict["state"] = state
-
-
-def _wrap_state(model_param: ShardedTensor | ShardedTensorFactory, value: Any, name: str) -> Any:
-    param_shape = getattr(model_param, "local_shape", None)
-    if not isinstance(value, torch.Tensor) or (value.ndim == 0 and param_shape != ()):
-        return value
-    try:
-        return make_sharded_optimizer_tensor(model_param, value, f"optimizer.state.{name}")
-    except InvalidShardingError as error:
-        raise InvalidShardingError(
-            f"{error}; name {name!r} in exclude_keys if it does not have the shape of its parameter"
-        ) from error
+    return shard_at(shard, key, tensor, place)

@@ -8,9 +8,9 @@ have values for each parameter, are found by their form.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,11 +30,9 @@ from distckpt._base.tree import (
     map_nodes,
     without_holes,
 )
-from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
+from distckpt._models.dtensor import TensorShard, is_dtensor, is_in_mesh, local_part
 from distckpt._state.adopted import adopt
-from distckpt.mapping._base import OpenReplicaId
 from distckpt.mapping._sharded_tensor import ShardedTensor
-from distckpt.mapping._wrappers import ShardedStateDict, ShardedTensorFactory
 
 logger = logging.getLogger(__name__)
 
@@ -137,12 +135,11 @@ def read_sections(optimizer: Any) -> tuple[list[Section], Any]:
     groups = optimizer.param_groups
     if inner is None and not is_plain(optimizer):
         return _take_sections(optimizer.state_dict(), groups)
-    state = (inner or optimizer).state
-    others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+    by_param, others = _by_param((inner or optimizer).state)
+    sections = [Section((), True, groups, by_param)]
     if not others:
-        return [Section((), True, groups, state)], HOLE
-    by_param = {key: value for key, value in state.items() if key not in others}
-    return [Section((), True, groups, by_param)], {"state": others}
+        return sections, HOLE
+    return sections, {"state": others}
 
 
 def sections_at(optimizer: Any, places: Iterable[tuple[SectionPath, bool]]) -> list[Section]:
@@ -206,33 +203,35 @@ def _divide(
 ) -> tuple[Section | None, dict[Any, Any]]:
     """Divide a dict into a section, if any, and other entries."""
     params = _numbered_params(node, groups)
-    if params is not None:
-        return _divide_numbered(node, path, params)
-    by_param = {key: value for key, value in node.items() if isinstance(key, torch.Tensor)}
-    if not by_param:
-        return None, node
-    rest = {key: value for key, value in node.items() if key not in by_param}
-    return Section(path, False, [{"params": params_of(groups)}], by_param), rest
-
-
-def _divide_numbered(
-    node: dict[Any, Any], path: tuple[str, ...], params: dict[int, torch.Tensor]
-) -> tuple[Section, dict[Any, Any]]:
+    if params is None:
+        by_param, rest = _by_param(node)
+        if not by_param:
+            return None, node
+        return Section(path, False, [{"params": params_of(groups)}], by_param), rest
     rest = dict(node)
-    groups = []
-    for group in rest.pop("param_groups"):
-        own = [params[number] for number in group["params"]]
-        groups.append({**group, "params": own})
+    own_groups = []
+    for group, current in zip(rest.pop("param_groups"), groups, strict=True):
+        own_groups.append({**group, "params": current["params"]})
     state: dict[torch.Tensor, Any] = {}
-    others: dict[Any, Any] = {}
-    for key, value in rest.pop("state").items():
-        if key in params:
-            state[params[key]] = value
-        else:
-            others[key] = value
+    others = dict(rest.pop("state"))
+    for number, param in params.items():
+        if number in others:
+            state[param] = others.pop(number)
     if others:
         rest["state"] = others
-    return Section(path, True, groups, state), rest
+    return Section(path, True, own_groups, state), rest
+
+
+def _by_param(state: Mapping[Any, Any]) -> tuple[dict[torch.Tensor, Any], dict[Any, Any]]:
+    """Divide a dict by its keys, into those that are parameters and others."""
+    by_param: dict[torch.Tensor, Any] = {}
+    others: dict[Any, Any] = {}
+    for key, value in state.items():
+        if isinstance(key, torch.Tensor):
+            by_param[key] = value
+        else:
+            others[key] = value
+    return by_param, others
 
 
 def _numbered_params(
@@ -243,17 +242,16 @@ def _numbered_params(
     None stands for a dict of another form.
     """
     own = node.get("param_groups")
-    state = node.get("state")
-    if not isinstance(own, list) or not isinstance(state, dict) or len(own) != len(groups):
+    if not isinstance(own, list) or not isinstance(node.get("state"), dict):
         return None
-    by_number: dict[int, torch.Tensor] = {}
-    for group, current in zip(own, groups, strict=True):
-        numbers = group.get("params")
-        params = current["params"]
-        if not isinstance(numbers, list) or len(numbers) != len(params):
-            return None
-        by_number.update(zip(numbers, params, strict=True))
-    return by_number
+    numbers = [group.get("params") for group in own]
+    params = [group["params"] for group in groups]
+    if not all(isinstance(some, list) for some in numbers):
+        return None
+    if list(map(len, numbers)) != list(map(len, params)):
+        return None
+    flat = itertools.chain.from_iterable
+    return dict(zip(flat(numbers), flat(params), strict=True))
 
 
 def param_state(name: str, state: Any, param: torch.Tensor) -> ParamState:
@@ -292,8 +290,10 @@ def orders_of(tensors: Mapping[str, torch.Tensor], param: torch.Tensor) -> dict[
     orders = {}
     for name, tensor in tensors.items():
         if not is_dtensor(tensor) and tensor.stride() != param.stride():
-            orders[name] = memory_order(tensor)
-    return {name: order for name, order in orders.items() if order}
+            order = memory_order(tensor)
+            if order:
+                orders[name] = order
+    return orders
 
 
 def _without_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -334,36 +334,16 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict
     return positions
 
 
-def get_param_id_to_sharded_param_map(
-    model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.Tensor]
-) -> dict[int, ShardedTensor | ShardedTensorFactory]:
-    """Find the shards of an optimizer's parameters in the model's state dict.
-
-    A shard belongs to a parameter when its `data` is that very object, or has the same shape and
-    strides on the same memory. If there is no such shard, a warning is logged.
-
-    Args:
-        model_sharded_state_dict: nested dicts and lists with the model's shards.
-        optim_params_iter: the parameters, in the order in which the optimizer got them.
-
-    Returns:
-        The shard or factory, by the number that the parameter has in the optimizer's state dict.
-        Parameters without a shard are left out.
-    """
-    shards = [shard for _, shard in leaves(model_sharded_state_dict)]
-    return _shards_by_number(shards, list(optim_params_iter))
-
-
-def _shards_by_number(
+def shards_by_number(
     shards: Iterable[Any], params: Sequence[torch.Tensor]
-) -> dict[int, ShardedTensor | ShardedTensorFactory]:
+) -> dict[int, TensorShard]:
     """Find the shards of parameters, by the numbers of these."""
     by_object = get_optim_param_to_id_map(params)
     by_memory = {memory_of(params[position]): position for position in by_object.values()}
     by_memory.pop(None, None)
-    sharded_params: dict[int, ShardedTensor | ShardedTensorFactory] = {}
+    sharded_params: dict[int, TensorShard] = {}
     for shard in shards:
-        if not isinstance(shard, ShardedTensor | ShardedTensorFactory):
+        if not isinstance(shard, TensorShard):
             continue
         position = by_object.get(id(shard.data))
         if position is None and shard.data is not None:
@@ -391,16 +371,14 @@ def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     return local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride()
 
 
-def shards_of_parameters(
-    optimizer: Any, model: Iterable[Any]
-) -> dict[int, ShardedTensor | ShardedTensorFactory]:
+def shards_of_parameters(optimizer: Any, model: Iterable[Any]) -> dict[int, TensorShard]:
     """Find the shards of an optimizer's parameters, by `id()` of local parts."""
     params = params_of(optimizer.param_groups)
     if not params:
         return {}
-    by_position = _shards_by_number(model, params)
+    by_position = shards_by_number(model, params)
     first = get_optim_param_to_id_map(params)
-    shards: dict[int, ShardedTensor | ShardedTensorFactory] = {}
+    shards: dict[int, TensorShard] = {}
     for position, param in enumerate(params):
         shard = by_position.get(first[id(local_part(param))])
         if shard is not None:
@@ -417,83 +395,20 @@ def shards_of_parameters(
     return shards
 
 
-def param_name(shard: ShardedTensor | ShardedTensorFactory) -> str:
+def param_name(shard: TensorShard) -> str:
     """Name a parameter by its key, under any layout.
 
     Where several layers share a key, the name has the place among them, too.
     """
-    part: Any = shard
-    if isinstance(shard, ShardedTensorFactory):
-        part = first_part(shard)
+    part = first_part(shard)
     if part is None or not part.prepend_axis_num:
         return shard.key
     return f"{shard.key}[{','.join(map(str, part.global_offset[: part.prepend_axis_num]))}]"
 
 
-def first_part(factory: ShardedTensorFactory) -> ShardedTensor | None:
-    parts = (part for _, part in leaves(factory.build()) if isinstance(part, ShardedTensor))
+def first_part(shard: TensorShard) -> ShardedTensor | None:
+    """Return a shard itself, or the first one that a factory makes."""
+    if isinstance(shard, ShardedTensor):
+        return shard
+    parts = (part for _, part in leaves(shard.build()) if isinstance(part, ShardedTensor))
     return next(parts, None)
-
-
-def zero1_shards(
-    params: Iterable[torch.Tensor],
-    model_sharded_state_dict: ShardedStateDict,
-    states: Mapping[str, torch.Tensor],
-    start: int,
-    stop: int,
-    prefix: str = "optimizer",
-) -> list[ShardedTensor | ShardedTensorFactory]:
-    """Describe this rank's part of the state of a ZeRO-1 optimizer.
-
-    It is a run of elements of all parameters, one after another.
-
-        moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        start = dp_rank * len(exp_avg)
-        stop = start + len(exp_avg)
-        state["zero1"] = zero1_shards(model.parameters(), state["model"], moments, start, stop)
-
-    A part may begin and end anywhere, and loads under every other layout, flattened or not: keys
-    are the same as in `sharded_optimizer_state_dict`.
-
-    Args:
-        params: the parameters of a flat buffer, in its order.
-        model_sharded_state_dict: holds the shards of all of them, which are found by their memory.
-        states: by name of the state a 1-D tensor with the elements `start` to `stop` of the buffer.
-        start: number of the first element of this rank's part.
-        stop: number of the element after the last one. Elements past the parameters are padding,
-            and not stored.
-        prefix: beginning of keys.
-
-    Returns:
-        A flat shard of each state of each parameter of which this rank has elements, with views of
-        `states` as data.
-
-    Raises:
-        InvalidShardingError: a parameter without a shard.
-    """
-    params = list(params)
-    by_number = get_param_id_to_sharded_param_map(model_sharded_state_dict, params)
-    shards: list[ShardedTensor | ShardedTensorFactory] = []
-    end = 0
-    for number, param in enumerate(params):
-        first = end
-        end += local_part(param).numel()
-        low = max(start, first)
-        high = min(stop, end)
-        if low >= high:
-            continue
-        if number not in by_number:
-            raise InvalidShardingError(
-                f"parameter {number} has no shard of the model.{KEEP_VARS_HINT}"
-            )
-        # Ranks that turn out to have the same elements have copies of them.
-        own = replace(by_number[number], replica_id=OpenReplicaId((0,)))
-        for name, values in states.items():
-            data = values[low - start : high - start]
-            place = slice(low - first, high - first)
-            changes: dict[str, Any] = {"data": data, "flattened_range": place}
-            if isinstance(own, ShardedTensor):
-                changes["dtype"] = data.dtype
-            key = f"{prefix}.state.{name}.{own.key}"
-            shards.append(replace(own, key=key, **changes))
-    return shards

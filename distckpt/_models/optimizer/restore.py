@@ -14,7 +14,7 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.memory import fill, in_huge_pages
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, Position, dotted, is_plain_container, map_leaves
-from distckpt._models.dtensor import has_parts, is_dtensor, local_part
+from distckpt._models.dtensor import TensorShard, has_parts, is_dtensor, local_part
 from distckpt._models.optimizer.read import (
     ITSELF,
     Section,
@@ -56,7 +56,7 @@ class OwnState(NamedTuple):
 
 
 def state_target(
-    shard: ShardedTensor | ShardedTensorFactory,
+    shard: TensorShard,
     param: torch.Tensor,
     own: torch.Tensor | None,
     prefix: str,
@@ -93,6 +93,23 @@ def state_target(
     return _new_target(param, shape, dtype, order)
 
 
+def _own_subclass(own: torch.Tensor | None, key: str) -> torch.Tensor:
+    if own is None:
+        raise LoadMismatchError(
+            f"The state {key!r} was saved as a tensor that is made of others, which only the "
+            "optimizer can make: have it make a step (with any gradients) before loading.",
+            unexpected=[key],
+        )
+    return own
+
+
+def _has_form(
+    tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], param: torch.Tensor
+) -> bool:
+    is_same_kind = is_dtensor(tensor) == is_dtensor(param)
+    return is_same_kind and tensor.dtype == dtype and tuple(tensor.shape) == shape
+
+
 def _new_target(
     param: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, order: Sequence[int] | None
 ) -> torch.Tensor:
@@ -110,18 +127,8 @@ def _new_target(
     return blank
 
 
-def _own_subclass(own: torch.Tensor | None, key: str) -> torch.Tensor:
-    if own is None:
-        raise LoadMismatchError(
-            f"The state {key!r} was saved as a tensor that is made of others, which only the "
-            "optimizer can make: have it make a step (with any gradients) before loading.",
-            unexpected=[key],
-        )
-    return own
-
-
 def _stored_entry(
-    shard: ShardedTensor | ShardedTensorFactory, key: str, stored: Mapping[str, StoredEntry]
+    shard: TensorShard, key: str, stored: Mapping[str, StoredEntry]
 ) -> StoredEntry | None:
     """Return the stored form of a key, or of its first part."""
     if key in stored or isinstance(shard, ShardedTensor):
@@ -130,13 +137,6 @@ def _stored_entry(
     if part is None:
         return None
     return stored.get(part.key)
-
-
-def _has_form(
-    tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], param: torch.Tensor
-) -> bool:
-    is_same_kind = is_dtensor(tensor) == is_dtensor(param)
-    return is_same_kind and tensor.dtype == dtype and tuple(tensor.shape) == shape
 
 
 def _new_transposed(
@@ -154,7 +154,7 @@ def _new_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _target_shape(
-    shard: ShardedTensor | ShardedTensorFactory,
+    shard: TensorShard,
     param: torch.Tensor,
     stored: tuple[int, ...],
     key: str,
@@ -253,6 +253,7 @@ def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: 
     owned = owned_parameters(optimizer)
     sections = sections_at(optimizer, [(path, by_number) for path, by_number, _ in own.sections])
     restored = []
+    fresh: list[str] = []
     for section, (*_, described_sizes) in zip(sections, own.sections, strict=True):
         sizes = [len(group["params"]) for group in section.groups]
         if sizes != described_sizes:
@@ -260,11 +261,11 @@ def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: 
                 f"The optimizer has groups of {sizes} parameters, the one that was described had "
                 f"{described_sizes}: describe this optimizer before loading."
             )
-        restored.append(restored_section(section, own, settings, loaded.get("state", {}), owned))
-    fresh: list[str] = []
-    for section in sections:
-        fresh += untrained_names(section, own, settings)
-    write_sections(optimizer, sections, restored, stored_rest(settings))
+        state = _restored_state(section, own, settings, loaded.get("state", {}), owned)
+        groups, untrained = _restored_groups(section, own, settings)
+        fresh += untrained
+        restored.append(Section(section.path, section.by_number, groups, state))
+    _write_sections(optimizer, sections, restored, stored_rest(settings))
     if fresh:
         logger.warning(
             "the checkpoint has no state of the optimizer for %s, which were not trained when it "
@@ -273,14 +274,14 @@ def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: 
         )
 
 
-def restored_section(
+def _restored_state(
     section: Section,
     own: OwnState,
     settings: list[Entry],
     loaded: Mapping[Any, Mapping[str, torch.Tensor]],
     owned: set[int] | None,
-) -> Section:
-    """Return a section with the loaded tensors of each state, by place."""
+) -> dict[torch.Tensor, Any]:
+    """Return the states of a section's parameters, with the loaded tensors of each place."""
     entries = by_name(settings, section.path)
     state: dict[torch.Tensor, Any] = {}
     for number, place, param in places_of(section):
@@ -295,27 +296,39 @@ def restored_section(
             of_state = {name: values[name] for name in entry["tensors"] if name in values}
             _fill(own.names[place], tensors, of_state, entry)
             scalar = partial(_scalar, section.groups[number], param, section.state.get(param))
-            state[param] = joined_state(entry, tensors, scalar, local_part(param).device)
-    groups = _restored_groups(section, own, settings)
-    return Section(section.path, section.by_number, groups, state)
+            state[param] = _joined_state(entry, tensors, scalar, local_part(param).device)
+    return state
 
 
 def _restored_groups(
     section: Section, own: OwnState, settings: list[Entry]
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the groups of a section with their stored options.
+
+    The names of trained parameters that were frozen in the save come second.
+    """
     names: list[list[str | int]] = []
     for number, group in enumerate(section.groups):
         # A group without parameters goes by its number.
         names.append([] if group["params"] else [number])
-    for number, place, _ in places_of(section):
-        if place in own.names:
-            names[number].append(own.names[place])
-    entries = entries_of(settings, section.path)
-    pairs = zip(section.groups, names, strict=True)
-    return [options_of(entries, group, known) for group, known in pairs]
+    untrained = []
+    entries = by_name(settings, section.path)
+    for number, place, param in places_of(section):
+        name = own.names.get(place)
+        if name is None:
+            continue
+        names[number].append(name)
+        entry = entries.get(name)
+        if param.requires_grad and (entry is None or entry.get("frozen")):
+            untrained.append(name)
+    stored = entries_of(settings, section.path)
+    groups = []
+    for group, known in zip(section.groups, names, strict=True):
+        groups.append(options_of(stored, group, known))
+    return groups, untrained
 
 
-def joined_state(
+def _joined_state(
     entry: Entry,
     tensors: Mapping[str, torch.Tensor],
     scalar: Callable[[str, Any, torch.dtype], torch.Tensor],
@@ -336,7 +349,11 @@ def joined_state(
             return leaf.to(device)
         return leaf
 
-    scalars = _scalars_of(entry)
+    scalars: dict[str, torch.dtype] = {}
+    # Early checkpoints do not name them.
+    if type(entry["values"].get("step")) is float:
+        scalars["step"] = torch.float32
+    scalars = entry.get("scalars", scalars)
     state: dict[str, Any] = {}
     for name, value in entry["values"].items():
         if name in scalars:
@@ -345,28 +362,6 @@ def joined_state(
             state[name] = map_leaves(put_back, value, is_plain_container, (name,))
     state |= left
     return state.get(ITSELF, state)
-
-
-def _scalars_of(entry: Entry) -> Mapping[str, torch.dtype]:
-    """Return the dtypes of tensors without axes."""
-    early: dict[str, torch.dtype] = {}
-    # Early checkpoints do not name them.
-    if type(entry["values"].get("step")) is float:
-        early["step"] = torch.float32
-    scalars: Mapping[str, torch.dtype] = entry.get("scalars", early)
-    return scalars
-
-
-def untrained_names(section: Section, own: OwnState, settings: list[Entry]) -> list[str]:
-    """Return the names of trained parameters that were frozen in the save."""
-    entries = by_name(settings, section.path)
-    names = []
-    for _, place, param in places_of(section):
-        name = own.names.get(place)
-        entry = entries.get(name)
-        if name is not None and param.requires_grad and (entry is None or entry.get("frozen")):
-            names.append(name)
-    return names
 
 
 def _fill(
@@ -404,7 +399,7 @@ def _scalar(
     return torch.tensor(number, dtype=dtype, device=local_part(param).device)
 
 
-def write_sections(
+def _write_sections(
     optimizer: Any, own: Iterable[Section], new: Iterable[Section], rest: Any
 ) -> None:
     """Replace the sections of an optimizer, and the rest.
@@ -412,17 +407,17 @@ def write_sections(
     Parameters of the groups that have no state in the new sections lose theirs.
     """
     inner = sharded_inner(optimizer)
+    others: dict[Any, Any] = {}
+    if rest is not HOLE:
+        others = rest
     if inner is None and not is_plain(optimizer):
-        _load_sections(optimizer, own, new, rest)
+        optimizer.load_state_dict(_with_sections(others, new, own))
         return
     state = (inner or optimizer).state
-    shared: dict[Any, Any] = {}
-    if rest is not HOLE:
-        shared = rest.get("state", {})
     for section in new:
         for param in params_of(section.groups):
             state.pop(param, None)
-        state.update({**section.state, **shared})
+        state.update({**section.state, **others.get("state", {})})
         for holder in filter(None, (optimizer, inner)):
             _set_groups(holder, section.groups)
     if inner:
@@ -430,16 +425,12 @@ def write_sections(
             _set_options(outer, below)
 
 
-def _load_sections(
-    optimizer: Any, own: Iterable[Section], new: Iterable[Section], rest: Any
-) -> None:
-    """Give an optimizer sections by its `load_state_dict`."""
-    tree: dict[Any, Any] = {}
-    if rest is not HOLE:
-        tree = rest
+def _with_sections(
+    tree: dict[Any, Any], new: Iterable[Section], own: Iterable[Section]
+) -> dict[Any, Any]:
     for section, old in zip(new, own, strict=True):
         _put_section(tree, section, old)
-    optimizer.load_state_dict(tree)
+    return tree
 
 
 def _put_section(tree: dict[Any, Any], section: Section, own: Section) -> None:

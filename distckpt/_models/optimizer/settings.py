@@ -116,11 +116,11 @@ def _traits(state: ParamState, values: dict[str, Any]) -> tuple[Any, ...]:
     """Return the traits that parameters of one entry have in common."""
     text = state.name
     # Other values may have the same text and differ.
-    if all(map(_is_basic, values.values())):
+    if all(isinstance(leaf, _BASIC) for _, leaf in leaves(list(values.values()), _is_plain)):
         text = repr(values)
     scalars = tuple((name, tensor.dtype) for name, tensor in state.scalars.items())
-    texts = [repr(dict(part)) for part in (state.forms, state.orders, state.pairs)]
-    return state.has_state, state.is_frozen, tuple(state.tensors), scalars, *texts, text
+    forms = repr((state.forms, state.orders, state.pairs))
+    return state.has_state, state.is_frozen, tuple(state.tensors), scalars, forms, text
 
 
 def _new_entry(
@@ -144,11 +144,7 @@ def _new_entry(
     return entry | {name: value for name, value in only_where_needed.items() if value}
 
 
-def _is_basic(value: Any) -> bool:
-    return all(isinstance(leaf, _BASIC) for _, leaf in leaves(value, _is_plain_list))
-
-
-def _is_plain_list(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     return type(value) in (list, tuple)
 
 
@@ -187,7 +183,7 @@ def storable_entries(prefix: str, entries: Sequence[Entry]) -> list[Entry]:
     problems = set[str]()
     for entry in entries:
         stored = dict(entry)
-        for field in ("options", "values"):
+        for field in {"options", "values"} & entry.keys():
             stored[field] = {}
             for name, value in entry[field].items():
                 try:
@@ -196,13 +192,14 @@ def storable_entries(prefix: str, entries: Sequence[Entry]) -> list[Entry]:
                 except UnsupportedObjectError as error:
                     problems.add(f"{name!r}: {error}")
         storable.append(stored)
-    logger.warning(
-        "the optimizer %r is stored without %d of its options or values, which cannot be stored: "
-        "%s",
-        prefix,
-        len(problems),
-        "; ".join(sorted(problems)),
-    )
+    if problems:
+        logger.warning(
+            "the optimizer %r is stored without %d of its options or values, which cannot be "
+            "stored: %s",
+            prefix,
+            len(problems),
+            "; ".join(sorted(problems)),
+        )
     return storable
 
 
@@ -230,18 +227,15 @@ def unite(
     united = b""
     with ranks.phase("unite the settings of the optimizer", decision=True):
         if ranks.is_coordinator:
-            received = [codec.decode(data) for data in gathered if data]
-            united = codec.encode(_merged_by_prefix(received, warns))
+            by_prefix: dict[str, list[Entry]] = {}
+            for data in filter(None, gathered):
+                received: Any = codec.decode(data)
+                for prefix, entries in received.items():
+                    by_prefix.setdefault(prefix, []).extend(entries)
+            for prefix, entries in by_prefix.items():
+                by_prefix[prefix] = _merged(entries, warns)
+            united = codec.encode(by_prefix)
     return cast(dict[str, list[Entry]], codec.decode(ranks.broadcast(united)))
-
-
-def _merged_by_prefix(settings: Sequence[Any], warns: bool) -> dict[str, list[Entry]]:
-    """Merge the entries of ranks, given by prefix for each."""
-    by_prefix: dict[str, list[Entry]] = {}
-    for of_rank in settings:
-        for prefix, entries in of_rank.items():
-            by_prefix.setdefault(prefix, []).extend(entries)
-    return {prefix: _merged(entries, warns) for prefix, entries in by_prefix.items()}
 
 
 def _merged(entries: list[Entry], warns: bool) -> list[Entry]:
@@ -252,19 +246,16 @@ def _merged(entries: list[Entry], warns: bool) -> list[Entry]:
         kind = codec.encode({**entry, "params": []})
         own = merged.setdefault(kind, {**entry, "params": []})["params"]
         for name in entry["params"]:
-            first_kind, first = taken.setdefault(
-                (tuple(entry.get("path", ())), name), (kind, entry)
-            )
+            place = (tuple(entry.get("path", ())), name)
+            first_kind, first = taken.setdefault(place, (kind, entry))
             if first is entry:
                 own.append(name)
-            elif first_kind != kind and _must_agree(name, first, entry):
+                continue
+            is_used_alike = first["has_state"] == entry["has_state"]
+            # A number is a group without parameters, with whose options nobody computes.
+            if is_used_alike and first_kind != kind and isinstance(name, str):
                 _refuse_disagreement(name, first, entry, warns)
     return [entry for entry in merged.values() if entry["params"]]
-
-
-def _must_agree(name: str | int, first: Entry, second: Entry) -> bool:
-    # Nobody computes with the options of a group without parameters, which goes by its number.
-    return isinstance(name, str) and bool(first["has_state"] == second["has_state"])
 
 
 def _refuse_disagreement(name: str | int, first: Entry, second: Entry, warns: bool) -> None:

@@ -615,6 +615,19 @@ def test_an_option_of_an_optimizer_that_cannot_be_stored_costs_no_checkpoint(odd
         assert torch.equal(new.state[param]["momentum_buffer"], momentum)
 
 
+def test_an_option_that_cannot_be_stored_beside_state_of_no_parameter(tmp_path, caplog):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["steps"] = 3
+    optimizer.param_groups[0]["odd"] = Odd()
+    state = {"model": model, "optimizer": optimizer}
+    distckpt.save(state, tmp_path / "saved", unsupported="warn")
+    assert "'optimizer' is stored without 1 of its options" in caplog.text
+    new = torch.optim.SGD(model.parameters(), lr=9.0)
+    distckpt.load({"model": model, "optimizer": new}, tmp_path / "saved")
+    assert (new.param_groups[0]["lr"], new.state["steps"]) == (0.1, 3)
+
+
 @pytest.mark.parametrize("odd", [Plot(), Odd()])
 def test_a_key_or_value_that_cannot_be_stored_leaves_its_neighbors(odd, tmp_path, caplog):
     state = {"w": whole("w", torch.ones(3)), "step": 2, odd: 5, "x": {odd: 1, "b": 2, "c": odd}}

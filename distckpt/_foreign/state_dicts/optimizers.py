@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, at, dotted, leaves
@@ -23,12 +22,13 @@ from distckpt._format.foreign_formats import TORCH_DIST
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._models.optimizer.read import ParamState
 from distckpt._models.optimizer.settings import Entry, group_entries, rest_entry
-from distckpt._operations.state_dict_values import joined_value, nested_by_name, unknown_keys_error
 
 logger = logging.getLogger(__name__)
 
 MODEL = "model."
 """Prefix of the tensors of a module at `model`."""
+_ELSEWHERE = torch.empty(0, device="meta")
+"""In the place of a tensor whose values are not in the settings."""
 _LIKE_PARAMETERS = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf"),
     *("acc_delta", "grad_avg", "prev", "step_size", "sum", "ax", "variance"),
@@ -81,25 +81,21 @@ def read_settings(stored: StoredCheckpoint, optimizers: Sequence[OptimizerNames]
     None stands for an optimizer without a stored state dict.
     """
     known = parameter_groups(_names_of_values(stored))
-    for optimizer in optimizers:
-        # `get_state_dict(model, [first, second])` makes one of several.
-        while _is_in_list(optimizer) and optimizer.beginning not in known:
-            optimizer.path = optimizer.path[:-1]
-    if not any(optimizer.beginning in known for optimizer in optimizers):
-        return [None] * len(optimizers)
-    common = load_common_state(stored)
+    common = None
     settings: list[Any] = []
     for optimizer in optimizers:
-        if optimizer.beginning in known:
-            tree = at(common, optimizer.path, {})
-            settings.append(_settings_of(stored, optimizer, tree))
-        else:
+        # `get_state_dict(model, [first, second])` makes one of several.
+        while optimizer.path and isinstance(optimizer.path[-1], int):
+            if optimizer.beginning in known:
+                break
+            optimizer.path = optimizer.path[:-1]
+        if optimizer.beginning not in known:
             settings.append(None)
+            continue
+        if common is None:
+            common = load_common_state(stored)
+        settings.append(_settings_of(stored, optimizer, at(common, optimizer.path, {})))
     return settings
-
-
-def _is_in_list(optimizer: OptimizerNames) -> bool:
-    return bool(optimizer.path) and isinstance(optimizer.path[-1], int)
 
 
 def _names_of_values(stored: StoredCheckpoint) -> Iterable[str]:
@@ -118,11 +114,10 @@ def _has_common_file(stored: StoredCheckpoint) -> bool:
     return origin.get("format") == TORCH_DIST.name and not origin.get("paths")
 
 
-def _has_states_of_others(stored: StoredCheckpoint, optimizer: OptimizerNames) -> bool:
-    """Tell whether Megatron Core has stored states of several parameters together."""
-    start = f"{optimizer.beginning}state."
-    has_states = any(key.startswith(start) for key in stored.manifest.key_index)
-    return has_states and not optimizer.states and _has_common_file(stored)
+def _keys_below(stored: StoredCheckpoint, optimizer: OptimizerNames, name: str) -> list[str]:
+    """Return the stored keys of one entry of an optimizer's state dict."""
+    start = f"{optimizer.beginning}{name}."
+    return [key for key in stored.manifest.key_index if key.startswith(start)]
 
 
 def _settings_of(
@@ -137,7 +132,9 @@ def _settings_of(
     scalars = _scalars_of(stored, optimizer)
     groups = _groups(tree, optimizer, scalars)
     _find_states(stored, optimizer, groups)
-    if _has_states_of_others(stored, optimizer):
+    has_states = bool(_keys_below(stored, optimizer, "state"))
+    if has_states and not optimizer.states and _has_common_file(stored):
+        # Megatron Core has stored states of several parameters together.
         return None
     entries = _entries_of_groups(stored, optimizer, tree, groups, scalars)
     keys_of_rest: list[str] = []
@@ -146,7 +143,7 @@ def _settings_of(
         if rest:
             entries.append(rest_entry(rest, [((), True)]))
     numbers = {key: number for key, (_, number) in optimizer.params.items()}
-    hidden = _keys_of_options(stored, optimizer) + keys_of_rest
+    hidden = _keys_below(stored, optimizer, "param_groups") + keys_of_rest
     return list(optimizer.path), optimizer.by_number, numbers, hidden, entries
 
 
@@ -172,10 +169,12 @@ def _warn_of_nested(
     optimizer: OptimizerNames, pairs: Iterable[tuple[dict[str, Any], Sequence[ParamState]]]
 ) -> None:
     """Warn of lists and dicts that are told by names alone: a state's own name may have dots."""
-    states = itertools.chain.from_iterable(of_group for _, of_group in pairs)
     names: set[str] = set()
-    for state in states:
-        names.update(name for name, value in state.values.items() if _holds_tensors_alone(value))
+    for state in itertools.chain.from_iterable(of_group for _, of_group in pairs):
+        for name, value in state.values.items():
+            items = [leaf for _, leaf in leaves(value)]
+            if items and all(leaf is HOLE for leaf in items):
+                names.add(name)
     if names:
         logger.warning(
             "the states %s of the optimizer at %r are loaded as lists and dicts, since PyTorch "
@@ -184,11 +183,6 @@ def _warn_of_nested(
             summarize_keys(sorted(names)),
             dotted(optimizer.path),
         )
-
-
-def _holds_tensors_alone(value: Any) -> bool:
-    items = [leaf for _, leaf in leaves(value)]
-    return bool(items) and all(leaf is HOLE for leaf in items)
 
 
 def _find_states(
@@ -248,14 +242,12 @@ def states_of(stored: StoredCheckpoint, optimizer: OptimizerNames) -> dict[str, 
     """Return the keys of states, by key of the parameter and name of the state."""
     states: dict[str, dict[str, str]] = {}
     keys = {str(pair[optimizer.by_number]): key for key, pair in optimizer.params.items()}
-    start = f"{optimizer.beginning}state."
-    for there in stored.manifest.key_index:
-        if there.startswith(start):
-            rest = there.removeprefix(start)
-            ends = (place for place, sign in enumerate(rest) if sign == ".")
-            end = next((place for place in ends if rest[:place] in keys), None)
-            if end is not None:
-                states.setdefault(keys[rest[:end]], {})[rest[end + 1 :]] = there
+    for there in _keys_below(stored, optimizer, "state"):
+        rest = there.removeprefix(f"{optimizer.beginning}state.")
+        ends = (place for place, sign in enumerate(rest) if sign == ".")
+        end = next((place for place in ends if rest[:place] in keys), None)
+        if end is not None:
+            states.setdefault(keys[rest[:end]], {})[rest[end + 1 :]] = there
     return states
 
 
@@ -265,15 +257,8 @@ def _is_scalar(stored: StoredCheckpoint, key: str) -> bool:
 
 def _scalars_of(stored: StoredCheckpoint, optimizer: OptimizerNames) -> dict[str, torch.Tensor]:
     """Read the tensors of options, and those without axes of states, by key."""
-    start = f"{optimizer.beginning}state."
-    known = stored.manifest.key_index
-    keys = [key for key in known if key.startswith(start) and _is_scalar(stored, key)]
-    return _read(stored, keys + _keys_of_options(stored, optimizer))
-
-
-def _keys_of_options(stored: StoredCheckpoint, optimizer: OptimizerNames) -> list[str]:
-    start = f"{optimizer.beginning}param_groups."
-    return [key for key in stored.manifest.key_index if key.startswith(start)]
+    keys = [key for key in _keys_below(stored, optimizer, "state") if _is_scalar(stored, key)]
+    return _read(stored, keys + _keys_below(stored, optimizer, "param_groups"))
 
 
 def _read(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -298,14 +283,12 @@ def _rest_of(
     tensors = _read(stored, keys)
     names = {key.removeprefix(optimizer.beginning): tensors[key] for key in keys}
     what = f"optimizer at {dotted(optimizer.path)!r}"
-    return joined_value(rest, nested_by_name(names), what), keys
+    return _joined_value(rest, _nested_by_name(names), what), keys
 
 
 def _keys_of_rest(
     stored: StoredCheckpoint, optimizer: OptimizerNames, numbers: Container[str]
 ) -> list[str]:
-    if not optimizer.beginning:
-        return []
     keys = []
     for key in stored.manifest.key_index:
         first, *others = key.removeprefix(optimizer.beginning).split(".")
@@ -322,9 +305,9 @@ def _groups(
     start = f"{optimizer.beginning}param_groups."
     options = {key.removeprefix(start): v for key, v in scalars.items() if key.startswith(start)}
     if isinstance(tree.get("param_groups"), list):
-        nested = nested_by_name(options)
+        nested = _nested_by_name(options)
         return [
-            joined_value(group, nested.get(str(number), {}), "param_groups")
+            _joined_value(group, nested.get(str(number), {}), "param_groups")
             for number, group in enumerate(tree["param_groups"])
         ]
     flat = {key.removeprefix("param_groups."): value for key, value in tree.items()}
@@ -349,24 +332,22 @@ def _state_of(
     key: str,
     scalars: Mapping[str, torch.Tensor],
 ) -> ParamState:
-    """Return the state of a parameter; tensors with axes have no values."""
+    """Return the state of a parameter; tensors with axes are `_ELSEWHERE`."""
     keys = optimizer.states.get(key, {})
     own: dict[str, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
     for state, there in keys.items():
         if is_setting(stored, state, there):
             own[state] = scalars[there]
-            continue
-        shape = stored.global_shape(there)
-        dtype = FROM_NAME[stored.dtype_name(there)]
-        tensors[state] = torch.empty(shape, dtype=dtype, device="meta")
+        else:
+            tensors[state] = _ELSEWHERE
     values = _values_of(tree, optimizer.params[key][optimizer.by_number])
-    nested = nested_by_name({state: HOLE for state in tensors})
+    nested = _nested_by_name({state: HOLE for state in tensors})
     for name, parts in nested.items():
         if name.isdecimal():
-            raise unknown_keys_error(f"state of {key!r}")
+            raise _unknown_keys_error(f"state of {key!r}")
         if isinstance(parts, dict):
-            values[name] = joined_value(values.get(name), parts, f"{name!r} of {key!r}")
+            values[name] = _joined_value(values.get(name), parts, f"{name!r} of {key!r}")
     return ParamState(key, tensors, values, own, has_state=bool(keys or values))
 
 
@@ -411,7 +392,7 @@ def _check_shapes(stored: StoredCheckpoint, optimizer: OptimizerNames) -> None:
         shape = _shape_of(stored, key)
         for state in sorted(_LIKE_PARAMETERS & states.keys()):
             own = stored.global_shape(states[state])
-            if shape is None or _are_alike(own, shape):
+            if shape is None or _has_shape(own, shape):
                 continue
             number = optimizer.params[key][1]
             text = (
@@ -425,7 +406,7 @@ def _check_shapes(stored: StoredCheckpoint, optimizer: OptimizerNames) -> None:
             return
 
 
-def _are_alike(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+def _has_shape(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     pairs = zip(own, shape, strict=False)
     return len(own) == len(shape) and all(size in (1, whole) for size, whole in pairs)
 
@@ -437,3 +418,70 @@ def _shape_of(stored: StoredCheckpoint, key: str) -> tuple[int, ...] | None:
         if name in known:
             return stored.global_shape(name)
     return None
+
+
+# --- Lists and dicts with tensors -----------------------------------------------------------------
+
+
+def _nested_by_name(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by name as nested dicts, one per name part.
+
+    Raises:
+        LoadMismatchError: a name is the beginning of another one.
+    """
+    nested: dict[str, Any] = {}
+    # Shorter names come before names that begin with them.
+    for name in sorted(values):
+        *outer, last = name.split(".")
+        node = nested
+        for part in outer:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise _unknown_keys_error(f"entry {name!r}")
+        node[last] = values[name]
+    return nested
+
+
+def _joined_value(value: Any, parts: Mapping[str, Any], owner: str) -> Any:
+    """Return a list or dict with its separately stored tensors.
+
+    torch names the items of lists by their places, and the items of dicts by their keys as text.
+
+    Args:
+        value: the items that are no tensors; None without any.
+        parts: the tensors, see `_nested_by_name`.
+        owner: name of the value, for an error.
+
+    Raises:
+        LoadMismatchError: it is a dict whose keys are no text.
+    """
+    items: dict[Any, Any] = {}
+    if isinstance(value, list):
+        items = dict(enumerate(value))
+    elif value:
+        items = dict(value)
+    keys = {str(key): key for key in items}
+    for name, inner in parts.items():
+        key = keys.get(name, _key_of(name))
+        if isinstance(inner, dict):
+            items[key] = _joined_value(items.get(key), inner, owner)
+        else:
+            items[key] = inner
+    if not isinstance(value, dict) and items.keys() == {*range(len(items))}:
+        return [items[place] for place in range(len(items))]
+    if int in map(type, items.keys() - keys.values()):
+        raise _unknown_keys_error(owner)
+    return items
+
+
+def _key_of(name: str) -> str | int:
+    return int(name) if name.isdecimal() else name
+
+
+def _unknown_keys_error(owner: str) -> LoadMismatchError:
+    """Return the error about a dict whose keys cannot be known."""
+    return LoadMismatchError(
+        f"The {owner} has tensors in a dict whose keys are no text, which their names do not tell. "
+        "Load the state dict itself, with `optimizer.state_dict()` in the place of the optimizer, "
+        "and give it to `optimizer.load_state_dict`."
+    )

@@ -10,23 +10,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from distckpt._base.tree import at, leaves
-from distckpt._format import codec
-from distckpt._format.foreign_formats import is_export
-from distckpt._format.manifest import Manifest
-from distckpt._format.marker import names_of_module
-from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._models.dtensor import local_part
-from distckpt._models.objects import Description, Kind
-from distckpt._models.optimizer.describe import OptimizerState
-from distckpt._models.optimizer.read import param_name, params_of, sharded_inner
-from distckpt._models.optimizer.settings import Entry
-from distckpt._operations.state_dict_optimizers import (
+from distckpt._foreign.state_dicts.optimizers import (
     MODEL,
     OptimizerNames,
     is_setting,
@@ -34,40 +24,29 @@ from distckpt._operations.state_dict_optimizers import (
     read_settings,
     states_of,
 )
+from distckpt._format import codec
+from distckpt._format.manifest import Manifest
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._models.dtensor import TensorShard, local_part
+from distckpt._models.objects import Description, Kind
+from distckpt._models.optimizer.describe import OptimizerState
+from distckpt._models.optimizer.read import param_name, params_of, sharded_inner
+from distckpt._models.optimizer.settings import Entry
 from distckpt._ranks.collectives import Ranks
-from distckpt.mapping._sharded_tensor import ShardedTensor
-from distckpt.mapping._wrappers import ShardedTensorFactory
-
-
-@dataclass(frozen=True)
-class Translation:
-    """A checkpoint under the names of a request.
-
-    Attributes:
-        stored: a view of it.
-        settings: of optimizers, by key.
-        hidden: keys whose values are in the settings.
-    """
-
-    stored: StoredCheckpoint
-    settings: Mapping[str, list[Entry]] = field(default_factory=dict)
-    hidden: frozenset[str] = frozenset()
 
 
 def translated(
-    ranks: Ranks, stored: StoredCheckpoint, description: Description, has_optimizers: bool
-) -> Translation:
-    """Return a checkpoint under the names of a request's objects.
+    ranks: Ranks, stored: StoredCheckpoint, description: Description
+) -> tuple[StoredCheckpoint, dict[str, list[Entry]], frozenset[str]]:
+    """Return a view of a checkpoint under the names of a request's objects.
 
-    `has_optimizers` is the same on all ranks: whether any of them requests some.
+    The settings of optimizers by key come second, and the keys whose values are in them third.
 
     Collective operation: all ranks must call it.
 
     Raises:
         LoadMismatchError: parameters go by number, and the optimizer has others.
     """
-    if not _may_hold_state_dicts(stored, has_optimizers):
-        return Translation(stored)
     has_model_prefix, united = _list_objects(ranks, stored, description)
 
     def settings_of_all() -> bytes:
@@ -77,7 +56,7 @@ def translated(
     if has_model_prefix:
         names = _names_of_module(stored)
     if not names and not united:
-        return Translation(stored)
+        return stored, {}, frozenset()
     encoded = ranks.decide("read the settings of optimizers", settings_of_all)
     with ranks.phase("translate the names of the checkpoint"):
         settings: dict[str, list[Entry]] = {}
@@ -92,17 +71,7 @@ def translated(
                 names.update(_names_of_states(stored, optimizer, hidden))
                 settings.setdefault(f"{optimizer.prefix}.settings", []).extend(entries)
         view = replace(stored, manifest=_with_names(stored.manifest, names))
-        return Translation(view, settings, frozenset(hidden))
-
-
-def _may_hold_state_dicts(stored: StoredCheckpoint, has_optimizers: bool) -> bool:
-    """Tell whether a checkpoint may hold state dicts of PyTorch: it was not made of objects."""
-    manifest = stored.manifest
-    if names_of_module(stored.marker) or is_export((manifest.origin or {}).get("format")):
-        return False
-    if any(key.endswith(".settings") for key in manifest.key_index):
-        return False
-    return has_optimizers or any(key.startswith(MODEL) for key in manifest.key_index)
+        return view, settings, frozenset(hidden)
 
 
 def _list_objects(
@@ -126,16 +95,13 @@ def _has_model_prefix(stored: StoredCheckpoint, description: Description) -> boo
     known = stored.manifest.key_index
     for place in description.places:
         if place.is_model and place.path:
-            keys = set(_keys_in(at(description.state_dict, place.path)))
+            keys = set()
+            for _, shard in leaves(at(description.state_dict, place.path)):
+                if isinstance(shard, TensorShard):
+                    keys.add(shard.key)
             if not keys & known.keys():
                 return any(f"{MODEL}{key}" in known for key in keys)
     return False
-
-
-def _keys_in(tree: Any) -> Iterator[str]:
-    for _, shard in leaves(tree):
-        if isinstance(shard, ShardedTensor | ShardedTensorFactory):
-            yield shard.key
 
 
 def _own_optimizers(description: Description) -> Iterator[OptimizerNames]:

@@ -1,0 +1,1 @@
+"""State dicts of PyTorch, as `torch.distributed.checkpoint` names them."""
