@@ -47,7 +47,7 @@ FROM_NAME: Mapping[str, torch.dtype] = LazyTable(
 
 
 def _item_bytes(attribute: str) -> int:
-    """Return the size of an item, whose bits the name of a dtype tells."""
+    """Return the size of an item, from the name of its dtype."""
     bits = re.search(r"\d+", attribute)
     # Booleans tell none. Elements of fewer bits are packed into a byte.
     return 1 if bits is None else max(1, int(bits[0]) // 8)

@@ -151,7 +151,7 @@ def wait_for_all(futures: Sequence[Future[Any]]) -> None:
 
 
 def num_threads_within(max_inflight_bytes: int) -> int:
-    """Return the number of threads that may move a unit each, at least one."""
+    """Return the number of threads within a limit, at least one."""
     return max(1, min(NUM_THREADS, max_inflight_bytes // UNIT_BYTES))
 
 

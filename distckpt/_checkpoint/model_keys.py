@@ -208,7 +208,7 @@ def warn_of_cut_off(
 def warn_of_others(
     stored: StoredCheckpoint, options: ExportOptions, selected: Collection[str]
 ) -> None:
-    """Warn of tensors that were saved with the model, such as averages, if no pattern selects."""
+    """Warn of tensors that were saved with the model, such as averages."""
     names = set(names_of_module(stored.marker))
     wanted, _ = divided(options.keys or ())
     if not names or wanted:

@@ -123,7 +123,7 @@ def load_shards(
 def _chunks_to_read(
     ranks: Ranks, stored: StoredCheckpoint, found: FoundObjects
 ) -> tuple[list[int], list[int]]:
-    """Return the chunks of objects that each rank reads, and those that the coordinator reads.
+    """Return the chunks that each rank reads, and those of the coordinator.
 
     On an object store, common state is read once.
     """
@@ -171,7 +171,7 @@ def _read(
 
 
 def _in_order(shards: Sequence[Shard], tensors: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
-    """Return the values of tensors and objects in the order of their shards."""
+    """Return values in the order of their shards."""
     next_tensors = iter(tensors)
     next_objects = iter(objects)
     values: list[Any] = []
@@ -187,7 +187,7 @@ def _complete(
     filled: Sequence[Any],
     settings: ReadSettings,
 ) -> None:
-    """Give shared memory its values, add what rules add, and warn of overflows."""
+    """Complete the targets, and warn of overflows."""
     lost: set[str] = set()
     if separated.pairs:
         lost = _join(planned, separated, view.location)

@@ -279,4 +279,4 @@ _PACK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "e2m1": _pack_e2m1,
     "int4": lambda values: _pack_halves(values.round() + 8),
 }
-"""Functions from float32 values, within the range of a number format, to bytes."""
+"""Functions from float32 values within a format's range to bytes."""

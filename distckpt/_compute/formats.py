@@ -1,4 +1,4 @@
-"""Formats that exports are quantized to, and the tensors that become codes and scales.
+"""Formats of quantized exports, and the tensors that become codes.
 
 Formats define names, blocks and dtypes of the parts, and the fields of config.json.
 """

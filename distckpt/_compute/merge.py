@@ -208,7 +208,7 @@ def _factors_of_average(count: int, ema: float | None) -> list[float]:
 def _merged(
     checkpoints: Sequence[StoredCheckpoint], keys: str | Sequence[str] | None, write_tied: bool
 ) -> tuple[StoredCheckpoint, Sequence[StoredCheckpoint]]:
-    """Return a checkpoint that describes the sums, and the terms, with quantized tensors as values.
+    """Return a checkpoint that describes the sums, and the terms.
 
     The sums are of the tensors that match `keys`, which must be in all checkpoints, with the same
     shapes. They have no chunks: only exports read them. Names are tied if they are tied in all

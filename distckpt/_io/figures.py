@@ -42,7 +42,7 @@ _Result = TypeVar("_Result")
 
 
 class LiveRegion(NamedTuple):
-    """A region of a tensor with its values, and the slot of its figures."""
+    """A region of a tensor, its values, and its slot."""
 
     slot: int
     region: Region

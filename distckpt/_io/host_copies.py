@@ -324,7 +324,7 @@ def _choose(sizes: Sequence[Sequence[int]], max_bytes: int | None) -> list[list[
 
 
 class _Copies(NamedTuple):
-    """Copies of some chunks of a file, one after the other in buffers.
+    """Copies of some chunks of a file in buffers.
 
     Attributes:
         starts: where each chunk begins.
@@ -340,7 +340,7 @@ class _Copies(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sequence[int], chunks: Sequence[int], device: DeviceLayer | None) -> _Copies:
-        """Lay out the copies of some chunks of a file with chunks of these sizes."""
+        """Lay out the copies of some chunks of a file."""
         chunk_bytes = [sizes[chunk] for chunk in chunks]
         starts = itertools.accumulate(chunk_bytes, initial=0)
         units = []

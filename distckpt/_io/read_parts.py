@@ -105,7 +105,7 @@ def parts_of(
 def _parts_of_region(
     stored: StoredCheckpoint, copy: Copy, goal: torch.Tensor, copier: Copier
 ) -> Iterator[ReadPart]:
-    """Yield the parts of a region that is less than its chunk, or is converted.
+    """Yield the parts of a region within a chunk.
 
     The gaps between its runs are left out if the runs are short and far apart. Otherwise rows are
     only separate if no read would hold two of them.

@@ -60,7 +60,7 @@ class ReplicasToCompare:
 def keep_different_whole(
     table: GlobalTable, differences: ReplicaDifferences, starts: Sequence[int], are_errors: bool
 ) -> ReplicasToCompare:
-    """Let one rank write each different replica whole, and select some to compare.
+    """Select replicas to write whole, and some to compare.
 
     They are selected evenly over all of them; of equal replicas, one is enough. `starts` has the
     first row of each rank in the table.

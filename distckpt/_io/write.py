@@ -197,7 +197,7 @@ def create_file(location: str, header: bytes, num_bytes: int) -> None:
 
 
 def _reserve(location: str, header: bytes, start: int, stop: int, flags: int) -> None:
-    """Reserve bytes [start, stop) of a local file, and write its header, if there is one."""
+    """Reserve bytes [start, stop) of a local file; write its header."""
     try:
         fd = os.open(location, flags | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:

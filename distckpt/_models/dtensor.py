@@ -26,7 +26,7 @@ from distckpt.mapping._sharded_tensor import ShardedTensor, grid_from_ranks
 from distckpt.mapping._wrappers import ShardedTensorFactory
 
 TensorShard: TypeAlias = ShardedTensor | ShardedTensorFactory
-"""A shard, or a factory of the shards of a tensor that lies in several places."""
+"""A shard, or a factory of shards in several places."""
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges `(start, stop)` of one axis, in local order."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

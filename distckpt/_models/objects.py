@@ -236,7 +236,7 @@ class _Describer:
     def _find_places(
         self, items: Iterable[tuple[Position, Any]], values: list[Any]
     ) -> dict[int, Place]:
-        """Return the places of objects by number, and describe what needs no place."""
+        """Return the places of objects by number; describe all others."""
         places: dict[int, Place] = {}
         for number, (position, leaf) in enumerate(items):
             if type(leaf) in _VALUES and not has_parts(leaf):

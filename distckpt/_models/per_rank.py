@@ -115,7 +115,8 @@ def cell_of(node: Any, key: str, ranks: Ranks, meshes: list[str], loads: bool) -
 
 def warn_of_shared(node: Any, cell: ShardedObject) -> None:
     """Warn once of a loader whose state was equal on other ranks."""
-    if _iterates(_value_of(node)) and not any(cell.replica_id):  # type: ignore[arg-type]  # Of rank 0.
+    is_main = not any(cell.replica_id)  # type: ignore[arg-type]
+    if is_main and _iterates(_value_of(node)):
         logger.warning(
             "%r goes on from the state that was equal on all ranks of another layout. If ranks "
             "divide its elements among them, this is another place, from which some are repeated "

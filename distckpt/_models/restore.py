@@ -28,7 +28,7 @@ _OF_RELEASES = {
     "_get_lr_called_within_step",
     "verbose",
 }
-"""Entries of the states of schedulers that not all releases of PyTorch have."""
+"""States of schedulers that not all releases of PyTorch have."""
 
 
 # --- Completing -----------------------------------------------------------------------------------

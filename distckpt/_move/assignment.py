@@ -26,7 +26,7 @@ from distckpt._state.validation import find_overlap
 
 
 class Held(NamedTuple):
-    """A piece that a rank gives, and its row in the table of the rank."""
+    """A piece that a rank gives, and its row."""
 
     rank: int
     row: int
@@ -34,7 +34,7 @@ class Held(NamedTuple):
 
 
 class Holders(NamedTuple):
-    """The nonempty pieces of one tensor on all ranks, in order of rank, with their regions."""
+    """The nonempty pieces of one tensor on all ranks, in order."""
 
     kind: Kind
     held: Sequence[Held]

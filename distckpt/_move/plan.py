@@ -46,7 +46,7 @@ _Rows: TypeAlias = list[Sequence[Any]]
 
 
 class RankPlan(NamedTuple):
-    """The part of one rank in the `num_waves` waves of a move, as rows of numbers.
+    """The part of one rank in a move's waves, as numbers.
 
     Attributes:
         copies: `source, target, source offset, target offset, shape`: pieces of this rank, and the

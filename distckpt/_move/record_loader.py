@@ -188,7 +188,7 @@ def _state_of(recording: Recording) -> Iterator[tuple[str, ShardedTensor]]:
 
 
 def _places(memory: Memory, piece: Piece, stored: Memory) -> Iterator[tuple[Region, torch.Tensor]]:
-    """Yield the regions of a stored tensor, with the memory that gets them."""
+    """Yield the regions of a stored tensor with their memory."""
     assert memory.tensor is not None
     tensor = _typed(memory.tensor, stored, piece.steps)
     for region, view in boxes(stored.shape, piece.layout, _layout_in(memory, piece.region)):

@@ -158,7 +158,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [leaf for leaf in _tensors_in(arguments) if self._names(leaf)]
 
     def _repeat(self, source: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
-        """Copy several times along each axis, as a view and joins do it."""
+        """Copy several times along each axis, by views and joins."""
         new_axes = (1,) * (len(repeats) - source.ndim)
         repeated = source.reshape(new_axes + tuple(source.shape))
         for axis, count in enumerate(repeats):

@@ -45,7 +45,7 @@ def absent_keys(targets: Targets, differences: Differences) -> Mapping[str, Any]
 
 
 def refuse_absent(targets: Targets, loaded: StateDict) -> None:
-    """Refuse plain tensors and values in a request for which nothing was loaded.
+    """Refuse requested plain tensors and values that were not loaded.
 
     Values that are None may be absent, as may objects, which check for themselves whether they were
     loaded completely.

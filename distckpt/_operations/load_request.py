@@ -72,7 +72,7 @@ class LoadRequest:
 
     @property
     def compares_keys(self) -> bool:
-        """Whether the keys of the checkpoint are compared with the keys that ranks request."""
+        """Whether the keys of the checkpoint and of ranks are compared."""
         return self.mode is not StrictHandling.ASSUME_OK_UNEXPECTED
 
     def check(self) -> None:
@@ -285,7 +285,7 @@ def _rules(
 
 
 def _other_keys(shards: Sequence[Shard], ties: Mapping[int, int]) -> dict[str, str]:
-    """Return the keys of tied shards -> other keys with the same memory."""
+    """Return keys of tied shards -> keys with the same memory."""
     others = {}
     for tie, first in ties.items():
         if shards[tie].key != shards[first].key:

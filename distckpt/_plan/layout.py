@@ -98,7 +98,7 @@ class SavePlan(NamedTuple):
     checksum_file: str | None = None
 
     def num_bytes(self, encoded: Mapping[str, bytes]) -> int:
-        """Return the size of the tensors and encoded objects that this rank writes."""
+        """Return the number of bytes that this rank writes."""
         num_tensor_bytes = sum(sum(file.chunk_bytes) for file in self.files)
         return num_tensor_bytes + sum(map(len, encoded.values()))
 

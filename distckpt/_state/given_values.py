@@ -64,7 +64,7 @@ class Changes:
     taken: dict[int, torch.Tensor] = field(default_factory=dict)
     """`id()` of a tensor -> the values that it has or gets."""
     stored: dict[int, Any] = field(default_factory=dict)
-    """`id()` of a dict or list -> the value that is stored for it."""
+    """`id()` of a dict or list -> its stored value."""
 
     @torch.no_grad()
     def apply(self) -> None:

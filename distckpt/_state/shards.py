@@ -41,7 +41,7 @@ from distckpt.mapping._wrappers import ShardedObject, is_main_replica
 Shard: TypeAlias = ShardedTensor | ShardedObject
 _Kind: TypeAlias = tuple[str, tuple[int, ...]]
 _KindColumns: TypeAlias = tuple[list[str], list[str], list[tuple[int, ...]]]
-"""The keys of a rank, and the dtype and global shape of each."""
+"""The keys of a rank, with dtypes and global shapes."""
 
 _ROW_COLUMNS = (
     "key_ids",

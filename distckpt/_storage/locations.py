@@ -133,7 +133,7 @@ def exists(location: str) -> bool:
 
 
 def isdir(location: str) -> bool:
-    """Return whether a location is a directory, or a non-empty prefix of an object store."""
+    """Return whether a location is a directory or non-empty prefix."""
     return _kind_of(location) == "directory"
 
 

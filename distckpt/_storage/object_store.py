@@ -34,7 +34,10 @@ def remove_all(locations: Iterable[str]) -> None:
 
 
 def abort_uploads(location: str, paths: Collection[str] | None = None) -> None:
-    """Abort the unfinished uploads to an object or below a prefix, or to some objects there."""
+    """Abort the unfinished uploads to an object, or below a prefix.
+
+    With `paths`, only those to these objects.
+    """
     remote = at(location)
     for upload in remote.list_uploads():
         if paths is None or upload.location in paths:

@@ -37,7 +37,7 @@ def call(
     doing: str,
     place: str = "",
 ) -> int:
-    """Call a function and show its report, or do a part of its work.
+    """Call a function, whole or in part, and show its report.
 
     Args:
         arguments: of the command line.

@@ -204,7 +204,7 @@ def _shards_of_torch(key: str, value: Any) -> Iterator[ShardedTensor]:
 
 
 def _objects_of_all(ranks: Ranks, own: Mapping[str, bool]) -> set[str]:
-    """Return the keys that all ranks have, and that are not tensors on all of them.
+    """Return the common keys that are not tensors on all ranks.
 
     `own` tells for this rank's keys whether they are tensors. Collective operation: all ranks must
     call it.

@@ -79,7 +79,7 @@ def _qwen3_blocks(depth: int, heads: int) -> list[Rule]:
 def _blocks(
     new: str, attention: str, names: Mapping[str, str], depth: int, heads: int
 ) -> list[Rule]:
-    """Return the rules for attention of a tower's layers, and for their layers of `names`."""
+    """Return the rules for a tower's attention, and layers of `names`."""
     rules: list[Rule] = []
     for kind in ("weight", "bias"):
         pieces = tuple(f"{new}{attention.format(name)}.{kind}" for name in "qkv")

@@ -131,7 +131,7 @@ def _match(pieces: Sequence[str], key: str) -> Captures | None:
 
 
 def _end_of(piece: str, key: str, start: int, ends: Sequence[int]) -> int:
-    """Return the last of some positions where a piece may end, -1 for none."""
+    """Return the last position where a piece may end, or -1."""
     first = start + 1
     last = len(key)
     if piece == "*":

@@ -1,4 +1,4 @@
-"""Work with an output, which appears in one step when its pieces are whole."""
+"""Work with an output, which appears in one step."""
 
 from __future__ import annotations
 

@@ -345,11 +345,11 @@ class _VerifyWork(Work):
 
 
 _BadBlock: TypeAlias = tuple[int, int, str]
-"""The number of a file, the first byte of a block in it, and a message."""
+"""A file's number, a block's first byte, and a message."""
 
 
 def _number_of(blocks: Blocks, file_id: int, first_byte: int) -> int:
-    """Return the number of the first block of a file that does not begin before a byte."""
+    """Return the first block of a file from a byte on."""
     low, high = np.searchsorted(blocks.file_ids, [file_id, file_id + 1]).tolist()
     return int(low + np.searchsorted(blocks.starts[low:high], first_byte))
 
@@ -376,7 +376,7 @@ class _WindowWork(Work):
 
     @abstractmethod
     def compute(self, window: Window, *values: torch.Tensor) -> Any:
-        """Return the result of a window from its values on each side, for JSON."""
+        """Return the JSON result of a window's values on both sides."""
 
     @abstractmethod
     def decoded(self, result: Any) -> Any:

@@ -64,7 +64,7 @@ class Pairs(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    """The storage of a tensor, which has its own entry in the archive."""
+    """The storage of a tensor, an entry of the archive."""
 
     persistent_id: tuple[Any, ...]
 
@@ -321,7 +321,7 @@ _REDUCED = (
     datetime.timezone, frozenset, np.ndarray, range, set, slice, torch.Size, torch.device,
     types.SimpleNamespace,
 )  # fmt: skip
-"""Classes whose objects say how pickles make them, in the same way on all platforms."""
+"""Classes whose objects say how pickles make them, on all platforms."""
 _FORMS: dict[type, Callable[[_Encoder, Any], None]] = {
     type(None): lambda encoder, obj: encoder.instructions.append(b"N"),
     # Of a tensor in a list, which is stored by itself: loads put it there.

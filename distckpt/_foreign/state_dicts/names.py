@@ -38,7 +38,7 @@ from distckpt._ranks.collectives import Ranks
 def translated(
     ranks: Ranks, stored: StoredCheckpoint, description: Description
 ) -> tuple[StoredCheckpoint, dict[str, list[Entry]], frozenset[str]]:
-    """Return a view of a checkpoint under the names of a request's objects.
+    """Return a checkpoint under the names of a request's objects.
 
     The settings of optimizers by key come second, and the keys whose values are in them third.
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 MODEL = "model."
 """Prefix of the tensors of a module at `model`."""
 _ELSEWHERE = torch.empty(0, device="meta")
-"""In the place of a tensor whose values are not in the settings."""
+"""Placeholder of a tensor with values outside the settings."""
 _LIKE_PARAMETERS = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf"),
     *("acc_delta", "grad_avg", "prev", "step_size", "sum", "ax", "variance"),

@@ -43,7 +43,7 @@ _RECORDS: dict[str, tuple[str, ...]] = {
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,
 }  # fmt: skip
-"""Classes and functions that are read as records, in PyTorch 2.x and Megatron Core."""
+"""Classes and functions of PyTorch and Megatron Core, read as records."""
 
 
 def _make_table() -> dict[GlobalName, Any]:

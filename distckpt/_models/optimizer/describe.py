@@ -158,7 +158,7 @@ def _describe_param(
 
 
 def _form_of(shard: TensorShard) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and the global shape of a shard, or of a factory's first part."""
+    """Return the dtype and global shape of a shard or factory."""
     part = first_part(shard)
     assert part is not None
     return part.dtype, tuple(part.global_shape)

@@ -223,7 +223,7 @@ def _divide(
 
 
 def _by_param(state: Mapping[Any, Any]) -> tuple[dict[torch.Tensor, Any], dict[Any, Any]]:
-    """Divide a dict by its keys, into those that are parameters and others."""
+    """Divide a dict into entries of parameters and others."""
     by_param: dict[torch.Tensor, Any] = {}
     others: dict[Any, Any] = {}
     for key, value in state.items():

@@ -281,7 +281,7 @@ def _restored_state(
     loaded: Mapping[Any, Mapping[str, torch.Tensor]],
     owned: set[int] | None,
 ) -> dict[torch.Tensor, Any]:
-    """Return the states of a section's parameters, with the loaded tensors of each place."""
+    """Return the states of a section's parameters, with loaded tensors."""
     entries = by_name(settings, section.path)
     state: dict[torch.Tensor, Any] = {}
     for number, place, param in places_of(section):
