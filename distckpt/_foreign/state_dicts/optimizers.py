@@ -155,30 +155,39 @@ def _entries_of_groups(
     scalars: Mapping[str, torch.Tensor],
 ) -> list[Entry]:
     keys = {pair[optimizer.by_number]: key for key, pair in optimizer.params.items()}
+    values = _values_of_states(tree, keys)
     pairs = []
     for group in groups:
         own = [name for name in group["params"] if name in keys]
-        states = [_state_of(stored, optimizer, tree, keys[name], scalars) for name in own]
+        states = []
+        for name in own:
+            states.append(_state_of(stored, optimizer, keys[name], values.get(name, {}), scalars))
         pairs.append((group, states))
     if not optimizer.is_of_torch:
-        _warn_of_nested(optimizer, pairs)
+        _warn_of_nested(optimizer, pairs, is_flat=not _has_groups(tree))
     return group_entries(pairs, {})
 
 
 def _warn_of_nested(
-    optimizer: OptimizerNames, pairs: Iterable[tuple[dict[str, Any], Sequence[ParamState]]]
+    optimizer: OptimizerNames,
+    pairs: Iterable[tuple[dict[str, Any], Sequence[ParamState]]],
+    is_flat: bool,
 ) -> None:
-    """Warn of lists and dicts that are told by names alone: a state's own name may have dots."""
+    """Warn of lists and dicts that are told by names alone: a state's own name may have dots.
+
+    In a flattened state dict, all are.
+    """
     names: set[str] = set()
     for state in itertools.chain.from_iterable(of_group for _, of_group in pairs):
         for name, value in state.values.items():
             items = [leaf for _, leaf in leaves(value)]
-            if items and all(leaf is HOLE for leaf in items):
+            has_tensors_alone = bool(items) and all(leaf is HOLE for leaf in items)
+            if has_tensors_alone or (is_flat and isinstance(value, dict)):
                 names.add(name)
     if names:
         logger.warning(
             "the states %s of the optimizer at %r are loaded as lists and dicts, since PyTorch "
-            "names their tensors with dots. If these are whole names of states, load the state "
+            "names their items with dots. If these are whole names of states, load the state "
             "dict itself, and give it to load_state_dict",
             summarize_keys(sorted(names)),
             dotted(optimizer.path),
@@ -244,11 +253,18 @@ def states_of(stored: StoredCheckpoint, optimizer: OptimizerNames) -> dict[str, 
     keys = {str(pair[optimizer.by_number]): key for key, pair in optimizer.params.items()}
     for there in _keys_below(stored, optimizer, "state"):
         rest = there.removeprefix(f"{optimizer.beginning}state.")
-        ends = (place for place, sign in enumerate(rest) if sign == ".")
-        end = next((place for place in ends if rest[:place] in keys), None)
-        if end is not None:
-            states.setdefault(keys[rest[:end]], {})[rest[end + 1 :]] = there
+        name, state = _divided(rest, keys)
+        if state:
+            states.setdefault(keys[name], {})[state] = there
     return states
+
+
+def _divided(name: str, params: Container[Any]) -> tuple[str, str]:
+    """Divide a name into that of a parameter and that of its state, "" for another's state."""
+    for place, sign in enumerate(name):
+        if sign == "." and name[:place] in params:
+            return name[:place], name[place + 1 :]
+    return name, ""
 
 
 def _is_scalar(stored: StoredCheckpoint, key: str) -> bool:
@@ -304,7 +320,7 @@ def _groups(
     """Return parameter groups; where options are stored for each parameter, one for each."""
     start = f"{optimizer.beginning}param_groups."
     options = {key.removeprefix(start): v for key, v in scalars.items() if key.startswith(start)}
-    if isinstance(tree.get("param_groups"), list):
+    if _has_groups(tree):
         nested = _nested_by_name(options)
         return [
             _joined_value(group, nested.get(str(number), {}), "param_groups")
@@ -319,6 +335,11 @@ def _groups(
     return groups
 
 
+def _has_groups(tree: Any) -> bool:
+    """Tell whether options are stored by group, not for each parameter (flattened)."""
+    return isinstance(tree.get("param_groups"), list)
+
+
 def _options(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the values whose keys are a name and one more part, by that part."""
     pairs = ((key.rpartition("."), value) for key, value in values.items())
@@ -328,11 +349,14 @@ def _options(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _state_of(
     stored: StoredCheckpoint,
     optimizer: OptimizerNames,
-    tree: Any,
     key: str,
+    values: dict[str, Any],
     scalars: Mapping[str, torch.Tensor],
 ) -> ParamState:
-    """Return the state of a parameter; tensors with axes are `_ELSEWHERE`."""
+    """Return the state of a parameter; tensors with axes are `_ELSEWHERE`.
+
+    `values` are its other values, to which tensors in lists and dicts are added.
+    """
     keys = optimizer.states.get(key, {})
     own: dict[str, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -341,7 +365,6 @@ def _state_of(
             own[state] = scalars[there]
         else:
             tensors[state] = _ELSEWHERE
-    values = _values_of(tree, optimizer.params[key][optimizer.by_number])
     nested = _nested_by_name({state: HOLE for state in tensors})
     for name, parts in nested.items():
         if name.isdecimal():
@@ -356,13 +379,22 @@ def is_setting(stored: StoredCheckpoint, state: str, key: str) -> bool:
     return _is_scalar(stored, key) and "." not in state
 
 
-def _values_of(tree: Any, name: str | int) -> dict[str, Any]:
-    """Return the values in the state of a parameter other than tensors."""
-    values = _options({k: v for k, v in tree.items() if k.startswith("state.")}, f"state.{name}")
-    states = _states_in(tree)
-    # torch turns the keys of dicts into text.
-    own = states.get(name, states.get(str(name)))
-    return {**values, **own} if isinstance(own, dict) else values
+def _values_of_states(tree: Any, params: Container[Any]) -> dict[Any, dict[str, Any]]:
+    """Return the values in states other than tensors, by name of the parameter and of the state."""
+    flat: dict[Any, dict[str, Any]] = {}
+    for key, value in tree.items():
+        name, state = _divided(str(key).removeprefix("state."), params)
+        if state and str(key).startswith("state."):
+            flat.setdefault(name, {})[state] = value
+    values: dict[Any, dict[str, Any]] = {}
+    for name, states in flat.items():
+        values[name] = _nested_by_name(states)
+    for name, states in _states_in(tree).items():
+        # torch turns the keys of dicts into text.
+        own = int(name) if name not in params and str(name).isdecimal() else name
+        if isinstance(states, dict):
+            values[own] = {**values.get(own, {}), **states}
+    return values
 
 
 def _states_in(tree: Any) -> dict[Any, Any]:

@@ -160,6 +160,35 @@ def test_objects_are_filled_from_state_dicts(tmp_path, form, layout, kind):
         assert_same_training(fresh, trained)
 
 
+class Nested(torch.optim.Optimizer):
+    """Keeps numbers and tensors in dicts of states, as Shampoo does."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                factors = {"rank": 2, "left": {"count": 7, "matrix": param.grad.clone()}}
+                self.state[param] = {"factors": factors, "numbers": {"of": {"steps": 5}}, "seen": 3}
+
+
+def test_numbers_in_dicts_of_flattened_states_are_filled(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = Nested(model.parameters())
+    model(torch.rand(2, 3)).sum().backward()
+    optimizer.step()
+    try:
+        flat = flattened(model, optimizer)
+    except NotImplementedError:
+        pytest.skip("this release of PyTorch does not flatten dicts of states")
+    torch_dcp.save({"model": model.state_dict(), "optim": flat}, checkpoint_id=tmp_path / "saved")
+    fresh_model = nn.Linear(3, 2)
+    fresh = Nested(fresh_model.parameters())
+    distckpt.load({"model": fresh_model, "optim": fresh}, tmp_path / "saved")
+    assert_same(fresh.state_dict()["state"], optimizer.state_dict()["state"])
+
+
 def test_lbfgs_by_number(tmp_path):
     def make_lbfgs():
         model = nn.Linear(4, 2)
