@@ -10,13 +10,13 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._format import manifest
 from distckpt._io import shared_plan
 from distckpt._ranks import groups
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import Exchanges, pack_parts, unpack_parts
 from tests.support.collectives import counted_collectives
 from tests.support.harness import error_of, run, sum_over_ranks
+from tests.support.manifests import set_limits
 
 SIZES = (0, 1, 503, 504, 505, 100_000)
 """Around what fits into one message."""
@@ -122,7 +122,7 @@ def count_with_planners(rank, num_ranks, folder):
     parts of the manifest.
     """
     shared_plan.SHARDS_OF_PLANNER = 2
-    manifest.MAX_BLOCKS = 0
+    set_limits(pytest.MonkeyPatch(), part_rows=1 << 20)
     return count_collectives(rank, num_ranks, folder)
 
 

@@ -1,13 +1,26 @@
-"""Manifests of tensors that no file holds."""
+"""Manifests of tensors that no file holds, and the sizes from which on they are divided."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from distckpt._format import manifest, planned_manifest
 from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.manifest import Manifest
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import regions_to_arrays
+
+
+def set_limits(monkeypatch: pytest.MonkeyPatch, max_blocks: int = 0, part_rows: int = 1) -> None:
+    """Let small checkpoints be stored like large ones.
+
+    Args:
+        max_blocks: with more, checksums have files of their own, and the manifest has parts.
+        part_rows: that a part has at least.
+    """
+    monkeypatch.setattr(manifest, "MAX_BLOCKS", max_blocks)
+    monkeypatch.setattr(planned_manifest, "PART_ROWS", part_rows)
 
 
 def manifest_of(tensors):

@@ -8,21 +8,20 @@ import signal
 import pytest
 import torch
 
-from distckpt._ranks import processes
-from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.processes import run_ranks
 from distckpt.megatron.core import CheckpointingException
+from tests.support.harness import sum_over_ranks
 from tests.support.programs import fork_spawned
 
 
 @pytest.fixture(autouse=True)
 def fork(monkeypatch):
     """Fork the processes; those of test_bench.py are started anew."""
-    fork_spawned(monkeypatch, processes)
+    fork_spawned(monkeypatch)
 
 
 def sum_of_ranks(rank: int, start: int) -> int:
-    return start + int(Ranks().all_gather_numbers([rank]).sum()) + torch.get_num_threads()
+    return start + sum_over_ranks(rank) + torch.get_num_threads()
 
 
 def fail_in_rank_1(rank: int, how: str) -> None:
@@ -30,7 +29,7 @@ def fail_in_rank_1(rank: int, how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
         raise OSError("no space left")
-    Ranks().all_gather_numbers([rank])
+    sum_over_ranks(rank)
 
 
 def test_the_result_of_rank_0_is_returned():

@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 
 import distckpt
 from distckpt import CheckpointingException, CorruptCheckpointError, ShardedObject, ShardedTensor
-from distckpt._format import manifest, planned_manifest
+from distckpt._format import manifest
 from distckpt.cli import main
 from distckpt.megatron.serialization import remove_sharded_tensors
 from tests.support.disk import flip
 from tests.support.forged_files import forge_files
+from tests.support.manifests import set_limits
 
 GENERATOR = torch.Generator().manual_seed(5)
 TENSORS = {
@@ -29,8 +30,7 @@ TENSORS = {
 
 @pytest.fixture(autouse=True)
 def as_large(monkeypatch):
-    monkeypatch.setattr(manifest, "MAX_BLOCKS", 0)
-    monkeypatch.setattr(planned_manifest, "PART_ROWS", 1)
+    set_limits(monkeypatch)
 
 
 def state_of(tensors):
