@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import distckpt
 from distckpt import ShardedTensor
@@ -57,6 +58,27 @@ def exchange(rank, fan_out):
 @pytest.mark.parametrize(("num_ranks", "fan_out"), [(3, 16), (3, 2), (4, 3), (5, 2)])
 def test_every_rank_gets_what_others_sent(num_ranks, fan_out):
     assert run(exchange, num_ranks, fan_out) == [[]] * num_ranks
+
+
+def gather_what_some_have_in_common(rank):
+    members = dist.new_group([3, 1, 2])
+    if rank == 0:
+        return None
+    ranks = Ranks(members)
+    return ranks.gather_once(
+        [["", b"same", b"other", b"same"][rank], b"", b"own %d" % rank, b"all"]
+    )
+
+
+def test_what_ranks_have_in_common_is_gathered_from_one():
+    results = run(gather_what_some_have_in_common, 4)
+    gathered = [
+        [b"same", b"other", b"same"],
+        [b""] * 3,
+        [b"own 1", b"own 2", b"own 3"],
+        [b"all"] * 3,
+    ]
+    assert results == [None, gathered, *[[[]] * 4] * 2]
 
 
 def rows_of(rank, num_ranks, value):

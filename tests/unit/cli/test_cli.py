@@ -24,9 +24,9 @@ from distckpt import CheckpointNotFoundError, ShardedObject, ShardedTensor
 from distckpt._compute.formats import FORMATS
 from distckpt.cli import _arguments as arguments
 from distckpt.cli import main
-from distckpt.cli._argument_types import parse_size
 from distckpt.cli._output import Output, table_lines
 from tests.support.cli_command import ROOT, call, call_error, call_json, call_usage_error
+from tests.support.command_line import parser_of
 from tests.support.disk import flip
 
 BIG = torch.arange(3 << 18, dtype=torch.float32).view(768, 1024)  # three checksum blocks
@@ -459,7 +459,8 @@ def test_export_is_another_name_and_sizes_have_units(checkpoint, tmp_path, capsy
 
 @pytest.mark.parametrize("text", ["40kB", "40KB", "40k", "40000"])
 def test_sizes_are_read_as_they_are_printed(text):
-    assert parse_size(text) == 40_000
+    words = ["saved", "out", "--max-file-bytes", text]
+    assert parser_of("export").parse_args(words).max_file_bytes == 40_000
 
 
 def test_export_says_that_it_leaves_out_the_optimizer(tmp_path, capsys):
