@@ -14,9 +14,9 @@ import torch
 
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
-from distckpt._io import planned_shards, shared_plan
 from distckpt._io.divided.plan import PartPlanning
 from distckpt.cli import main
+from tests.support.divided import plan_on_ranks
 from tests.support.harness import launched
 from tests.support.manifests import set_limits
 
@@ -47,10 +47,9 @@ def state_of(rank, num_ranks, drift=0.0):
 
 
 def save(rank, num_ranks, path, shards_of_planner, with_parts):
-    shared_plan.SHARDS_OF_PLANNER = shards_of_planner
+    plan_on_ranks(shards_of_planner)
     # Of more blocks than that, planners make parts of the manifest.
     set_limits(pytest.MonkeyPatch(), 0 if with_parts else 1 << 16, 1 << 20)
-    planned_shards._PLANS._plans.clear()
     state = state_of(rank, num_ranks)
     reports = [distckpt.save(state, path, overwrite=True, durable=False) for _ in range(2)]
     return [report.plan_reused for report in reports]
@@ -104,9 +103,8 @@ def test_shards_are_the_same_for_any_number_of_planners(num_ranks, with_parts, r
 
 def go_on(rank, num_ranks, path, loads, with_parts):
     """Load a checkpoint as a new job does, and save the same structure twice."""
-    shared_plan.SHARDS_OF_PLANNER = 10
+    plan_on_ranks(10)
     set_limits(pytest.MonkeyPatch(), 0 if with_parts else 1 << 16, 1 << 20)
-    planned_shards._PLANS._plans.clear()
     distckpt.load(state_of(rank, num_ranks), loads)
     state = state_of(rank, num_ranks)
     reports = [distckpt.save(state, path, overwrite=True, durable=False) for _ in range(2)]
@@ -137,7 +135,7 @@ def test_the_next_job_makes_the_same_plan(with_parts, run, tmp_path):
 
 def save_what_differs(rank, path):
     """Save replicas that have drifted apart, and look at what is stored."""
-    shared_plan.SHARDS_OF_PLANNER = 10
+    plan_on_ranks(10)
     distckpt.save(state_of(rank, 4), path, durable=False)
     state = state_of(rank, 4, drift=1e-3 * rank)
     distckpt.save(state, path, overwrite=True, durable=False)
@@ -156,7 +154,7 @@ def test_replicas_that_differ_are_reported_or_refused(tmp_path):
 
 
 def refuse(rank, path):
-    shared_plan.SHARDS_OF_PLANNER = 10
+    plan_on_ranks(10)
     state = state_of(rank, 4)
     if rank == 2:
         del state["k6"]
@@ -172,7 +170,7 @@ def test_what_one_planner_refuses_all_ranks_raise(run, tmp_path):
 
 
 def die_as_planner(rank, path):
-    shared_plan.SHARDS_OF_PLANNER = 10
+    plan_on_ranks(10)
     if rank == 1:
         begin = PartPlanning.begin
 

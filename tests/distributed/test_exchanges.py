@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._io import shared_plan
 from distckpt._ranks import groups
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import Exchanges, pack_parts, unpack_parts
 from tests.support.collectives import counted_collectives
+from tests.support.divided import plan_on_ranks
 from tests.support.harness import error_of, run, sum_over_ranks
 from tests.support.manifests import set_limits
 
@@ -143,7 +143,7 @@ def count_with_planners(rank, num_ranks, folder):
     """Do the same where the first save is planned by several ranks, and so large that they make
     parts of the manifest.
     """
-    shared_plan.SHARDS_OF_PLANNER = 2
+    plan_on_ranks(2)
     set_limits(pytest.MonkeyPatch(), part_rows=1 << 20)
     return count_collectives(rank, num_ranks, folder)
 

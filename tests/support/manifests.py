@@ -12,15 +12,22 @@ from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import regions_to_arrays
 
 
-def set_limits(monkeypatch: pytest.MonkeyPatch, max_blocks: int = 0, part_rows: int = 1) -> None:
+def set_limits(
+    monkeypatch: pytest.MonkeyPatch,
+    max_blocks: int = 0,
+    part_rows: int = 1,
+    max_table_bytes: int = manifest.MAX_TABLE_BYTES,
+) -> None:
     """Let small checkpoints be stored like large ones.
 
     Args:
         max_blocks: with more, checksums have files of their own, and the manifest has parts.
         part_rows: that a part has at least.
+        max_table_bytes: of the manifest, and of each part.
     """
     monkeypatch.setattr(manifest, "MAX_BLOCKS", max_blocks)
     monkeypatch.setattr(planned_manifest, "PART_ROWS", part_rows)
+    monkeypatch.setattr(manifest, "MAX_TABLE_BYTES", max_table_bytes)
 
 
 def manifest_of(tensors):

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 import distckpt
 from distckpt import CheckpointingException, CorruptCheckpointError, ShardedObject, ShardedTensor
-from distckpt._format import manifest
 from distckpt.cli import main
 from distckpt.megatron.serialization import remove_sharded_tensors
 from tests.support.disk import flip
@@ -175,7 +174,7 @@ def test_it_is_exported_merged_compared_and_shown(path, tmp_path, capsys):
 
 
 def test_a_checkpoint_too_large_for_readers_is_refused_before_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "MAX_TABLE_BYTES", 50)
+    set_limits(monkeypatch, max_table_bytes=50)
     with pytest.raises(CheckpointingException, match="readers accept 50"):
         distckpt.save(state_of(TENSORS), tmp_path / "c")
     assert not (tmp_path / "c").exists()

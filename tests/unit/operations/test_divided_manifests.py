@@ -27,12 +27,12 @@ from distckpt._format.file_table import FileTable
 from distckpt._format.lazy_columns import LazyColumn, Segment
 from distckpt._format.manifest import Manifest
 from distckpt._format.safetensors_file import ShardFile
-from distckpt._operations import windows
 from distckpt.cli import main
 from distckpt.megatron.core import write_marker
 from tests.support.calls import recorded
 from tests.support.disk import flip
 from tests.support.hooked_store import hooked_reads
+from tests.support.large_states import look_in_windows
 
 NUM_RANKS, NUM_TENSORS, ROW_BYTES = 16, 256, 8
 NUM_CHUNKS = NUM_RANKS * NUM_TENSORS
@@ -46,7 +46,7 @@ def small(monkeypatch):
         monkeypatch.setattr(module, "CHUNKS_AT_ONCE", AT_ONCE)
     monkeypatch.setattr(planned_manifest, "PART_ROWS", AT_ONCE)
     # What is compared at a time is as small as all of this.
-    monkeypatch.setattr(windows, "_BATCH_WINDOWS", 16)
+    look_in_windows(monkeypatch, 16 * NUM_RANKS * ROW_BYTES)
 
 
 def write_checkpoint(path, has_parts=True, first_byte=None):
