@@ -229,8 +229,11 @@ class FileTable(Sequence[ShardFile]):
         texts = {_NUMBER.sub("0", template % ((0,) * n)) for template, n in self._templates}
         if len(texts) < len(self.patterns):
             # Different patterns may give the same name.
-            names = [file.name for file in self]
-            require(len(set(names)) == len(names), "two files have the same name")
+            seen: set[str] = set()
+            for file in self:
+                if file.name in seen:
+                    raise ValueError(f"two files have the name {file.name!r:.300}")
+                seen.add(file.name)
             return
         keys = (*self._numbers.T, self._pattern_ids)
         order = np.lexsort(keys)

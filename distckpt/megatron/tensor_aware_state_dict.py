@@ -7,6 +7,9 @@ from typing import Any
 
 from distckpt.megatron._forwarding import installed, taking_ours
 
+# All names are those of classes of Megatron.
+__all__: list[str] = []
+
 
 @functools.cache
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,6 @@ so that every byte has its place before the first tensor comes.
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import operator
 import os
@@ -343,7 +342,7 @@ class _LocalFiles(_Files):
         location = self._paths[file]
         if self._file is None or self._location != location:
             self._close()
-            self._file = io.FileIO(location, "r+")
+            self._file = open(location, "r+b", buffering=0)  # noqa: SIM115  # See `_close`.
             self._location = location
         position = entry.first_byte
         with locations.naming(location):
@@ -354,7 +353,7 @@ class _LocalFiles(_Files):
     def finish(self) -> None:
         super().finish()
         for location in self._paths:
-            with locations.naming(location), io.FileIO(location, "r+") as file:
+            with locations.naming(location), open(location, "r+b", buffering=0) as file:
                 os.fsync(file.fileno())
 
 

@@ -22,12 +22,13 @@ import types
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
-from distckpt._format import manifest, planned_manifest
 from tests.support.harness import run
+from tests.support.manifests import set_limits
 
 NUM_RANKS = 2
 
@@ -265,8 +266,7 @@ def _set_limits(as_large: bool) -> None:
     own, and the manifest has parts.
     """
     if as_large:
-        manifest.MAX_BLOCKS = 0
-        planned_manifest.PART_ROWS = 1
+        set_limits(pytest.MonkeyPatch())
 
 
 if __name__ == "__main__":

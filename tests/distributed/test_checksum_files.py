@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._format import manifest, planned_manifest
+from tests.support.manifests import set_limits
 
 WHOLE = torch.arange(6 * 40_000, dtype=torch.float32).reshape(6, 40_000)
 
 
 def save(rank, path):
-    manifest.MAX_BLOCKS, planned_manifest.PART_ROWS = 0, 1
+    set_limits(pytest.MonkeyPatch())
     rows = ShardedTensor.from_rank_offsets("rows", WHOLE[3 * rank :][:3].clone(), (0, rank, 2))
     # Of these, rank 1 writes nothing but its rows.
     for _ in range(2):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import re
 import signal
@@ -11,12 +14,11 @@ import torch
 
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
-from distckpt._format import manifest
-from distckpt._format.chunk_table import TABLE_COLUMNS
-from distckpt._format.lazy_columns import LazyColumn, Part
-from distckpt._io import planned_shards, shared_plan
 from distckpt._io.divided.plan import PartPlanning
+from distckpt.cli import main
+from tests.support.divided import plan_on_ranks
 from tests.support.harness import launched
+from tests.support.manifests import set_limits
 
 NUM_KEYS = 12
 
@@ -45,10 +47,9 @@ def state_of(rank, num_ranks, drift=0.0):
 
 
 def save(rank, num_ranks, path, shards_of_planner, with_parts):
-    shared_plan.SHARDS_OF_PLANNER = shards_of_planner
+    plan_on_ranks(shards_of_planner)
     # Of more blocks than that, planners make parts of the manifest.
-    manifest.MAX_BLOCKS = 0 if with_parts else 1 << 16
-    planned_shards._PLANS._plans.clear()
+    set_limits(pytest.MonkeyPatch(), 0 if with_parts else 1 << 16, 1 << 20)
     state = state_of(rank, num_ranks)
     reports = [distckpt.save(state, path, overwrite=True, durable=False) for _ in range(2)]
     return [report.plan_reused for report in reports]
@@ -102,23 +103,23 @@ def test_shards_are_the_same_for_any_number_of_planners(num_ranks, with_parts, r
 
 def go_on(rank, num_ranks, path, loads, with_parts):
     """Load a checkpoint as a new job does, and save the same structure twice."""
-    shared_plan.SHARDS_OF_PLANNER = 10
-    manifest.MAX_BLOCKS = 0 if with_parts else 1 << 16
-    planned_shards._PLANS._plans.clear()
+    plan_on_ranks(10)
+    set_limits(pytest.MonkeyPatch(), 0 if with_parts else 1 << 16, 1 << 20)
     distckpt.load(state_of(rank, num_ranks), loads)
     state = state_of(rank, num_ranks)
     reports = [distckpt.save(state, path, overwrite=True, durable=False) for _ in range(2)]
     return [report.plan_reused for report in reports]
 
 
-def table_of(path):
-    """Return what the manifest itself has of chunks, and the columns of its parts joined."""
-    files = [path / "manifest.safetensors", *sorted((path / "objects").glob("chunks-*"))]
-    own, *parts = [Part.from_bytes(file.read_bytes()) for file in files]
-    axes = dict.fromkeys(("offsets", "shapes"), own.columns["offsets"].shape[1])
-    return own.columns["key_ids"].tolist(), [
-        LazyColumn.of(parts, name, axes.get(name)).whole().tolist() for name in TABLE_COLUMNS
-    ]
+def plan_of(path):
+    """Return what is known of the chunks of each key, and the parts of the manifest."""
+    chunks = []
+    for key in [*distckpt.open(path).tensors, *distckpt.open(path).objects]:
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            assert main(["inspect", str(path), "--key", key, "--json"]) == 0
+        chunks.append(json.loads(shown.getvalue()))
+    parts = {file.name: file.read_bytes() for file in (path / "objects").glob("chunks-*")}
+    return chunks, parts
 
 
 @pytest.mark.parametrize("with_parts", [True, False])
@@ -127,14 +128,14 @@ def test_the_next_job_makes_the_same_plan(with_parts, run, tmp_path):
     assert run(save, 4, 4, str(first), 10, with_parts) == [[False, True]] * 4
     assert run(go_on, 4, 4, str(second), str(first), with_parts) == [[False, True]] * 4
     assert shards_at(second) == shards_at(first)
-    assert table_of(second) == table_of(first)
+    assert plan_of(second) == plan_of(first)
     assert distckpt.verify(second).is_whole
     assert all(run(load, 4, 4, str(second)))
 
 
 def save_what_differs(rank, path):
     """Save replicas that have drifted apart, and look at what is stored."""
-    shared_plan.SHARDS_OF_PLANNER = 10
+    plan_on_ranks(10)
     distckpt.save(state_of(rank, 4), path, durable=False)
     state = state_of(rank, 4, drift=1e-3 * rank)
     distckpt.save(state, path, overwrite=True, durable=False)
@@ -153,7 +154,7 @@ def test_replicas_that_differ_are_reported_or_refused(tmp_path):
 
 
 def refuse(rank, path):
-    shared_plan.SHARDS_OF_PLANNER = 10
+    plan_on_ranks(10)
     state = state_of(rank, 4)
     if rank == 2:
         del state["k6"]
@@ -169,7 +170,7 @@ def test_what_one_planner_refuses_all_ranks_raise(run, tmp_path):
 
 
 def die_as_planner(rank, path):
-    shared_plan.SHARDS_OF_PLANNER = 10
+    plan_on_ranks(10)
     if rank == 1:
         begin = PartPlanning.begin
 

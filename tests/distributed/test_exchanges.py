@@ -7,16 +7,17 @@ import os
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._format import manifest
-from distckpt._io import shared_plan
 from distckpt._ranks import groups
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import Exchanges, pack_parts, unpack_parts
 from tests.support.collectives import counted_collectives
+from tests.support.divided import plan_on_ranks
 from tests.support.harness import error_of, run, sum_over_ranks
+from tests.support.manifests import set_limits
 
 SIZES = (0, 1, 503, 504, 505, 100_000)
 """Around what fits into one message."""
@@ -57,6 +58,27 @@ def exchange(rank, fan_out):
 @pytest.mark.parametrize(("num_ranks", "fan_out"), [(3, 16), (3, 2), (4, 3), (5, 2)])
 def test_every_rank_gets_what_others_sent(num_ranks, fan_out):
     assert run(exchange, num_ranks, fan_out) == [[]] * num_ranks
+
+
+def gather_what_some_have_in_common(rank):
+    members = dist.new_group([3, 1, 2])
+    if rank == 0:
+        return None
+    ranks = Ranks(members)
+    return ranks.gather_once(
+        [["", b"same", b"other", b"same"][rank], b"", b"own %d" % rank, b"all"]
+    )
+
+
+def test_what_ranks_have_in_common_is_gathered_from_one():
+    results = run(gather_what_some_have_in_common, 4)
+    gathered = [
+        [b"same", b"other", b"same"],
+        [b""] * 3,
+        [b"own 1", b"own 2", b"own 3"],
+        [b"all"] * 3,
+    ]
+    assert results == [None, gathered, *[[[]] * 4] * 2]
 
 
 def rows_of(rank, num_ranks, value):
@@ -121,8 +143,8 @@ def count_with_planners(rank, num_ranks, folder):
     """Do the same where the first save is planned by several ranks, and so large that they make
     parts of the manifest.
     """
-    shared_plan.SHARDS_OF_PLANNER = 2
-    manifest.MAX_BLOCKS = 0
+    plan_on_ranks(2)
+    set_limits(pytest.MonkeyPatch(), part_rows=1 << 20)
     return count_collectives(rank, num_ranks, folder)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import distckpt
 from distckpt import CheckpointingException, CheckpointManager, ShardedObject, ShardedTensor
-from distckpt._io import write
 from distckpt.rules import Rename
+from tests.support.disk import flip_in_memory
 from tests.support.harness import error_of
 from tests.support.layouts import (
     Layout,
@@ -251,22 +250,13 @@ def test_a_reshard_to_values_keeps_the_fingerprints_of_plain_tensors(tmp_path):
 def _spoiled(rank: int, path: str, is_async: bool) -> None:
     """One bit changes between memory and checksum."""
     state = state_of(Layout(tp=2), rank)
-    spoiled = write._bytes_of
-
-    def fill(*args):
-        buffers = [np.array(buffer) for buffer in spoiled(*args)]
+    with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            buffers[0].reshape(-1)[3] ^= 4
-        return buffers
-
-    write._bytes_of = fill
-    try:
+            flip_in_memory(patch)
         if is_async:
             distckpt.async_save(state, path, fingerprint=True).result()
         else:
             distckpt.save(state, path, fingerprint=True)
-    finally:
-        write._bytes_of = spoiled
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -14,31 +14,9 @@ import torch.distributed as dist
 
 import distckpt
 from distckpt import CheckpointingException, ShardedObject, ShardedTensor
-from distckpt._ranks.collectives import Ranks
 from tests.support.harness import error_of, run, sum_over_ranks
 
 FULL = torch.arange(24 * 5, dtype=torch.float32).reshape(24, 5)
-
-
-def gather_what_some_have_in_common(rank):
-    members = dist.new_group([3, 1, 2])
-    if rank == 0:
-        return None
-    ranks = Ranks(members)
-    return ranks.gather_once(
-        [["", b"same", b"other", b"same"][rank], b"", b"own %d" % rank, b"all"]
-    )
-
-
-def test_what_ranks_have_in_common_is_gathered_from_one():
-    results = run(gather_what_some_have_in_common, 4)
-    gathered = [
-        [b"same", b"other", b"same"],
-        [b""] * 3,
-        [b"own 1", b"own 2", b"own 3"],
-        [b"all"] * 3,
-    ]
-    assert results == [None, gathered, *[[[]] * 4] * 2]
 
 
 def rows(index, count, *, blank=False):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import math
 
 import numpy as np
@@ -10,12 +13,12 @@ import torch
 
 import distckpt
 from distckpt import CheckpointManager, SaveOptions, ShardedObject, ShardedTensor
-from distckpt._checkpoint.opening import open_checkpoint
-from distckpt._io import block_stats, figures
-from distckpt._ranks.collectives import Ranks
-from distckpt._tools.stats import saved_stats
+from distckpt._io import block_stats
+from distckpt.cli import main
 from distckpt.rules import Rename
+from tests.support.cli_command import call_error
 from tests.support.harness import error_of
+from tests.support.large_states import look_in_windows
 from tests.support.layouts import even_part, flat_part
 
 SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, -3.0)
@@ -60,18 +63,26 @@ def expected_of(tensor):
 FIGURES = (lambda x: float(np.mean(x / 4) * 4), np.min, np.max)
 
 
-def check(path, tensors, names=None):
-    stored = open_checkpoint(Ranks.alone(), str(path))
-    found = {each.key: each for each in saved_stats(stored, names)}
+def shown(path, *options):
+    """Return what `distckpt stats` shows of a checkpoint."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        main(["stats", str(path), "--json", *options])
+    return json.loads(printed.getvalue())
+
+
+def check(path, tensors, *options):
+    outcome = shown(path, *options)
+    assert outcome["from_save"]
+    found = {each["key"]: each for each in outcome["tensors"]}
     assert found.keys() == tensors.keys()
     for key, tensor in tensors.items():
         stats = found[key]
         counts, values = expected_of(tensor)
-        assert [stats.num_nan, stats.num_infinite, stats.num_zero] == counts, key
-        assert (stats.shape, stats.num_elements) == (tuple(tensor.shape), tensor.numel())
+        assert [stats[name] for name in ("num_nan", "num_infinite", "num_zero")] == counts, key
+        assert (stats["shape"], stats["num_elements"]) == ([*tensor.shape], tensor.numel())
         # Means of many numbers around 0 lose digits.
         nearly = pytest.approx(values, rel=2e-6, abs=1e-7, nan_ok=True)
-        assert [stats.norm, stats.mean, stats.min, stats.max] == nearly, key
+        assert [float(stats[name]) for name in ("norm", "mean", "min", "max")] == nearly, key
 
 
 def state_of(layout, rank, num_ranks, tensors):
@@ -132,8 +143,7 @@ def test_statistics_are_those_of_numpy_in_every_layout(run, tmp_path, layout, wa
 
 @pytest.mark.parametrize(("window", "block"), [(1 << 22, 1 << 18), (1000, 64)])
 def test_one_process_stores_the_same(tmp_path, monkeypatch, window, block):
-    monkeypatch.setattr(figures, "WINDOW_ELEMENTS", window)
-    monkeypatch.setattr(block_stats, "BLOCK_ELEMENTS", block)
+    look_in_windows(monkeypatch, window, block)
     _saved(0, 1, "rows", str(tmp_path / "run"), "manager")
 
     check(tmp_path / "run" / "step_00000001", content())
@@ -176,9 +186,8 @@ def test_copies_keep_the_statistics_of_what_stays_as_it_is(tmp_path):
 
     check(tmp_path / "divided", tensors)
     tensors["renamed"] = tensors.pop("scalar")
-    check(tmp_path / "other", {k: v for k, v in tensors.items() if k != "wide"}, ["!wide"])
-    stored = open_checkpoint(Ranks.alone(), str(tmp_path / "other"))
-    assert saved_stats(stored) is None
+    check(tmp_path / "other", {k: v for k, v in tensors.items() if k != "wide"}, "--keys", "!wide")
+    assert not shown(tmp_path / "other")["from_save"]
 
 
 def test_the_statistics_of_what_remains_stay(tmp_path):
@@ -191,15 +200,14 @@ def test_the_statistics_of_what_remains_stay(tmp_path):
     check(tmp_path / "step", {k: v for k, v in tensors.items() if k not in removed})
 
 
-def test_a_tensor_of_which_parts_are_not_saved_has_none(tmp_path):
+def test_a_tensor_of_which_parts_are_not_saved_has_none(tmp_path, capsys):
     part = ShardedTensor.from_rank_offsets("part", torch.ones(4, 2), (0, 0, 2))
     whole = ShardedTensor.from_rank_offsets("whole", torch.ones(4, 2))
     path = tmp_path / "step"
     distckpt.save({"a": part, "b": whole}, path, stats=True, validate_access_integrity=False)
 
-    stored = open_checkpoint(Ranks.alone(), str(path))
-    assert saved_stats(stored) is None
-    check(path, {"whole": torch.ones(4, 2)}, ["whole"])
+    assert "'part' is not stored completely" in call_error(capsys, "stats", path, code=2)
+    check(path, {"whole": torch.ones(4, 2)}, "--keys", "whole")
 
 
 def test_a_save_without_the_option_stores_none(tmp_path):
@@ -207,7 +215,7 @@ def test_a_save_without_the_option_stores_none(tmp_path):
     distckpt.save(state, tmp_path / "without")
     distckpt.save(state, tmp_path / "with", stats=True)
 
-    assert saved_stats(open_checkpoint(Ranks.alone(), str(tmp_path / "without"))) is None
+    assert not shown(tmp_path / "without")["from_save"]
     sizes = [
         (tmp_path / name / "manifest.safetensors").stat().st_size for name in ("without", "with")
     ]

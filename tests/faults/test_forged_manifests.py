@@ -21,12 +21,12 @@ import xxhash
 import distckpt
 from distckpt import CheckpointingException, ShardedTensor, tasks
 from distckpt._checkpoint.opening import open_undisturbed
-from distckpt._format import manifest, planned_manifest
 from distckpt._ranks.collectives import Ranks
 from distckpt._tools.remove_tensors import with_checksums
 from distckpt.cli import main
 from distckpt.megatron.core import write_marker
 from tests.support.forged_files import files_in, marker_of, widened
+from tests.support.manifests import set_limits
 
 SHAPES = {"a": (12, 5), "b": (7,), "c": (6, 2, 3), "d": (), "e": (9, 4)}
 NUMBERS = [0, -1, 1, 255, 2**62]
@@ -272,8 +272,7 @@ def outcome_without_parts(verb, path):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A checkpoint of three ranks, every key of which has a part, and files of checksums."""
-    monkeypatch.setattr(manifest, "MAX_BLOCKS", 0)
-    monkeypatch.setattr(planned_manifest, "PART_ROWS", 1)
+    set_limits(monkeypatch)
     distckpt.save(state(), tmp_path / "first", fingerprint=True, stats=True)
     grids = {"a": (3, 1), "e": (2, 2)}
     distckpt.reshard(tmp_path / "first", tmp_path / "saved", num_ranks=3, grids=grids)

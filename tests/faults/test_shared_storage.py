@@ -13,11 +13,11 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import distckpt
 from distckpt import CheckpointingException, CheckpointManager, RankFailedError, torch_dist
 from distckpt._commit import output
-from distckpt._ranks.groups import lone_group
 from distckpt.strategies.safetensors import ShardSave
 from tests.support.harness import error_of, run, sum_over_ranks
 from tests.support.states import state_of, value_of
@@ -99,7 +99,8 @@ def write_apart(rank, verb, folder, is_mount):
         enter_private_mounts()
         mounting("-t", "tmpfs", "tmpfs", own)
     if verb is save_step:
-        distckpt.save(state_of(1), own / "step_00000001", process_group=lone_group())
+        alone = [dist.new_group([each]) for each in range(2)][rank]
+        distckpt.save(state_of(1), own / "step_00000001", process_group=alone)
     before = files_below(own)
     error = error_of(verb, rank, own)
     assert sum_over_ranks(1) == 2

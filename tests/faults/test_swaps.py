@@ -4,6 +4,7 @@ programs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from functools import partial
@@ -12,7 +13,6 @@ import pytest
 
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointManager, CheckpointNotFoundError
-from distckpt._storage import locations
 from tests.support.calls import recorded, watched
 from tests.support.harness import run
 from tests.support.scenarios import (
@@ -29,14 +29,14 @@ from tests.support.scenarios import (
     source_and_old_export,
     two_steps,
     verdict_on,
+    without_exchange,
 )
 
 
 @pytest.fixture(params=["exchange", "two renames"])
-def kind_of_swap(request, monkeypatch):
-    """Some network file systems cannot swap two directories in one step."""
-    if request.param != "exchange":
-        monkeypatch.setattr(locations, "exchange", lambda *arguments: False)
+def kind_of_swap(request):
+    with contextlib.nullcontext() if request.param == "exchange" else without_exchange():
+        yield
 
 
 @pytest.mark.usefixtures("kind_of_swap")
@@ -151,9 +151,8 @@ def in_another_program(rank, other, folder):
 @pytest.mark.parametrize(
     "other", [save_unasked, overwrite_too, finish_a_save], ids=lambda case: case.__name__
 )
-def test_another_program_comes_between_two_renames(other, tmp_path, monkeypatch):
+def test_another_program_comes_between_two_renames(other, tmp_path):
     """The overwrite goes on all the same: it replaces what is there then."""
-    monkeypatch.setattr(locations, "exchange", lambda *arguments: False)
     old_checkpoint(tmp_path)
     distckpt.save(scenario_state(OLD), tmp_path / "other")
     done = []
@@ -168,7 +167,7 @@ def test_another_program_comes_between_two_renames(other, tmp_path, monkeypatch)
             done.append(call)
             run(in_another_program, 1, other, tmp_path, backend=None)
 
-    with watched(tmp_path, on_call):
+    with without_exchange(), watched(tmp_path, on_call):
         save(tmp_path, 0, 1, overwrite=True)
     assert len(done) == 1
     shutil.rmtree(tmp_path / "other", ignore_errors=True)

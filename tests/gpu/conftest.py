@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from distckpt._base import memory as base_memory
-from distckpt._base.memory import DeviceLayer
-from tests.support.slow_device import SlowDevice
+from tests.support.slow_device import SlowDevice, put_tensors_on
 
 
 class Place:
@@ -63,7 +62,7 @@ def layer_with_signatures_of_cuda():
     """Return the layer of GPUs whose streams and events do nothing, but take what those of CUDA
     take.
     """
-    layer = DeviceLayer(torch.device("cpu"))
+    layer = base_memory.DeviceLayer(torch.device("cpu"))
     names = ("Stream", "Event", "device", "stream", "current_stream")
     layer._module = SimpleNamespace(
         **{name: create_autospec(getattr(torch.cuda, name)) for name in names}
@@ -83,7 +82,7 @@ def place(request, monkeypatch, no_saves_left):
     """
     if request.param in LAYERS:
         layer = LAYERS[request.param]()
-        monkeypatch.setattr(base_memory, "layer_of", lambda tensor: layer)
+        put_tensors_on(layer, monkeypatch)
         # This thread keeps page-locked memory, which is that of another device.
         monkeypatch.setattr(base_memory, "_local", threading.local())
     return Place(request.param)

@@ -23,7 +23,6 @@ import pytest
 import torch
 
 from distckpt.cli import _bench as bench
-from distckpt.cli import _processes as processes
 from tests.support.cli_command import call, call_error
 from tests.support.programs import Program, fork_spawned
 from tests.support.s3_server import (
@@ -50,7 +49,7 @@ def fork(monkeypatch):
     """Fork the ranks of benchmarks that this process starts, as the harness does; others import
     torch anew.
     """
-    fork_spawned(monkeypatch, processes)
+    fork_spawned(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +59,10 @@ def enough_memory(monkeypatch):
 
 
 BENCH = """
-from distckpt import __main__
+import runpy
 from distckpt.cli import _bench as bench
 bench.estimate_available_memory = lambda: 64 * 10**9
-raise SystemExit(__main__.main())
+runpy.run_module("distckpt", run_name="__main__")
 """
 
 

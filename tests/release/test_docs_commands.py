@@ -31,7 +31,7 @@ from distckpt import (
     ShardedTensor,
     cli,
 )
-from distckpt.cli._parser import VERBS, make_parser
+from tests.support.command_line import VERB_NAMES, parser_of
 from tests.support.docs_pages import PAGES, ROOT, Block, blocks, commands_in, lines_of, name_of
 from tests.support.example_programs import command_of
 from tests.support.harness import run
@@ -215,10 +215,9 @@ def check_options(words: list[str], known: str) -> None:
 
 
 def check_distckpt(words: list[str]) -> None:
+    assert words[0] in VERB_NAMES
     if len(words) > 1:
-        make_parser().parse_args(words)
-    else:
-        assert words[0] in [verb.name for verb in VERBS]
+        parser_of(words[0]).parse_args(words[1:])
 
 
 def check_pip(words: list[str]) -> None:

@@ -5,6 +5,7 @@ own (`run`).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import pty
@@ -72,6 +73,12 @@ def call_usage_error(capsys, *arguments):
 def call_json(capsys, *arguments, code=0):
     """Run the command line in this process with `--json`; return the value it printed."""
     return json.loads(call(capsys, *arguments, "--json", code=code))
+
+
+def journal_line(fields):
+    """Return an event as a journal holds it, which `trace` reads: with a checksum of its values."""
+    digest = hashlib.blake2b(json.dumps(fields).encode(), digest_size=8).hexdigest()
+    return json.dumps({**fields, "checksum": digest})
 
 
 def shown_on_terminal(line, environment, stream):

@@ -27,7 +27,7 @@ import pytest
 from obstore.fsspec import FsspecStore
 
 from tests.support.addresses import found_program, reserved_address, serving
-from tests.support.s3_server import Fault, FaultyProxy, new_bucket, reached_at
+from tests.support.s3_server import Fault, FaultyProxy, keys_in, new_bucket, reached_at
 
 _ACCOUNT = "devstoreaccount1"
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -51,6 +51,13 @@ class CloudStore(NamedTuple):
     proxy: Callable[..., FaultyProxy]
     reached_at: Callable[..., contextlib.AbstractContextManager[None]]
     files: Any = None
+
+    def keys(self, location: str) -> list[str]:
+        """List everything below a URL of the place, by names relative to it."""
+        if self.files is None:
+            return keys_in(os.environ["AWS_ENDPOINT_URL"], location)
+        start = location.partition("://")[2] + "/"
+        return sorted(name.removeprefix(start) for name in self.files.find(start))
 
     @contextlib.contextmanager
     def failing(self, *faults: Fault, **settings: str) -> Iterator[FaultyProxy]:

@@ -17,7 +17,7 @@ import safetensors
 import safetensors.numpy
 import torch
 
-from distckpt._format.codec import register_object_type
+from distckpt import register_object_type
 
 
 @register_object_type

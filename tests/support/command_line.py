@@ -13,6 +13,7 @@ from distckpt.cli._parser import VERBS, make_parser
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 BLOCK = re.compile(r"(?<=<!-- options of )([\w ]+)( -->\n).*?(?=<!-- end -->\n)", re.S)
+VERB_NAMES = [verb.name for verb in VERBS]
 PARTS = "parts"
 OF_EVERY_VERB = {"--help", "--json", "--debug"}
 SUPERSETS = {"merge": "consolidate"}
@@ -27,7 +28,7 @@ def with_tables(page: str) -> str:
 
 def make_tables() -> dict[str, str]:
     """Return a table of options for each verb that has some, and one of work in parts."""
-    parsers = {verb.name: _parser_of(verb.name) for verb in VERBS}
+    parsers = {verb: parser_of(verb) for verb in VERB_NAMES}
     tables = {PARTS: _table(_parts_of(parsers["verify"]))}
     for verb, parser in parsers.items():
         listed = {*OF_EVERY_VERB, *(_name(action) for action in _parts_of(parser))}
@@ -39,7 +40,7 @@ def make_tables() -> dict[str, str]:
     return tables
 
 
-def _parser_of(verb: str) -> argparse.ArgumentParser:
+def parser_of(verb: str) -> argparse.ArgumentParser:
     for action in make_parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             parser: argparse.ArgumentParser = action.choices[verb]

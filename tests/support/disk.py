@@ -1,4 +1,4 @@
-"""What lies in a checkpoint directory, seen without distckpt."""
+"""What lies in a checkpoint directory, seen without distckpt, and damage to it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import struct
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pytest
+
+from distckpt._io import write
 
 
 def header_of(file: Path) -> tuple[int, dict[str, Any]]:
@@ -51,3 +56,15 @@ def flip(file: Path, position: int, bits: int = 1) -> None:
     content = bytearray(file.read_bytes())
     content[position] ^= bits
     file.write_bytes(content)
+
+
+def flip_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on flip a bit of what this process saves, before its checksum is computed."""
+    correct = write._bytes_of
+
+    def fill(*args):
+        buffers = [np.array(buffer) for buffer in correct(*args)]
+        buffers[0].reshape(-1)[3] ^= 4
+        return buffers
+
+    monkeypatch.setattr(write, "_bytes_of", fill)

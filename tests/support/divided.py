@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distckpt._io import planned_shards, shared_plan
 from distckpt._io.divided.descriptions import (
     KeysOfRank,
     describe_rows,
@@ -24,6 +25,12 @@ from distckpt._io.divided.plan import Coordinator, PartPlanning
 from distckpt._plan.save import Pieces
 from distckpt._ranks.exchanges import unpack_parts
 from distckpt._state.shards import ShardTable
+
+
+def plan_on_ranks(shards_of_planner: int) -> None:
+    """From now on let a rank plan at most so many shards; the plans that are kept go."""
+    shared_plan.SHARDS_OF_PLANNER = shards_of_planner
+    planned_shards._PLANS._plans.clear()
 
 
 class Planned(NamedTuple):

@@ -81,7 +81,8 @@ def forge_files(path, change):
 
 def widened(column):
     """Return a copy of a column that takes any number."""
-    return column.copy() if column.dtype == np.uint64 else column.astype(np.int64)
+    is_narrow = column.dtype.kind in "iu" and column.dtype != np.uint64
+    return column.astype(np.int64) if is_narrow else column.copy()
 
 
 def with_object(path, blob):

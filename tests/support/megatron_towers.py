@@ -14,6 +14,17 @@ from distckpt import ShardedTensor
 from tests.support.megatron_families import ZeroCenteredNorm, make_megatron
 from tests.support.megatron_gpt import megatron
 
+FAMILIES = (
+    "gemma3",
+    "llava",
+    "qwen2_5_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
+"""All families of models with towers."""
+
 
 class WithTower(torch.nn.Module):
     """A text model and a tower, whose blocks compute without positions."""

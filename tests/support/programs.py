@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.multiprocessing
 
+from distckpt.cli import _processes as processes
 from tests.support.harness import fork_context
 
 PATIENCE = 200.0
@@ -108,8 +109,8 @@ def run_program(
     return CompletedProcess(arguments, program.returncode, output, errors)  # type: ignore[arg-type]
 
 
-def fork_spawned(monkeypatch: Any, module: Any) -> None:
-    """Let a module of this process start ranks as the harness does where it calls torch's
+def fork_spawned(monkeypatch: Any) -> None:
+    """Let `distckpt.bench` start ranks as the harness does where it calls torch's
     `start_processes`.
     """
     fork_context()
@@ -122,7 +123,7 @@ def fork_spawned(monkeypatch: Any, module: Any) -> None:
             _run_rank, work, num_ranks, join, start_method="forkserver"
         )
 
-    monkeypatch.setattr(module, "start_processes", start)
+    monkeypatch.setattr(processes, "start_processes", start)
 
 
 def _run_rank(

@@ -20,6 +20,20 @@ E4M3 = torch.float8_e4m3fn
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
+WRITTEN_FORMATS = (
+    "fp8-block",
+    "fp8-block-ue8m0",
+    "fp8-tensor",
+    "fp8-channel",
+    "int8-channel",
+    "mxfp4",
+    "mxfp4-packed",
+    "int4",
+    "nvfp4",
+)
+"""All formats in which tensors can be exported."""
+
+
 class Model(NamedTuple):
     """Tensors as they are stored, the configuration beside them, and the values by key, float32."""
 

@@ -22,6 +22,8 @@ from unittest import mock
 
 import boto3
 
+from distckpt._storage import remote
+
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
     "AWS_SECRET_ACCESS_KEY": "testing",
@@ -95,6 +97,11 @@ def uploads_in(url: str, bucket: str) -> list[str]:
         Bucket=bucket.removeprefix("s3://").partition("/")[0]
     )
     return [upload["Key"] for upload in answer.get("Uploads", [])]
+
+
+def hurry(monkeypatch) -> None:
+    """Let this process repeat requests that failed without a pause."""
+    monkeypatch.setattr(remote, "_FIRST_DELAY", 1e-5)
 
 
 # --- A proxy that fails ---------------------------------------------------------------------------

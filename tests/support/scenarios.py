@@ -8,9 +8,10 @@ over crashes and over failing disks take it along.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -178,13 +179,19 @@ def save_in_background(folder: Path, rank: int, num_ranks: int, *, overwrite: bo
     ).result(200)
 
 
-def save_without_exchange(folder: Path, rank: int, num_ranks: int) -> None:
-    """Save where the system cannot swap directories."""
+@contextlib.contextmanager
+def without_exchange() -> Iterator[None]:
+    """Let the system be one that cannot swap directories, such as some network file systems."""
     exchange, locations.exchange = locations.exchange, lambda *arguments: False
     try:
-        save(folder, rank, num_ranks, overwrite=True)
+        yield
     finally:
         locations.exchange = exchange
+
+
+def save_without_exchange(folder: Path, rank: int, num_ranks: int) -> None:
+    with without_exchange():
+        save(folder, rank, num_ranks, overwrite=True)
 
 
 def remove_columns(folder: Path, rank: int, num_ranks: int) -> None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
+
+from distckpt._base import memory as base_memory
+
+
+def put_tensors_on(layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all tensors be on a made-up device."""
+    monkeypatch.setattr(base_memory, "layer_of", lambda tensor: layer)
 
 
 class SlowDevice:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import torch
 
 from distckpt import ShardedTensor
-from distckpt._format.codec import decode, encode
 from distckpt.strategies.base import (
     LoadShardedStrategy,
     SaveShardedStrategy,
@@ -27,7 +27,9 @@ class SaveText(SaveShardedStrategy):
         content = {}
         for shard in sharded_state_dict.values():
             is_tensor = isinstance(shard, ShardedTensor)
-            content[shard.key] = shard.data.tolist() if is_tensor else encode(shard.data).hex()
+            content[shard.key] = (
+                shard.data.tolist() if is_tensor else pickle.dumps(shard.data).hex()
+            )
         Path(checkpoint_dir, "all.json").write_text(json.dumps(content))
         return {"num_shards": len(content)}
 
@@ -41,7 +43,7 @@ class LoadText(LoadShardedStrategy):
         return {
             name: torch.tensor(content[shard.key])
             if isinstance(shard, ShardedTensor)
-            else decode(bytes.fromhex(content[shard.key]))
+            else pickle.loads(bytes.fromhex(content[shard.key]))
             for name, shard in sharded_state_dict.items()
         }
 

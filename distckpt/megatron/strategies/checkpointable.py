@@ -13,6 +13,9 @@ from distckpt.megatron._forwarding import forward, installed, taking_ours
 _PATH = "strategies.checkpointable"
 _others = forward(_PATH, "LocalShardsContainer")
 
+# All names are those of classes of Megatron.
+__all__: list[str] = []
+
 
 @functools.cache
 def __getattr__(name: str) -> Any:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 
 import distckpt
 from distckpt import CheckpointManager, ShardedObject, ShardedTensor, list_checkpoints
-from distckpt._storage import object_store
 from tests.support.cli_command import call, call_json
+from tests.support.s3_server import client
 
 GRID = np.arange(60, dtype=np.float32).reshape(6, 10)
 
@@ -34,6 +36,14 @@ def checkpoint(tmp_path):
 @pytest.fixture(params=["memory", "s3"])
 def store(request):
     return "memory://test_cli" if request.param == "memory" else request.getfixturevalue("bucket")
+
+
+def write_empty(url):
+    if url.startswith("memory:"):
+        fsspec.filesystem("memory").pipe_file(url, b"")
+    else:
+        bucket, _, key = url.removeprefix("s3://").partition("/")
+        client(os.environ["AWS_ENDPOINT_URL"]).put_object(Bucket=bucket, Key=key, Body=b"")
 
 
 def test_urls_are_taken_everywhere(checkpoint, store, capsys):
@@ -64,7 +74,7 @@ def test_files_that_are_no_part_of_a_checkpoint_are_shown(checkpoint, store, cap
         for i in range(1, 6)
     ]
     for name in strays:
-        object_store.at(f"{url}/{name}").write(b"")
+        write_empty(f"{url}/{name}")
     listed = ", ".join(strays[:3])
     for verb in ("inspect", "verify"):
         assert call_json(capsys, verb, url)["strays"] == strays

@@ -12,9 +12,9 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._compute.formats import FORMATS
 from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.quantized_models import (
+    WRITTEN_FORMATS,
     Model,
     fp8_block,
     fp8_ue8m0,
@@ -223,7 +223,7 @@ def test_codes_of_compressed_tensors(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", WRITTEN_FORMATS)
 @pytest.mark.filterwarnings("ignore:You passed .quantization_config.")
 def test_transformers_opens_exports(tmp_path, name):
     """It has the values that `load` returns, under all of its names."""

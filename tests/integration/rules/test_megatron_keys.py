@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,8 @@ import torch
 import distckpt
 from distckpt import CheckpointingException, ShardedTensor
 from distckpt.cli import main
-from distckpt.families._megatron import FAMILIES
-from distckpt.families._towers import COMPOSED
 from distckpt.rules import Rename
+from tests.support import megatron_towers
 from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.megatron_families import SETTINGS, logits_of, make_megatron, one_process
 from tests.support.megatron_gpt import needs_megatron
@@ -70,8 +70,12 @@ def test_every_family_is_proved_here():
     own.
     """
     page = (Path(__file__).parents[3] / "docs/families.md").read_text()
-    assert [name for name in FAMILIES if f"`{name}`" not in page] == []
-    assert FAMILIES.keys() - {"kimi_k2"} - COMPOSED.keys() == SETTINGS.keys()
+    with pytest.raises(CheckpointingException, match="Supported are") as caught:
+        distckpt.families.rules({"model_type": "of nobody"}, source="megatron")
+    (listed,) = re.findall(r"Supported are (.+?): start", str(caught.value))
+    supported = listed.split(", ")
+    assert [name for name in supported if f"`{name}`" not in page] == []
+    assert {*supported} == {"kimi_k2", *megatron_towers.FAMILIES, *SETTINGS}
 
 
 @pytest.mark.parametrize("family", CASES)

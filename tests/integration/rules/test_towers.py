@@ -11,11 +11,10 @@ import torch
 
 import distckpt
 from distckpt import CheckpointingException
-from distckpt.families._towers import COMPOSED
 from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.megatron_families import logits_of, one_process
 from tests.support.megatron_gpt import needs_megatron
-from tests.support.megatron_towers import make_with_tower, other_tensors, tower_of
+from tests.support.megatron_towers import FAMILIES, make_with_tower, other_tensors, tower_of
 from tests.support.rule_mutants import mutants, survivors_of
 from tests.support.tiny_models import make_config, make_model
 
@@ -36,7 +35,7 @@ def group(tmp_path_factory):
         yield
 
 
-@pytest.fixture(params=sorted(COMPOSED))
+@pytest.fixture(params=FAMILIES)
 def model(request):
     return make_model(make_config(request.param))
 

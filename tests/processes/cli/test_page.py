@@ -7,9 +7,8 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._base.options import sealed
 from tests.support.browser import CHROMIUM, browser_page
-from tests.support.cli_command import call
+from tests.support.cli_command import call, journal_line
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 
@@ -228,7 +227,7 @@ def test_charts_and_tables_fit_a_phone_and_can_be_read_there(tmp_path, capsys):
         for rank in range(2)
         for start, phase in enumerate(("plan", "write"))
     ]
-    lines = [sealed({**phase, "checkpoint": "x" * 90, "thread": "t"}) for phase in phases]
+    lines = [journal_line({**phase, "checkpoint": "x" * 90, "thread": "t"}) for phase in phases]
     (tmp_path / "journal.jsonl").write_text("\n".join(lines))
     call(capsys, "trace", tmp_path / "journal.jsonl", "--html", pages[1])
     with browser_page(tmp_path / "browser") as page:

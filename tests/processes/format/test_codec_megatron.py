@@ -17,13 +17,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 import distckpt
 from distckpt import UnsupportedObjectError, torch_dist
 from distckpt._foreign.torch_dist.objects import read_object
-from distckpt._format.codec import decode, encode
 from distckpt.cli import main
 from tests.support import harness
+from tests.support.forged_files import with_object
 from tests.support.harness import error_of
 
 MODULE = "megatron.nowhere.settings"
@@ -76,18 +77,19 @@ VALUE = {
 
 
 def test_classes_of_megatron_need_no_registration(imported, tmp_path):
-    assert decode(encode(VALUE)) == VALUE
+    distckpt.save({"value": VALUE}, tmp_path / "c")
+    assert distckpt.load({}, tmp_path / "c") == {"value": VALUE}
     # Protocol 2 of pickles, which torch uses, names nested classes through a function.
     saved = {name: value for name, value in VALUE.items() if name != "inner"}
     torch.save(saved, tmp_path / "saved")
     assert read_object((tmp_path / "saved").read_bytes()) == saved
 
 
-def test_a_class_that_needs_functions_is_refused(imported):
+def test_a_class_that_needs_functions_is_refused(imported, tmp_path):
     with pytest.raises(
         UnsupportedObjectError, match=r"Plain.*register_object_type\(Plain, to_state"
     ):
-        encode({"a": Plain()})
+        distckpt.save({"a": Plain()}, tmp_path / "c")
 
 
 def load_without_the_module(rank, path):
@@ -104,10 +106,15 @@ def test_nothing_is_imported_to_load(imported, tmp_path):
     assert f"{MODULE}.Config" in error
 
 
-def test_names_of_other_things_are_not_looked_up(imported):
+def test_names_of_other_things_are_not_looked_up(imported, tmp_path):
     imported.call = lambda *_: pytest.fail("called")
+    shard = distckpt.ShardedObject("o", Mode.FAST, (1,), (0,))
+    distckpt.save({"o": shard}, tmp_path / "c")
+    stored = load_file(tmp_path / "c/objects/rank-00001.safetensors")
+    blob = stored["o/shard_0_1"].tobytes()
+    with_object(tmp_path / "c", blob.replace(b"settings.Mode", b"settings.call"))
     with pytest.raises(UnsupportedObjectError, match=f"{MODULE}.call"):
-        decode(encode(Mode.FAST).replace(b"settings.Mode", b"settings.call"))
+        distckpt.load({"o": shard.without_data()}, tmp_path / "c")
 
 
 def export_without_the_classes(rank, folder):

@@ -18,7 +18,6 @@ from distckpt import (
     CorruptCheckpointError,
     ShardedObject,
 )
-from distckpt._checkpoint import opening
 from distckpt.cli import main
 from distckpt.readers import OBJECT, Reader, Region, StoredPiece, build_manifest, register_reader
 from tests.support.toy_format import BIAS, SAMPLER, WEIGHT, ToyReader, sampler_shard, write_toy
@@ -110,16 +109,18 @@ def test_pieces_must_make_up_tensors(toy, pieces, message):
 
 class WithoutObjects(ToyReader):
     name = "without"
+    is_used = False
     load_objects = Reader.load_objects
+
+    def detect(self, location, marker):
+        return self.is_used and super().detect(location, marker)
 
 
 def test_objects_that_nobody_loads_are_named(toy, monkeypatch):
     register_reader(WithoutObjects())
-    try:
-        with pytest.raises(CheckpointingException, match="WithoutObjects describes objects"):
-            distckpt.load({"sampler": sampler_shard()}, toy)
-    finally:
-        del opening.REGISTERED["without"]
+    monkeypatch.setattr(WithoutObjects, "is_used", True)
+    with pytest.raises(CheckpointingException, match="WithoutObjects describes objects"):
+        distckpt.load({"sampler": sampler_shard()}, toy)
 
 
 def test_what_no_reader_detects_is_no_checkpoint(tmp_path):
@@ -252,16 +253,16 @@ def test_offsets_may_be_numbers_of_numpy(toy):
 
 class Greedy(ToyReader):
     name = "greedy"
+    is_used = False
 
     def detect(self, location, marker):
-        return True
+        return self.is_used
 
 
 @pytest.fixture
-def greedy():
+def greedy(monkeypatch):
     register_reader(Greedy())
-    yield
-    del opening.REGISTERED["greedy"]
+    monkeypatch.setattr(Greedy, "is_used", True)
 
 
 def test_a_save_leaves_what_a_reader_reads_as_it_is(toy):

@@ -21,13 +21,12 @@ import torch.distributed.checkpoint
 
 import distckpt
 from distckpt import CheckpointNotFoundError, ShardedObject, ShardedTensor
-from distckpt._compute.formats import FORMATS
-from distckpt.cli import _arguments as arguments
 from distckpt.cli import main
-from distckpt.cli._argument_types import parse_size
 from distckpt.cli._output import Output, table_lines
 from tests.support.cli_command import ROOT, call, call_error, call_json, call_usage_error
+from tests.support.command_line import parser_of
 from tests.support.disk import flip
+from tests.support.quantized_models import WRITTEN_FORMATS
 
 BIG = torch.arange(3 << 18, dtype=torch.float32).view(768, 1024)  # three checksum blocks
 GRID = np.arange(60, dtype=np.float32).reshape(6, 10)
@@ -142,8 +141,12 @@ def test_help_and_usage(capsys):
     assert "'0' is not a positive integer" in call_usage_error(capsys, "verify", "x", "--jobs", "0")
 
 
-def test_the_formats_that_can_be_written_are_offered():
-    assert tuple(FORMATS) == arguments.FORMATS
+def test_the_formats_that_can_be_written_are_offered(checkpoint, tmp_path, capsys):
+    with pytest.raises(ValueError, match="quantize must be") as caught:
+        distckpt.consolidate(checkpoint, tmp_path / "out", quantize="x")
+    assert re.findall(r"'([\w-]+)'", str(caught.value)) == [*WRITTEN_FORMATS, "x"]
+    said = call_usage_error(capsys, "consolidate", checkpoint, tmp_path / "out", "--quantize", "x")
+    assert f"'x' is no format: choose from {', '.join(WRITTEN_FORMATS)};" in said
 
 
 def test_narrow_terminals_leave_columns_out():
@@ -459,7 +462,8 @@ def test_export_is_another_name_and_sizes_have_units(checkpoint, tmp_path, capsy
 
 @pytest.mark.parametrize("text", ["40kB", "40KB", "40k", "40000"])
 def test_sizes_are_read_as_they_are_printed(text):
-    assert parse_size(text) == 40_000
+    words = ["saved", "out", "--max-file-bytes", text]
+    assert parser_of("export").parse_args(words).max_file_bytes == 40_000
 
 
 def test_export_says_that_it_leaves_out_the_optimizer(tmp_path, capsys):

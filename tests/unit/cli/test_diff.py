@@ -13,8 +13,6 @@ import torch
 
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
-from distckpt._io import block_stats
-from distckpt._operations import windows
 from tests.support.cli_command import (
     call,
     call_error,
@@ -22,6 +20,7 @@ from tests.support.cli_command import (
     call_usage_error,
     interrupt_at_first_progress,
 )
+from tests.support.large_states import look_in_windows
 
 
 def tensors():
@@ -71,7 +70,7 @@ def test_the_same_under_other_layouts(tmp_path, capsys):
 
 @pytest.mark.parametrize("window", [1 << 22, 7, 50])
 def test_values_that_differ_are_counted_and_placed(tmp_path, capsys, monkeypatch, window):
-    monkeypatch.setattr(windows, "WINDOW_ELEMENTS", window)
+    look_in_windows(monkeypatch, window)
     changed = tensors()
     changed["model.up"][17, 5:9] += torch.tensor([0.5, -3.0, 0.25, 1.0])
     changed["model.up"][30, 2] = 9.0
@@ -156,8 +155,7 @@ def test_special_numbers_and_tolerances(tmp_path, capsys):
 
 @pytest.mark.parametrize("block", [1 << 18, 100])
 def test_norms_of_every_dtype_are_those_of_numpy(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(windows, "WINDOW_ELEMENTS", 250)
-    monkeypatch.setattr(block_stats, "BLOCK_ELEMENTS", block)
+    look_in_windows(monkeypatch, 250, block)
     dtypes = [
         torch.float8_e4m3fn,
         torch.bfloat16,

@@ -10,8 +10,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointManager, SaveOptions
-from distckpt._base.options import sealed
-from tests.support.cli_command import call, call_error
+from tests.support.cli_command import call, call_error, journal_line
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -99,7 +98,7 @@ def test_arguments_without_a_page_are_refused(words, needed, capsys):
 def event(verb, phase, rank, start, seconds, **more):
     fields = {"verb": verb, "phase": phase, "rank": rank, "checkpoint": f"run/{HOSTILE}"}
     times = {"start": float(start), "seconds": seconds}
-    return sealed({**fields, **times, "thread": "MainThread", **more})
+    return journal_line({**fields, **times, "thread": "MainThread", **more})
 
 
 def test_calls_have_a_row_for_each_rank(tmp_path, capsys):

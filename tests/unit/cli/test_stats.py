@@ -10,12 +10,8 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._checkpoint.opening import open_checkpoint
-from distckpt._io import block_stats
-from distckpt._operations import windows
-from distckpt._ranks.collectives import Ranks
-from distckpt._tools import stats
 from tests.support.cli_command import call, call_error, call_json
+from tests.support.large_states import look_in_windows
 
 GENERATOR = torch.Generator().manual_seed(5)
 VALUES = {
@@ -52,8 +48,7 @@ def checkpoint(tmp_path):
 
 @pytest.mark.parametrize(("window", "block"), [(1 << 22, 1 << 18), (1024, 1024), (4096, 100)])
 def test_statistics_are_those_of_numpy(checkpoint, capsys, monkeypatch, window, block):
-    monkeypatch.setattr(windows, "WINDOW_ELEMENTS", window)
-    monkeypatch.setattr(block_stats, "BLOCK_ELEMENTS", block)
+    look_in_windows(monkeypatch, window, block)
     found = {
         item["key"]: item for item in call_json(capsys, "stats", checkpoint, code=1)["tensors"]
     }
@@ -105,10 +100,9 @@ def test_a_checkpoint_without_tensors(tmp_path, capsys):
     )
 
 
-def test_numbers_beyond_the_squares_of_float32(checkpoint):
-    opened = open_checkpoint(Ranks.alone(), str(checkpoint))
-    stored = stats.compute_stats(opened, ["tiny", "huge"])
-    norms = {item.key: item.norm for item in stored}
+def test_numbers_beyond_the_squares_of_float32(checkpoint, capsys):
+    found = call_json(capsys, "stats", checkpoint, "--keys", "tiny", "--keys", "huge")
+    norms = {item["key"]: item["norm"] for item in found["tensors"]}
     assert norms == pytest.approx({"tiny": math.sqrt(6) * 1e-25, "huge": math.sqrt(6) * 1e25})
 
 

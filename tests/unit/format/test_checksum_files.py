@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 import distckpt
 from distckpt import CheckpointingException, CorruptCheckpointError, ShardedObject, ShardedTensor
-from distckpt._format import manifest, planned_manifest
 from distckpt.cli import main
 from distckpt.megatron.serialization import remove_sharded_tensors
 from tests.support.disk import flip
 from tests.support.forged_files import forge_files
+from tests.support.manifests import set_limits
 
 GENERATOR = torch.Generator().manual_seed(5)
 TENSORS = {
@@ -29,8 +29,7 @@ TENSORS = {
 
 @pytest.fixture(autouse=True)
 def as_large(monkeypatch):
-    monkeypatch.setattr(manifest, "MAX_BLOCKS", 0)
-    monkeypatch.setattr(planned_manifest, "PART_ROWS", 1)
+    set_limits(monkeypatch)
 
 
 def state_of(tensors):
@@ -175,7 +174,7 @@ def test_it_is_exported_merged_compared_and_shown(path, tmp_path, capsys):
 
 
 def test_a_checkpoint_too_large_for_readers_is_refused_before_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "MAX_TABLE_BYTES", 50)
+    set_limits(monkeypatch, max_table_bytes=50)
     with pytest.raises(CheckpointingException, match="readers accept 50"):
         distckpt.save(state_of(TENSORS), tmp_path / "c")
     assert not (tmp_path / "c").exists()

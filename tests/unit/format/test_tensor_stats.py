@@ -8,16 +8,16 @@ import torch
 
 import distckpt
 from distckpt import CorruptCheckpointError, ShardedTensor
-from distckpt._format.columns import pack, unpack
-from distckpt._format.manifest_reading import manifest_from_bytes
+from tests.support.cli_command import call_json
+from tests.support.forged_files import forge
 
 
 @pytest.fixture
-def columns(tmp_path):
+def path(tmp_path):
     distckpt.save(
         {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, tmp_path / "c", stats=True
     )
-    return unpack((tmp_path / "c" / "manifest.safetensors").read_bytes())
+    return tmp_path / "c"
 
 
 DAMAGE = {
@@ -34,17 +34,20 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_columns_that_do_not_fit_are_damage(columns, damage):
-    fields, found = columns
-    assert "stats_values" in manifest_from_bytes(pack(fields, found), "m").figures
-    DAMAGE[damage](found)
-    with pytest.raises(CorruptCheckpointError):
-        manifest_from_bytes(pack(fields, found), "m")
+def test_columns_that_do_not_fit_are_damage(path, damage, capsys):
+    forge(path, lambda fields, columns: None)
+    assert call_json(capsys, "stats", path)["from_save"]
+    forge(path, lambda fields, columns: DAMAGE[damage](columns))
+    with pytest.raises(CorruptCheckpointError, match="stats"):
+        distckpt.open(path)
 
 
-def test_programs_that_do_not_know_them_read_the_rest(columns):
-    fields, found = columns
-    without = {name: column for name, column in found.items() if not name.startswith("stats")}
-    manifest = manifest_from_bytes(pack(fields, without), "m")
-    assert not manifest.figures
-    assert "w" in manifest.keys
+def remove_stats(fields, columns):
+    for name in ("stats_values", "stats_counts"):
+        del columns[name]
+
+
+def test_programs_that_do_not_know_them_read_the_rest(path, capsys):
+    forge(path, remove_stats)
+    assert not call_json(capsys, "stats", path)["from_save"]
+    assert distckpt.open(path).read("w").tolist() == [1, 1, 1]

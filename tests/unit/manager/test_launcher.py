@@ -8,7 +8,6 @@ import pytest
 
 from distckpt import PreemptionGuard
 from distckpt.manager import _preemption as launcher
-from distckpt.manager._preemption import judge
 
 ON_A_CLUSTER = {"TORCHELASTIC_RUN_ID": "1", "SLURM_JOB_ID": "7", "RANK": "0"}
 PLAIN = ["python", "/bin/torchrun", "--nnodes", "2", "train.py"]
@@ -29,12 +28,14 @@ PLAIN = ["python", "/bin/torchrun", "--nnodes", "2", "train.py"]
     ],
 )
 def test_torchrun_is_told_how_long_a_save_may_take(environment, command, is_warned):
-    assert ("Start it with --shutdown-timeout" in judge(environment, command, True)) == is_warned
+    assert (
+        "Start it with --shutdown-timeout" in launcher.judge(environment, command, True)
+    ) == is_warned
 
 
 def test_an_older_torchrun_cannot_be_told():
     set_in_vain = {**ON_A_CLUSTER, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
-    assert "let the scheduler start the ranks (srun)" in judge(set_in_vain, PLAIN, False)
+    assert "let the scheduler start the ranks (srun)" in launcher.judge(set_in_vain, PLAIN, False)
 
 
 def test_rank_0_warns_when_the_guard_begins(monkeypatch, caplog):

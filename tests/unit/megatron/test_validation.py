@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import distckpt
 from distckpt import InvalidShardingError, ShardedObject, ShardedTensor
-from distckpt._geometry.region import Region
 from distckpt._state.shards import merge_tables, shard_table
 from distckpt._state.validation import validate_shards
 from distckpt.megatron.core import (
@@ -33,6 +32,7 @@ from distckpt.megatron.validation import (
     verify_checkpoint,
 )
 from distckpt.modules import make_sharded_tensors_for_checkpoint, sharded_state_dict
+from distckpt.readers import Region
 from tests.support.reference import megatron_or_skip
 
 

@@ -18,11 +18,10 @@ from safetensors.torch import load_file
 
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointingException, ShardedObject, ShardedTensor
-from distckpt._base import memory as base_memory
 from distckpt.strategies.base import SaveShardedStrategy
 from tests.support.disk import tree_of
 from tests.support.reference import skip_where_safetensors_lacks
-from tests.support.slow_device import SlowDevice
+from tests.support.slow_device import SlowDevice, put_tensors_on
 from tests.support.states import bits, whole
 
 pytestmark = pytest.mark.usefixtures("no_saves_left")
@@ -348,7 +347,7 @@ def test_tensors_on_a_device_are_copied_into_pinned_memory(tmp_path, gate, monke
     big, column = torch.arange(3_000_000.0), torch.arange(200.0).view(20, 10)
     expected = {"big": big.clone(), "column": column[:, 3].clone(), "scalar": torch.tensor(3.5)}
     with monkeypatch.context() as patch:
-        patch.setattr(base_memory, "layer_of", lambda tensor: device)
+        put_tensors_on(device, patch)
         state = {"big": whole("big", big), "column": whole("column", column[:, 3])}
         handle = distckpt.async_save(
             {**state, "scalar": whole("scalar", torch.tensor(3.5))}, tmp_path / "c"
@@ -442,13 +441,13 @@ def test_page_locked_memory_is_reserved_or_else_taken_by_the_save(tmp_path, monk
     tensor = torch.arange(3_000_000.0)
     expected = tensor.clone()
     with monkeypatch.context() as patch:
-        patch.setattr(base_memory, "layer_of", lambda tensor: device)
+        put_tensors_on(device, patch)
         patch.setattr(device, "pinned_memory", lambda num_bytes: 1 / 0)
         refused = distckpt.reserve_staging_memory({"t": whole("t", tensor)})
         assert isinstance(refused.exception(PATIENCE), ZeroDivisionError)
         assert "memory for background saves cannot be reserved: ZeroDivisionError" in caplog.text
         patch.undo()
-        patch.setattr(base_memory, "layer_of", lambda tensor: device)
+        put_tensors_on(device, patch)
         assert (
             distckpt.reserve_staging_memory({"t": whole("t", tensor)}).result(PATIENCE)
             == tensor.nbytes
@@ -474,7 +473,7 @@ def test_page_locked_memory_is_in_blocks_that_torch_need_not_round_up_much(tmp_p
     }
     expected = {key: tensor.clone().contiguous() for key, tensor in tensors.items()}
     with monkeypatch.context() as patch:
-        patch.setattr(base_memory, "layer_of", lambda tensor: device)
+        put_tensors_on(device, patch)
         handle = distckpt.async_save(
             {key: whole(key, tensor) for key, tensor in tensors.items()}, tmp_path / "c"
         )
@@ -503,7 +502,7 @@ def test_copies_of_some_tensors_are_written_in_other_units_than_they_were_made_i
     with monkeypatch.context() as patch:
         if is_on_device:
             device = SlowDevice()
-            patch.setattr(base_memory, "layer_of", lambda tensor: device)
+            put_tensors_on(device, patch)
         state = {key: whole(key, tensor) for key, tensor in tensors.items()}
         handle = distckpt.async_save(state, tmp_path / "c", max_inflight_bytes=80 << 20)
         assert handle.staged.wait(PATIENCE)
@@ -519,7 +518,7 @@ def test_memory_of_a_save_from_the_host_is_not_used_for_tensors_on_a_device(tmp_
     distckpt.async_save({"t": whole("t", tensor)}, tmp_path / "c").result(PATIENCE)
     device = SlowDevice()
     with monkeypatch.context() as patch:
-        patch.setattr(base_memory, "layer_of", lambda tensor: device)
+        put_tensors_on(device, patch)
         distckpt.async_save({"t": whole("t", tensor)}, tmp_path / "d").result(PATIENCE)
     assert tensor.nbytes in [high - low for low, high, _ in device.pinned], (
         "beside the windows for writing objects"

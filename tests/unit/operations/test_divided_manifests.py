@@ -16,23 +16,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 from safetensors.numpy import load
 
 import distckpt
 from distckpt import CorruptCheckpointError, tasks
-from distckpt._format import manifest, planned_manifest, stored_checkpoint
-from distckpt._format.chunk_table import ChunkTable
-from distckpt._format.file_table import FileTable
+from distckpt._format import manifest, stored_checkpoint
 from distckpt._format.lazy_columns import LazyColumn, Segment
-from distckpt._format.manifest import Manifest
-from distckpt._format.safetensors_file import ShardFile
-from distckpt._operations import windows
 from distckpt.cli import main
-from distckpt.megatron.core import write_marker
 from tests.support.calls import recorded
 from tests.support.disk import flip
 from tests.support.hooked_store import hooked_reads
+from tests.support.large_states import look_in_windows
+from tests.support.manifests import set_limits, write_rows
 
 NUM_RANKS, NUM_TENSORS, ROW_BYTES = 16, 256, 8
 NUM_CHUNKS = NUM_RANKS * NUM_TENSORS
@@ -44,69 +39,20 @@ VALUES = np.random.default_rng(3).integers(0, 256, (NUM_TENSORS, NUM_RANKS, ROW_
 def small(monkeypatch):
     for module in (manifest, stored_checkpoint):
         monkeypatch.setattr(module, "CHUNKS_AT_ONCE", AT_ONCE)
-    monkeypatch.setattr(planned_manifest, "PART_ROWS", AT_ONCE)
+    set_limits(monkeypatch, part_rows=AT_ONCE)
     # What is compared at a time is as small as all of this.
-    monkeypatch.setattr(windows, "_BATCH_WINDOWS", 16)
-
-
-def write_checkpoint(path, has_parts=True, first_byte=None):
-    """Write what ranks save that have a row of each tensor; one chunk may begin elsewhere."""
-    for folder in ("tensors", "objects"):
-        (path / folder).mkdir(parents=True)
-    files = []
-    for rank in range(NUM_RANKS):
-        header, rows = bytes(64), VALUES[:, rank]
-        checksums = np.array([xxhash.xxh3_64_intdigest(row.tobytes()) for row in rows], "<u8")
-        contents = {
-            f"tensors/shard-{rank + 1:05d}-model-00001-of-00001.safetensors": header,
-            f"objects/rank-{rank + 1:05d}.checksums": checksums.tobytes(),
-        }
-        for (name, begin), rest in zip(contents.items(), (rows.tobytes(), b""), strict=True):
-            (path / name).write_bytes(begin + rest)
-            digest = xxhash.xxh3_64_intdigest(begin)
-            files.append(ShardFile(name, len(begin + rest), len(begin), digest))
-    ranks = np.tile(np.arange(NUM_RANKS), NUM_TENSORS)
-    tensors = np.repeat(np.arange(NUM_TENSORS), NUM_RANKS)
-    chunks = ChunkTable.empty()._replace(
-        files=files,
-        key_ids=tensors,
-        file_ids=2 * ranks,
-        first_bytes=64 + ROW_BYTES * tensors,
-        num_bytes=np.full(NUM_CHUNKS, ROW_BYTES),
-        offsets=np.stack([ranks, 0 * ranks], axis=1),
-        shapes=np.stack([1 + 0 * ranks, 0 * ranks + ROW_BYTES], axis=1),
-    )
-    if first_byte is not None:
-        chunks.first_bytes[NUM_CHUNKS // 2] = first_byte
-    of_keys = Manifest(
-        [f"layer.{i:03d}" for i in range(NUM_TENSORS)],
-        ["U8"] * NUM_TENSORS,
-        [(NUM_RANKS, ROW_BYTES)] * NUM_TENSORS,
-        ChunkTable.empty(),
-        {},
-    )
-    if has_parts:
-        chunks, parts = planned_manifest.with_parts(chunks, {})
-        assert len(parts) == NUM_CHUNKS // AT_ONCE
-        for name, content in parts.items():
-            (path / name).write_bytes(content)
-        chunks = chunks._replace(files=FileTable.of(chunks.files))
-    data = of_keys.replaced(chunks=chunks).to_bytes()
-    (path / "manifest.safetensors").write_bytes(data)
-    fields = manifest.marker_fields(data, version=4 if has_parts else 3)
-    write_marker(path, {"sharded_backend": "safetensors", "sharded_backend_version": 1, **fields})
-    return path
+    look_in_windows(monkeypatch, 16 * NUM_RANKS * ROW_BYTES)
 
 
 @pytest.fixture
 def divided(tmp_path):
-    return write_checkpoint(tmp_path / "divided")
+    return write_rows(tmp_path / "divided", VALUES)
 
 
 @pytest.fixture
 def undivided(tmp_path):
     """The same checkpoint with all chunks in one table."""
-    return write_checkpoint(tmp_path / "undivided", has_parts=False)
+    return write_rows(tmp_path / "undivided", VALUES, has_parts=False)
 
 
 def verify(path):
@@ -274,7 +220,7 @@ def test_a_damaged_part_is_refused_by_name(verb, divided):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_part_that_contradicts_the_files_is_refused(verb, tmp_path):
-    forged = write_checkpoint(tmp_path / "forged", first_byte=1 << 40)
+    forged = write_rows(tmp_path / "forged", VALUES, first_byte=1 << 40)
     assert "a chunk lies outside its file" in refusal(verb, forged)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
+from unittest import mock
+
 import pytest
 
-from distckpt.tasks._environment import part_of_environment
 from distckpt.tasks._work import Part, Piece, cut_files, share
+from tests.support.cli_command import call, call_error
+from tests.support.states import numbered, save_checkpoint
 
 ARRAY = {
     "SLURM_ARRAY_TASK_ID": "5",
@@ -16,7 +21,30 @@ ARRAY = {
 }
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
-JOINED = {"RANK": "2", "WORLD_SIZE": "6", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3"}
+JOINED_PODS = {
+    "JOB_COMPLETION_INDEX": "1",
+    "RANK": "2",
+    "WORLD_SIZE": "6",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "3",
+}
+
+
+refusal = partial(call_error, code=2)
+
+
+@pytest.fixture
+def verify(tmp_path, capsys):
+    """Return a function that verifies a part of a checkpoint, as the environment says."""
+    save_checkpoint(tmp_path / "c", {"w": numbered(4)})
+
+    def run(call, variables, count=None):
+        part = "auto" if count is None else f"auto/{count}"
+        options = ("--part", part, "--journal", tmp_path / "journal")
+        with mock.patch.dict(os.environ, variables, clear=True):
+            return call(capsys, "verify", tmp_path / "c", *options)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -31,15 +59,15 @@ JOINED = {"RANK": "2", "WORLD_SIZE": "6", "GROUP_RANK": "1", "GROUP_WORLD_SIZE":
         ({"JOB_COMPLETION_INDEX": "2"}, 16, "2/16"),
         ({"JOB_COMPLETION_INDEX": "2", **TORCHRUN}, 16, "5/32"),
         # torchrun has joined the pods, and its ranks count all of them.
-        ({"JOB_COMPLETION_INDEX": "1", **JOINED}, None, "2/6"),
-        ({"JOB_COMPLETION_INDEX": "1", **JOINED, "GROUP_WORLD_SIZE": "1"}, 16, "8/96"),
+        (JOINED_PODS, None, "2/6"),
+        ({**JOINED_PODS, "GROUP_WORLD_SIZE": "1"}, 16, "8/96"),
         ({"AWS_BATCH_JOB_ARRAY_INDEX": "1", "AWS_BATCH_JOB_ARRAY_SIZE": "3"}, None, "1/3"),
         # Of a batch script that has not called srun: it runs once.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", **ARRAY}, None, "2/5"),
     ],
 )
-def test_part(variables, count, expected):
-    assert str(part_of_environment(variables, count)) == expected
+def test_part(variables, count, expected, verify):
+    assert f"part {expected}" in verify(call, variables, count)
 
 
 @pytest.mark.parametrize(
@@ -53,20 +81,25 @@ def test_part(variables, count, expected):
         ({"RANK": "2", "WORLD_SIZE": "2"}, "There is no part 2/2"),
     ],
 )
-def test_what_the_environment_does_not_say(variables, text):
-    with pytest.raises(ValueError, match=text):
-        part_of_environment(variables)
+def test_what_the_environment_does_not_say(variables, text, verify):
+    assert text in verify(refusal, variables)
 
 
-def test_another_count_than_the_environment_says():
-    with pytest.raises(ValueError, match="auto/16: the environment says that there are 5"):
-        part_of_environment(ARRAY, 16)
-    with pytest.raises(ValueError, match="auto/16: the environment says that there are 2"):
-        part_of_environment(TORCHRUN, 16)
-    with pytest.raises(ValueError, match="auto/3: the environment says that there are 6"):
-        part_of_environment({"JOB_COMPLETION_INDEX": "1", **JOINED}, 3)
-    with pytest.raises(ValueError, match="There is no part 12/8"):
-        part_of_environment({"JOB_COMPLETION_INDEX": "12"}, 8)
+@pytest.mark.parametrize(
+    ("variables", "count", "text"),
+    [
+        (ARRAY, 16, "auto/16: the environment says that there are 5"),
+        (TORCHRUN, 16, "auto/16: the environment says that there are 2"),
+        (
+            JOINED_PODS,
+            3,
+            "auto/3: the environment says that there are 6",
+        ),
+        ({"JOB_COMPLETION_INDEX": "12"}, 8, "There is no part 12/8"),
+    ],
+)
+def test_another_count_than_the_environment_says(variables, count, text, verify):
+    assert text in verify(refusal, variables, count)
 
 
 def test_every_piece_has_one_part():

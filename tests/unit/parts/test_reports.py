@@ -6,16 +6,15 @@ import dataclasses
 import shutil
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 
 import distckpt
 from distckpt import CheckpointingException, ShardedTensor, tasks
-from distckpt._io import write
 from distckpt.tasks import _work as work
 from tests.support.calls import recorded
 from tests.support.cli_command import call_json
+from tests.support.disk import flip_in_memory
 from tests.support.states import numbered, save_checkpoint, shard_files
 
 
@@ -72,17 +71,10 @@ def test_verify_fast_and_what_cannot_be_opened(folder, tmp_path):
 @pytest.mark.parametrize("spoiled", ["nothing", "in memory", "on disk"])
 def test_verify_compares_stored_fingerprints(spoiled, tmp_path, monkeypatch):
     """A bit changes between memory and checksum, or afterwards as well."""
-    correct = write._bytes_of
-
-    def fill(*args):
-        buffers = [np.array(buffer) for buffer in correct(*args)]
-        buffers[0].reshape(-1)[3] ^= 4
-        return buffers
-
     values = {"w": numbered(6000, 3100), "v": numbered(7), "empty": torch.zeros(0)}
     state = {key: ShardedTensor.from_rank_offsets(key, each) for key, each in values.items()}
     if spoiled != "nothing":
-        monkeypatch.setattr(write, "_bytes_of", fill)
+        flip_in_memory(monkeypatch)
     distckpt.save(state, tmp_path / "a", fingerprint=True)
     if spoiled == "on disk":
         (file,) = shard_files(tmp_path / "a")

@@ -9,17 +9,17 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 
 import distckpt
 from distckpt import CorruptCheckpointError, LoadMismatchError, ShardedTensor
-from distckpt._format import manifest, planned_manifest
 from distckpt._format.lazy_columns import LazyColumn
-from distckpt._storage import locations
 from distckpt.rules import Split, Transpose
 from tests.support.hf_folders import INDEX, same_bytes, write_indexed
+from tests.support.manifests import set_limits
 from tests.support.quantized_models import (
     E2M1,
     MODELS,
@@ -211,7 +211,7 @@ def test_a_store_is_read_by_slices(model, memory):
                 if "quantization" in model.config and file.suffix == ".json"
                 else file.name
             )
-            locations.write_bytes(f"{memory}model/{name}", file.read_bytes())
+            fsspec.filesystem("memory").pipe(f"{memory}model/{name}", file.read_bytes())
     check_slices(model, f"{memory}model", 10)
 
 
@@ -520,13 +520,12 @@ def test_every_number_of_mxfp4_with_every_scale(tmp_path):
     assert torch.equal(found[:, :255, :16], expected[:, :255, :16])
 
 
-@pytest.mark.parametrize("max_blocks", [0, manifest.MAX_BLOCKS])
+@pytest.mark.parametrize("max_blocks", [0, 1 << 16])
 def test_values_of_a_checkpoint_whose_manifest_has_parts(
     model, folder, max_blocks, tmp_path, monkeypatch
 ):
     """The view with values computes no column of the whole table."""
-    monkeypatch.setattr(manifest, "MAX_BLOCKS", max_blocks)
-    monkeypatch.setattr(planned_manifest, "PART_ROWS", 1)
+    set_limits(monkeypatch, max_blocks)
     distckpt.reshard(folder, tmp_path / "checkpoint", num_ranks=3)
     assert any((tmp_path / "checkpoint" / "objects").glob("chunks-*"))
     monkeypatch.delattr(LazyColumn, "whole")

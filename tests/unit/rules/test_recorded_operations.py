@@ -9,8 +9,7 @@ import torch
 
 import distckpt
 from distckpt.families._transformers_names import _Recorder
-from distckpt.rules import Assemble, TensorSpec
-from distckpt.rules._mapped import identity
+from distckpt.rules import Assemble, TensorSpec, apply_rules
 from tests.support.hf_folders import read_export
 from tests.support.states import save_checkpoint
 
@@ -37,7 +36,8 @@ OPERATIONS = {
 def test_recorded_operations_are_those_of_torch(tmp_path, change):
     values = torch.arange(72.0).reshape(SHAPE)
     source = save_checkpoint(tmp_path / "c", {"w": values})
-    recorded = change(_Recorder.make(identity("w", TensorSpec(SHAPE, "F32"))))
+    as_stored = apply_rules([], {"w": TensorSpec(SHAPE, "F32")})["w"]
+    recorded = change(_Recorder.make(as_stored))
     distckpt.consolidate(
         source, tmp_path / "out", rules=[Assemble({"out": recorded.mapped}, {"w": SHAPE})]
     )

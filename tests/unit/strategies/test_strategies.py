@@ -8,7 +8,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointingException, LoadOptions, SaveOptions, ShardedObject, ShardedTensor
-from distckpt._format.marker import read_marker, write_marker
+from distckpt.megatron.core import read_marker, write_marker
 from distckpt.strategies.base import (
     StrategyAction,
     get_default_strategy,
