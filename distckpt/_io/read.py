@@ -56,6 +56,8 @@ PIECE_BYTES = 512 << 10
 """Bytes that one call reads from a local file: few enough to be in cache still when their checksums
 are computed. A unit has several pieces, since the overhead of a unit would slow them down.
 """
+_FEW_FILES = 2
+"""Files that one thread reads if they have a piece to read: tensors and objects of one rank."""
 FETCH_PITCH_BYTES = 64 << 10
 """Read runs closer than this with the gaps: one by one is slower."""
 MAX_GAP_BYTES = 256 << 10
@@ -117,7 +119,8 @@ def _read_table(table: PartTable, num_threads: int, progress: Callable[[int], No
         if not reading.is_local:
             run_threads(reading.fetch, reading.near_units(), num_threads)
             return
-        if sum(part.stop - part.start for part in table.parts) <= PIECE_BYTES:
+        num_bytes = sum(part.stop - part.start for part in table.parts)
+        if num_bytes <= PIECE_BYTES and len(reading.paths) <= _FEW_FILES:
             # Starting other threads takes longer than this.
             num_threads = 1
         # A disk is fastest where each of a few threads reads on and on.
@@ -167,7 +170,7 @@ class _Reading:
         self.files = files
         self.table = table
         self._progress = progress
-        self._paths = {file: stored.path_of_file(file) for file in {*table.files.tolist()}}
+        self.paths = {file: stored.path_of_file(file) for file in {*table.files.tolist()}}
         if self.verifies:
             ranges = [(part.chunk, part.start, part.stop) for part in table.parts]
             self._expected, self._first_expected = checksums_of_ranges(stored, table.files, ranges)
@@ -226,7 +229,7 @@ class _Reading:
             self._count(unit)
             return
         content = content_for(self.table, unit)
-        with self.open(self._paths[self.file_of(unit)]) as fd:
+        with self.open(self.paths[self.file_of(unit)]) as fd:
             self._verify(unit, self._read_pieces(unit, content.buffers, fd))
         self._finish(unit, content)
 
@@ -238,7 +241,7 @@ class _Reading:
         """Read units from an object store with one request; finish them."""
         position = self._position(units[0])
         stop = max(self._position(unit) + sum(span.num_bytes for span in unit) for unit in units)
-        path = self._paths[self.file_of(units[0])]
+        path = self.paths[self.file_of(units[0])]
         data = _fetch(self.stored, path, position, stop - position)
         for unit in units:
             content = content_for(self.table, unit)
