@@ -11,7 +11,8 @@ import torch
 from measure import peak_memory_bytes
 
 from distckpt._format.chunk_table import ChunkTable
-from distckpt._format.manifest import Manifest, ShardFile
+from distckpt._format.manifest import Manifest
+from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import Region
 from distckpt._plan.load import Copy
 from distckpt._plan.share import ReadCosts, SharePlan, Units, describe_units

@@ -28,7 +28,7 @@ _CHECKSUMS = "file_checksums"
 _INTEGERS = (np.uint8, np.uint16, np.uint32, np.int64)
 _MAX_DIGITS = 18
 """Maximum digits of a number that fits into int64."""
-_NUMBER = re.compile("[0-9]+")
+_NUMBER = re.compile("([0-9]+)")
 _BESIDE_NUMBER = re.compile("[0-9]\0|\0[0-9]|\0\0")
 _BLOCK_FILES = 1 << 12
 """Files that are decoded together when all are."""
@@ -261,16 +261,26 @@ def _patterns_of(names: Sequence[str]) -> Iterator[tuple[NamePattern, IntArray, 
 
     There is a row for each number of a name.
     """
-    ids_by_form: dict[str, list[int]] = {}
-    for index, name in enumerate(names):
-        ids_by_form.setdefault(_NUMBER.sub("0", name), []).append(index)
-    for form, ids in ids_by_form.items():
-        columns = list(zip(*(_NUMBER.findall(names[index]) for index in ids), strict=True))
+    # All names at once, which takes half the time.
+    pieces = _NUMBER.split("\0".join(names))
+    texts = pieces[::2]
+    digits = pieces[1::2]
+    forms = "0".join(texts).split("\0")[: len(names)]
+    kinds = {form: kind for kind, form in enumerate(dict.fromkeys(forms))}
+    kind_of = np.array([kinds[form] for form in forms], np.int64)
+    counts = np.array([form.count("0") for form in kinds], np.int64)[kind_of]
+    firsts = np.cumsum(counts) - counts
+    for form, kind in kinds.items():
+        ids = np.flatnonzero(kind_of == kind)
+        between = form.split("0")
+        columns = []
+        for place in range(len(between) - 1):
+            columns.append([digits[index] for index in (firsts[ids] + place).tolist()])
         if all(map(_are_numbers, columns)):
-            yield _pattern_of(form.split("0"), columns, np.array(ids))
+            yield _pattern_of(between, columns, ids)
         else:
             # As the names of files of several saves may be.
-            for index in ids:
+            for index in ids.tolist():
                 pattern = NamePattern((names[index],), ())
                 yield pattern, np.array([index]), np.zeros((0, 1), np.int64)
 
