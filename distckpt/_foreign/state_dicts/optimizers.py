@@ -18,6 +18,11 @@ from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import HOLE, at, dotted, leaves
 from distckpt._checkpoint.model_keys import names_of_values, parameter_groups
 from distckpt._checkpoint.stored_values import load_common_state, read_tensors
+from distckpt._foreign.state_dicts.values import (
+    joined_value,
+    nested_by_name,
+    unknown_keys_error,
+)
 from distckpt._format.foreign_formats import TORCH_DIST
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._models.optimizer.read import ParamState
@@ -299,7 +304,7 @@ def _rest_of(
     tensors = _read(stored, keys)
     names = {key.removeprefix(optimizer.beginning): tensors[key] for key in keys}
     what = f"optimizer at {dotted(optimizer.path)!r}"
-    return _joined_value(rest, _nested_by_name(names), what), keys
+    return joined_value(rest, nested_by_name(names), what), keys
 
 
 def _keys_of_rest(
@@ -321,9 +326,9 @@ def _groups(
     start = f"{optimizer.beginning}param_groups."
     options = {key.removeprefix(start): v for key, v in scalars.items() if key.startswith(start)}
     if _has_groups(tree):
-        nested = _nested_by_name(options)
+        nested = nested_by_name(options)
         return [
-            _joined_value(group, nested.get(str(number), {}), "param_groups")
+            joined_value(group, nested.get(str(number), {}), "param_groups")
             for number, group in enumerate(tree["param_groups"])
         ]
     flat = {key.removeprefix("param_groups."): value for key, value in tree.items()}
@@ -365,12 +370,12 @@ def _state_of(
             own[state] = scalars[there]
         else:
             tensors[state] = _ELSEWHERE
-    nested = _nested_by_name({state: HOLE for state in tensors})
+    nested = nested_by_name({state: HOLE for state in tensors})
     for name, parts in nested.items():
         if name.isdecimal():
-            raise _unknown_keys_error(f"state of {key!r}")
+            raise unknown_keys_error(f"state of {key!r}")
         if isinstance(parts, dict):
-            values[name] = _joined_value(values.get(name), parts, f"{name!r} of {key!r}")
+            values[name] = joined_value(values.get(name), parts, f"{name!r} of {key!r}")
     return ParamState(key, tensors, values, own, has_state=bool(keys or values))
 
 
@@ -388,7 +393,7 @@ def _values_of_states(tree: Any, params: Container[Any]) -> dict[Any, dict[str, 
             flat.setdefault(name, {})[state] = value
     values: dict[Any, dict[str, Any]] = {}
     for name, states in flat.items():
-        values[name] = _nested_by_name(states)
+        values[name] = nested_by_name(states)
     for name, states in _states_in(tree).items():
         # torch turns the keys of dicts into text.
         own = int(name) if name not in params and str(name).isdecimal() else name
@@ -453,67 +458,3 @@ def _shape_of(stored: StoredCheckpoint, key: str) -> tuple[int, ...] | None:
 
 
 # --- Lists and dicts with tensors -----------------------------------------------------------------
-
-
-def _nested_by_name(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by name as nested dicts, one per name part.
-
-    Raises:
-        LoadMismatchError: a name is the beginning of another one.
-    """
-    nested: dict[str, Any] = {}
-    # Shorter names come before names that begin with them.
-    for name in sorted(values):
-        *outer, last = name.split(".")
-        node = nested
-        for part in outer:
-            node = node.setdefault(part, {})
-            if not isinstance(node, dict):
-                raise _unknown_keys_error(f"entry {name!r}")
-        node[last] = values[name]
-    return nested
-
-
-def _joined_value(value: Any, parts: Mapping[str, Any], owner: str) -> Any:
-    """Return a list or dict with its separately stored tensors.
-
-    torch names the items of lists by their places, and the items of dicts by their keys as text.
-
-    Args:
-        value: the items that are no tensors; None without any.
-        parts: the tensors, see `_nested_by_name`.
-        owner: name of the value, for an error.
-
-    Raises:
-        LoadMismatchError: it is a dict whose keys are no text.
-    """
-    items: dict[Any, Any] = {}
-    if isinstance(value, list):
-        items = dict(enumerate(value))
-    elif value:
-        items = dict(value)
-    keys = {str(key): key for key in items}
-    for name, inner in parts.items():
-        key = keys.get(name, _key_of(name))
-        if isinstance(inner, dict):
-            items[key] = _joined_value(items.get(key), inner, owner)
-        else:
-            items[key] = inner
-    if not isinstance(value, dict) and items.keys() == {*range(len(items))}:
-        return [items[place] for place in range(len(items))]
-    if int in map(type, items.keys() - keys.values()):
-        raise _unknown_keys_error(owner)
-    return items
-
-
-def _key_of(name: str) -> str | int:
-    return int(name) if name.isdecimal() else name
-
-
-def _unknown_keys_error(owner: str) -> LoadMismatchError:
-    """Return the error about a dict whose keys cannot be known."""
-    return LoadMismatchError(
-        f"The {owner} has tensors in a dict whose keys are no text, which their names do not tell. "
-        "Load the state dict itself, with `optimizer.state_dict()` in the place of the optimizer, "
-        "and give it to `optimizer.load_state_dict`."
-    )
