@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 INDEX_NAME = HUGGING_FACE.marker
 _VARIANT_INDEX = re.compile(r".+\.safetensors\.index\.([^.]+)\.json")
 _NUMBERED = re.compile(r"(.*-)\d+(-of-0*(\d+)\.safetensors)", re.ASCII)
+_MAX_ELEMENTS = 1 << 62
 _MAX_AXES = 8
 
 
@@ -369,21 +370,26 @@ def _pieces_of_file(file: str, header: Header, has_info: bool) -> list[StoredPie
         info = json.loads(header.metadata[safetensors_file.SHARDING_INFO])
         shapes = json.loads(header.metadata.get(safetensors_file.GLOBAL_SHAPES, "{}"))
     pieces = []
-    for name, dtype, shape, num_bytes, first_byte in header.entries:
+    for entry in header.entries:
+        name, dtype, shape, num_bytes, first_byte = entry
         region = whole(shape)
         global_shape: tuple[int, ...] | None = shape
         if has_info:
-            region = Region(_listed(name, info[name]["saved_offsets"]), shape)
-            global_shape = _listed(name, shapes[name]) if name in shapes else None
+            region = Region(_counts(entry, info[name]["saved_offsets"]), shape)
+            global_shape = _counts(entry, shapes[name]) if name in shapes else None
         pieces.append(StoredPiece(name, dtype, region, global_shape, file, first_byte, num_bytes))
     return pieces
 
 
-def _listed(name: str, values: Any) -> tuple[int, ...]:
-    """Return an offset or a shape, which is compared with others later."""
-    if type(values) is not list:
-        raise ValueError(f"{values!s:.99} of {name!r:.99} is not a list of numbers")
-    return tuple(values)
+def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
+    """Check and return an offset or a shape from untrusted metadata."""
+    is_fitting = type(values) is list and len(values) == len(entry.shape)
+    if is_fitting and all(type(number) is int and 0 <= number < _MAX_ELEMENTS for number in values):
+        return tuple(values)
+    raise ValueError(
+        f"offset or global shape {values!s:.99} of {entry.name!r:.99} do not fit its shape "
+        f"{entry.shape}"
+    )
 
 
 def _indexed(

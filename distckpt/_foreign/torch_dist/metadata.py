@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -195,10 +197,14 @@ def _tensor_entry(
     dtype: Any = state.get("dtype") if isinstance(state, dict) else state[0]
     _require(isinstance(dtype, torch.dtype), f"{key!r} has no dtype")
     shape = _counts(entry.get("size"))
+    _require(
+        math.prod(n + 1 for n in shape) < 2**62,
+        f"{key!r} has the shape {shape}, larger than any storage",
+    )
     # Ranks without elements of a tensor may have stored the same nothing.
     chunks = {}
     for chunk in entry.get("chunks"):
-        region = Region(_counts(chunk.get("offsets")), _counts(chunk.get("sizes")))
+        region = _region(key, chunk, shape)
         if (key, region.offset) not in stored:
             raise ValueError(f"nothing says where {region} of {key!r} lies")
         chunks[region] = stored[key, region.offset]
@@ -207,6 +213,17 @@ def _tensor_entry(
     if original is not None:
         original_shape = _counts(original)
     return TensorEntry(key, dtype, shape, list(chunks.items()), original_shape)
+
+
+def _region(key: str, chunk: Record, shape: tuple[int, ...]) -> Region:
+    """Return the region that a chunk of a tensor holds."""
+    region = Region(_counts(chunk.get("offsets")), _counts(chunk.get("sizes")))
+    if not len(region.offset) == len(region.shape) == len(shape):
+        raise ValueError(f"a chunk of {key!r} has other axes")
+    ends = map(operator.add, region.offset, region.shape)
+    if not all(map(operator.le, ends, shape)):
+        raise ValueError(f"{region} of {key!r} lies outside its global shape {shape}")
+    return region
 
 
 def _paths(planner_data: Any, max_chars: int) -> dict[str, _Path]:

@@ -397,6 +397,8 @@ DAMAGES = {
     "offsets huge": with_offsets([2**70, 0]),
     "offsets infinite": with_offsets([math.inf, 0]),
     "offsets fractions": with_offsets([4.5, 0]),
+    "offsets not whole numbers": with_offsets([4.0, 0]),
+    "offsets true or false": with_offsets([4, False]),
     "a dangling link": lambda path: (path.unlink(), path.symlink_to("nowhere")),
 }
 
