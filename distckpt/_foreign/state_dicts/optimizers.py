@@ -272,13 +272,9 @@ def _divided(name: str, params: Container[Any]) -> tuple[str, str]:
     return name, ""
 
 
-def _is_scalar(stored: StoredCheckpoint, key: str) -> bool:
-    return not stored.global_shape(key)
-
-
 def _scalars_of(stored: StoredCheckpoint, optimizer: OptimizerNames) -> dict[str, torch.Tensor]:
     """Read the tensors of options, and those without axes of states, by key."""
-    keys = [key for key in _keys_below(stored, optimizer, "state") if _is_scalar(stored, key)]
+    keys = [key for key in _keys_below(stored, optimizer, "state") if not stored.global_shape(key)]
     return _read(stored, keys + _keys_below(stored, optimizer, "param_groups"))
 
 
@@ -381,7 +377,7 @@ def _state_of(
 
 def is_setting(stored: StoredCheckpoint, state: str, key: str) -> bool:
     """Tell whether a state is a tensor without axes, outside of lists and dicts."""
-    return _is_scalar(stored, key) and "." not in state
+    return not stored.global_shape(key) and "." not in state
 
 
 def _values_of_states(tree: Any, params: Container[Any]) -> dict[Any, dict[str, Any]]:
