@@ -4,7 +4,7 @@ slow store.
     python benchmarks/shared_reads.py [--ranks 2] [--gb 1] [--runs 5]
         [--stores 200:0.02 ...] [--dir DIR]
 
-All ranks load all tensors, as data-parallel replicas do, with `parallel_load` off, on and auto by
+All ranks load all tensors, as data-parallel replicas do, with `share_reads` off, on and auto by
 turns. Local files are in the page cache. A slow store, say 200:0.02, has the same files and makes
 each rank wait for them: 0.02 s for each request, and for its bytes at 200 MB/s for all requests of
 a rank together.
@@ -116,9 +116,7 @@ def seconds_of(state: dict[str, Any], location: str, num_runs: int) -> list[Cell
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     for number in range(num_runs + 1):
         for mode in MODES:
-            took = time_together(
-                lambda mode=mode: distckpt.load(state, location, parallel_load=mode)
-            )
+            took = time_together(lambda mode=mode: distckpt.load(state, location, share_reads=mode))
             # The first round warms up.
             if number:
                 seconds[mode].append(took)

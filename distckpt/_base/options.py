@@ -22,7 +22,7 @@ Progress = Callable[[int, int], object]
 One thread calls at a time.
 """
 
-ParallelLoad = Literal["auto", "on", "off"]
+ShareReads = Literal["auto", "on", "off"]
 """Reading of values that several ranks request, see `LoadOptions`."""
 
 DEFAULT_MOVE_BYTES = 64 << 20
@@ -110,7 +110,7 @@ class LoadOptions:
             Lossless conversions (bf16 to fp32) are always made. Where values are infinite or NaN
             afterwards, in a floating point dtype of a smaller range (fp32 to fp16), a warning names
             the tensors.
-        parallel_load: how to read values that several ranks request: on one of them, which sends
+        share_reads: how to read values that several ranks request: on one of them, which sends
             them to the others, or on each. "auto" shares large reads where a sample shows that
             storage is slow, but not when ranks of one machine read a local path, since they share
             its cache. "on" always shares, "off" never does. Tensors are the same in each case.
@@ -129,7 +129,7 @@ class LoadOptions:
     validate_access_integrity: bool | None = None
     verify: bool = True
     allow_dtype_cast: bool = False
-    parallel_load: ParallelLoad = "auto"
+    share_reads: ShareReads = "auto"
     materialize: str | torch.device | None = None
     max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES
     progress: Progress | None = None

@@ -77,6 +77,7 @@ _HERE = {
     ),
     "max_to_keep": "keep_last",
     "no_dist": "nothing: without a process group, one process saves and loads",
+    "parallel_load": "share_reads",
     "restore": "load",
     "save_async": "async_save",
     "save_checkpoint": "save",

@@ -161,7 +161,7 @@ def _read(
             read_copies(opened, copies, targets, num_threads_for(max_bytes), progress)
 
         left: Sequence[Copy] = planned.copies
-        if sharing.ranks.size > 1 and options.parallel_load != "off":
+        if sharing.ranks.size > 1 and options.share_reads != "off":
             left = read_shared(sharing, view, left, targets, read)
         num_threads = num_threads_for(options.max_inflight_bytes)
         blobs = read_copies(opened, left, targets, num_threads, progress, chunks)

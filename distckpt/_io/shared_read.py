@@ -81,7 +81,7 @@ class Sharing(NamedTuple):
 
     @property
     def is_auto(self) -> bool:
-        return self.options.parallel_load == "auto"
+        return self.options.share_reads == "auto"
 
 
 def read_shared(

@@ -87,7 +87,7 @@ def load(
 
     Collective operation: all ranks must call it. Rank 0 reads the manifest and sends it to the
     other ranks; every rank reads its own regions, or receives them from a rank that reads the same
-    regions (see `LoadOptions.parallel_load`).
+    regions (see `LoadOptions.share_reads`).
 
     Args:
         state_dict: describes the values to load: objects as in `save`, which are filled and

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import check_choice, check_num_bytes
-from distckpt._base.options import LoadOptions, ParallelLoad, check_options
+from distckpt._base.options import LoadOptions, ShareReads, check_options
 from distckpt._base.tree import at, leaves
 from distckpt._format.marker import names_of_module
 from distckpt._models import objects
@@ -86,7 +86,7 @@ class LoadRequest:
         check_options(options)
         check_rules(self.rules)
         check_num_bytes("max_inflight_bytes", options.max_inflight_bytes)
-        check_choice("parallel_load", options.parallel_load, get_args(ParallelLoad))
+        check_choice("share_reads", options.share_reads, get_args(ShareReads))
         has_rules = bool(self.rules) or self.family is not None
         if has_rules and self.mode not in _MODES_WITH_RULES:
             raise ValueError(
@@ -100,7 +100,7 @@ class LoadRequest:
             "strategy": options.strategy,
             "strict": self.mode.value if self.strict is None else self.strict,
             "verify": options.verify,
-            "parallel_load": options.parallel_load,
+            "share_reads": options.share_reads,
             "validate_access_integrity": options.validate_access_integrity,
             # Ranks exchange more where there are some. Their type is checked afterwards.
             "number of rules": length_hint(self.rules),

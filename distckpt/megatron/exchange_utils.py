@@ -1,6 +1,6 @@
 """Megatron's exchange of loaded shards between ranks.
 
-`distckpt.load(parallel_load=...)` needs none of it.
+`distckpt.load(share_reads=...)` needs none of it.
 """
 
 from distckpt.megatron._forwarding import forward

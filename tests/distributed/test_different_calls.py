@@ -63,9 +63,7 @@ def make_different_calls(rank, root):
         "setting: number of rules": lambda: load(
             state, whole, rules=[Rename("none", "other", optional=True)] if is_first else []
         ),
-        "setting: parallel_load": lambda: load(
-            state, whole, parallel_load="on" if is_first else "off"
-        ),
+        "setting: share_reads": lambda: load(state, whole, share_reads="on" if is_first else "off"),
         "setting: dtype": lambda: consolidate(
             whole, f"{root}/out", dtype=torch.float16 if is_first else torch.bfloat16
         ),

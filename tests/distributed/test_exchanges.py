@@ -229,7 +229,7 @@ def count_in_loads(rank, folder):
         counts = []
         for mode in ("off", "on"):
             calls.clear()
-            distckpt.load({"w": shard}, folder, parallel_load=mode)
+            distckpt.load({"w": shard}, folder, share_reads=mode)
             counts.append(dict(calls))
         return counts
 

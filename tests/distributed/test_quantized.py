@@ -37,7 +37,7 @@ def load_parts(rank, path, mode):
     replicas = {
         "it": ShardedTensor.from_rank_offsets(KEY, torch.empty(ROWS, COLUMNS), replica_id=rank)
     }
-    loaded = [distckpt.load(each, path, parallel_load=mode) for each in (state, columns, replicas)]
+    loaded = [distckpt.load(each, path, share_reads=mode) for each in (state, columns, replicas)]
     return loaded[0]["rows"], loaded[0]["gate"], loaded[1]["it"], loaded[2]["it"]
 
 

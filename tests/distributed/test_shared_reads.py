@@ -139,18 +139,14 @@ def covered_twice(spans):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_replicas_read_each_byte_once(run, num_ranks, checkpoint):
-    results = run(
-        load_counting, num_ranks, Layout(dp=num_ranks), checkpoint, {"parallel_load": "on"}
-    )
+    results = run(load_counting, num_ranks, Layout(dp=num_ranks), checkpoint, {"share_reads": "on"})
     assert [wrong for wrong, _, _ in results] == [[]] * num_ranks
     read = [sum(stop - start for _, start, stop in spans) for _, spans, _ in results]
     assert sum(read) == results[0][2], "once in total"
     assert covered_twice([span for _, spans, _ in results for span in spans]) == 0
     # As evenly as units of 2 MiB allow.
     assert all(abs(num_bytes - sum(read) / num_ranks) <= 2 * MIB for num_bytes in read)
-    alone = run(
-        load_counting, num_ranks, Layout(dp=num_ranks), checkpoint, {"parallel_load": "off"}
-    )
+    alone = run(load_counting, num_ranks, Layout(dp=num_ranks), checkpoint, {"share_reads": "off"})
     assert [sum(stop - start for _, start, stop in spans) for _, spans, _ in alone] == [
         results[0][2]
     ] * num_ranks
@@ -168,7 +164,7 @@ def test_replicas_read_each_byte_once(run, num_ranks, checkpoint):
 )
 def test_some_ranks_share_some_tensors(run, num_ranks, verify, checkpoint):
     layout = Layout(tp=2, dp=num_ranks // 2)
-    kwargs = {"parallel_load": "on", "verify": verify}
+    kwargs = {"share_reads": "on", "verify": verify}
     results = run(load_counting, num_ranks, layout, checkpoint, kwargs)
     assert [wrong for wrong, _, _ in results] == [[]] * num_ranks
     # Everything once; what is divided between columns lies in blocks that both halves need.
@@ -194,7 +190,7 @@ def load_many_small(rank, path):
     }
     with reads_of_tensors() as spans:
         loaded = distckpt.load(
-            state, f"hooked://{path}", validate_access_integrity=False, parallel_load="on"
+            state, f"hooked://{path}", validate_access_integrity=False, share_reads="on"
         )
     return sum(bool((loaded[key] == int(key[1:]) % 100).all()) for key in state), sum(
         b - a for _, a, b in spans
@@ -243,7 +239,7 @@ def load_strangely(rank, path):
         "padded", padded, replica_id=rank, allow_shape_mismatch=True
     )
     loaded = distckpt.load(
-        state, path, validate_access_integrity=False, parallel_load="on", max_inflight_bytes=1
+        state, path, validate_access_integrity=False, share_reads="on", max_inflight_bytes=1
     )
     right = {
         "strided": np.array_equal(strided.contiguous().view(torch.int32).numpy(), large),
@@ -276,7 +272,7 @@ def load_overlapping_sets(rank, path):
     }
     with reads_of_tensors() as spans:
         loaded = distckpt.load(
-            state, f"hooked://{path}", validate_access_integrity=False, parallel_load="on"
+            state, f"hooked://{path}", validate_access_integrity=False, share_reads="on"
         )
     return {key: float(tensor.mean()) for key, tensor in loaded.items()}, sum(
         b - a for _, a, b in spans
@@ -310,7 +306,7 @@ def load_flat(rank, path):
         "w", flat, (1, NUM_ELEMENTS), flattened_range=part, replica_id=rank % 2
     )
     with reads_of_tensors() as spans:
-        distckpt.load({"w": shard}, f"hooked://{path}", parallel_load="on", verify=False)
+        distckpt.load({"w": shard}, f"hooked://{path}", share_reads="on", verify=False)
     return bool((flat == torch.arange(part.start, part.stop)).all()), sum(
         stop - start for _, start, stop in spans
     )
@@ -329,7 +325,7 @@ def load_in_groups(rank, path):
     """Four replicas, of which two and two share; ranks of a group must be made by all."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     strategy = FullyParallelLoadStrategyWrapper(SafetensorsLoadStrategy(), groups[rank % 2])
-    kwargs = {"strategy": strategy, "parallel_load": "on"}
+    kwargs = {"strategy": strategy, "share_reads": "on"}
     wrong, spans, _ = load_counting(rank, Layout(dp=4), path, kwargs)
     return wrong, spans
 
@@ -351,10 +347,10 @@ def load_damaged(rank, damaged, whole):
         blank_targets(layout, rank),
         damaged,
         validate_access_integrity=False,
-        parallel_load="on",
+        share_reads="on",
     )
     in_step = sum_over_ranks(rank)
-    wrong, _, _ = load_counting(rank, layout, whole, {"parallel_load": "on"})
+    wrong, _, _ = load_counting(rank, layout, whole, {"share_reads": "on"})
     return type(error), str(error), in_step, wrong
 
 
@@ -395,7 +391,7 @@ def ask_differently(rank, path):
     key = "absent" if rank == 1 else "norm"
     shard = ShardedTensor.from_rank_offsets(key, torch.zeros(10), replica_id=rank)
     error = error_of(
-        distckpt.load, {"a": shard}, path, validate_access_integrity=False, parallel_load="on"
+        distckpt.load, {"a": shard}, path, validate_access_integrity=False, share_reads="on"
     )
     return type(error), "absent" in str(error), sum_over_ranks(1)
 
@@ -420,7 +416,7 @@ def load_large(rank, path, mode, delay):
         "w", torch.zeros(36, MIB, dtype=torch.int32), replica_id=rank
     )
     with hooked_reads(slowly), counted_reads() as local:
-        distckpt.load({"w": shard}, path, validate_access_integrity=False, parallel_load=mode)
+        distckpt.load({"w": shard}, path, validate_access_integrity=False, share_reads=mode)
     expected = torch.arange(36, dtype=torch.int32)[:, None]
     return bool((shard.data == expected).all()), read[0], local.num_bytes
 
@@ -464,7 +460,7 @@ def peak_of_load(rank, path):
     shard = ShardedTensor.from_rank_offsets("w", target, replica_id=rank)
     kwargs = {
         "validate_access_integrity": False,
-        "parallel_load": "on",
+        "share_reads": "on",
         "max_inflight_bytes": 16 * MIB,
     }
     grown = peak_memory_bytes(lambda: distckpt.load({"w": shard}, path, **kwargs))
@@ -479,7 +475,7 @@ def test_memory_is_bounded(large_checkpoint):
 
 def test_other_modes_are_refused(checkpoint):
     with pytest.raises(ValueError, match="'auto', 'on' or 'off', got 'yes'"):
-        distckpt.load({}, checkpoint, parallel_load="yes")
+        distckpt.load({}, checkpoint, share_reads="yes")
 
 
 def load_and_stop(rank, path):
@@ -495,7 +491,7 @@ def load_and_stop(rank, path):
             blank_targets(Layout(dp=3), rank),
             f"hooked://{path}",
             validate_access_integrity=False,
-            parallel_load="on",
+            share_reads="on",
         )
     return type(error), list(error.failures)
 
@@ -525,7 +521,7 @@ def load_columns_and_stop(rank, path):
             {"columns": shard},
             f"hooked://{path}",
             validate_access_integrity=False,
-            parallel_load="on",
+            share_reads="on",
         )
     return type(error), list(error.failures)
 

@@ -41,7 +41,7 @@ def save_and_load_dtensors(rank, device, folder):
         }
 
     distckpt.save(state(ROWS), f"{folder}/tensors")
-    loaded = distckpt.load(state(torch.zeros_like(ROWS)), f"{folder}/tensors", parallel_load="on")
+    loaded = distckpt.load(state(torch.zeros_like(ROWS)), f"{folder}/tensors", share_reads="on")
     tensors = [loaded["rows"].full_tensor(), loaded["replica"].full_tensor(), loaded["plain"]]
     return dist.get_backend(), [(tensor.device.type, tensor.cpu().numpy()) for tensor in tensors]
 

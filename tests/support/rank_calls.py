@@ -17,4 +17,4 @@ def load(rank, folder):
 
 
 def load_sharing_reads(rank, folder):
-    distckpt.load(state_of(-1, rank, NUM_RANKS), f"{folder}/checkpoint", parallel_load="on")
+    distckpt.load(state_of(-1, rank, NUM_RANKS), f"{folder}/checkpoint", share_reads="on")

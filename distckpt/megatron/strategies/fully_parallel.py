@@ -113,7 +113,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
     Ranks that request the same data do so.
 
-    `parallel_load` of `distckpt.load` decides whether they share; its default shares where that
+    `share_reads` of `distckpt.load` decides whether they share; its default shares where that
     saves time.
 
     Args:

@@ -230,11 +230,11 @@ def table_rows(rank):
     return numbers(16 * 64, rank).view(16, 64)
 
 
-def load_columns(rank, url, location, parallel_load):
+def load_columns(rank, url, location, share_reads):
     out = torch.empty(64, 16)
     shard = ShardedTensor.from_rank_offsets("w", out, (1, rank, 4))
     with reached_at(url):
-        loaded = distckpt.load({"w": shard, "lr": 0.0}, location, parallel_load=parallel_load)
+        loaded = distckpt.load({"w": shard, "lr": 0.0}, location, share_reads=share_reads)
     return loaded["lr"], out
 
 
@@ -246,13 +246,13 @@ def save_rows(rank, url, location):
         distckpt.save(state, location)
 
 
-@pytest.mark.parametrize(("parallel_load", "num_ranges"), [("off", 16), ("on", 4)])
-def test_ranks_ask_for_no_sizes_and_one_reads_the_common_state(s3, parallel_load, num_ranges):
+@pytest.mark.parametrize(("share_reads", "num_ranges"), [("off", 16), ("on", 4)])
+def test_ranks_ask_for_no_sizes_and_one_reads_the_common_state(s3, share_reads, num_ranges):
     location = f"{s3.url}/c"
     run(save_rows, 4, s3.server, location)
     proxy = FaultyProxy(s3.server)
     with proxy.running() as url:
-        loaded = run(load_columns, 4, url, location, parallel_load)
+        loaded = run(load_columns, 4, url, location, share_reads)
     whole = torch.cat([table_rows(rank) for rank in range(4)])
     for rank, (lr, columns) in enumerate(loaded):
         assert lr == 0.5

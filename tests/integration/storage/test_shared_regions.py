@@ -118,9 +118,9 @@ def test_tensor_and_pipeline_parallel_ranks_read_what_fsdp_saved_once(run, serve
     places = pipeline_places(4, 2)
     total = sum(4 * int(np.prod(shape)) for shape in SHAPES.values())
     options = {"verify": verify}
-    _, shared = loaded(run, server, location, SHAPES, places, parallel_load="on", **options)
+    _, shared = loaded(run, server, location, SHAPES, places, share_reads="on", **options)
     assert total <= bytes_in(shared) <= 1.05 * total
-    _, alone = loaded(run, server, location, SHAPES, places, parallel_load="off", **options)
+    _, alone = loaded(run, server, location, SHAPES, places, share_reads="off", **options)
     assert bytes_in(alone) > 2 * total
     assert len(shared) < len(alone)
 
@@ -146,8 +146,8 @@ def test_any_regions_are_right_and_sharing_reads_no_more(run, server, seed):
     writers, readers = rng.integers(1, 5), rng.integers(2, 7)
     run(save_rows, writers, server, writers, SHAPES, location)
     places = random_places(rng, readers)
-    _, shared = loaded(run, server, location, SHAPES, places, parallel_load="on")
-    _, alone = loaded(run, server, location, SHAPES, places, parallel_load="off")
+    _, shared = loaded(run, server, location, SHAPES, places, share_reads="on")
+    _, alone = loaded(run, server, location, SHAPES, places, share_reads="off")
     assert bytes_in(shared) <= 1.05 * bytes_in(alone)
 
 
@@ -164,7 +164,7 @@ def load_columns_counting_memory(rank, url, location):
                 {"w": shard_of("w", LARGE["w"], place, target, 1)},
                 location,
                 validate_access_integrity=False,
-                parallel_load="on",
+                share_reads="on",
                 allow_dtype_cast=True,
                 max_inflight_bytes=96 * MIB,
             )
@@ -190,7 +190,7 @@ def load_refused(rank, url, location):
             {"w": shard},
             location,
             validate_access_integrity=False,
-            parallel_load="on",
+            share_reads="on",
         )
     return type(error), str(error), sum_over_ranks(1)
 
