@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
 import distckpt
-from distckpt.modules import load_sharded_state_dict, sharded_state_dict
 
 CONFIG = LlamaConfig(
     vocab_size=128,
@@ -49,10 +48,8 @@ def load_divided(source: Path) -> torch.nn.Module:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    model.to_empty(device="cpu")
-    # The table of rotary frequencies is not stored in any file.
-    model.model.rotary_emb.__init__(model.config)
-    load_sharded_state_dict(model, distckpt.load(sharded_state_dict(model), source))
+    # No file has the table of rotary frequencies: it is computed.
+    distckpt.load({"model": model}, source, family="auto", materialize="cpu")
     return model
 
 
@@ -93,8 +90,8 @@ def main() -> None:
 
     model = load_divided(source)
     losses = train(model, num_steps=20)
-    distckpt.save(sharded_state_dict(model), checkpoint, overwrite=True)
-    report = distckpt.consolidate(checkpoint, target, extra_files_from=source, overwrite=True)
+    distckpt.save({"model": model}, checkpoint, overwrite=True)
+    report = distckpt.consolidate(checkpoint, target, family="auto", like=source, overwrite=True)
 
     tokens = make_tokens(100)
     divided = model(
