@@ -1,8 +1,8 @@
 """Names and shapes of transformers' models, in memory and on disk.
 
-They come from transformers' own conversions. Those of `save_pretrained` and `from_pretrained` are run
-on tensors without data that record the source of each element, so every family that transformers
-knows is known here, and every form of its files.
+They come from transformers' own conversions. Those of `save_pretrained` and `from_pretrained` are
+run on tensors without data that record the source of each element, so every family that
+transformers knows is known here, and every form of its files.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ def transformers_rules(
             "installed: `pip install transformers`."
         )
     model = _make_model(config)
+    quantizer = None
+    if not _shapes(model).keys() >= set(keys):
+        quantizer = _quantize(model, config.get("quantization_config"))
     shapes = _shapes(model)
     tied = _tied(model, shapes)
     own: dict[str, MappedTensor] = {}
     tied_targets: dict[str, MappedTensor] = {}
-    for name, mapped in _in_files(model, shapes, tied, on_disk or {}).items():
+    for name, mapped in _in_files(model, quantizer, shapes, tied, on_disk or {}).items():
         if _is_of(tied, mapped):
             tied_targets[name] = mapped
         else:
@@ -89,14 +92,14 @@ def _tied(model: Any, shapes: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _in_files(
-    model: Any, shapes: Shapes, tied: Collection[str], on_disk: Shapes
+    model: Any, quantizer: Any, shapes: Shapes, tied: Collection[str], on_disk: Shapes
 ) -> dict[str, MappedTensor]:
     """Return the tensors of the files by name, made of the tensors in memory."""
     saved = _saved(model, shapes)
     expected = {name: mapped.shape for name, mapped in saved.items() if not _is_of(tied, mapped)}
     if not on_disk or expected.items() <= on_disk.items():
         return saved
-    loaded = _loaded(model, shapes, on_disk)
+    loaded = _loaded(model, quantizer, shapes, on_disk)
     sources = {part.key for mapped in loaded.values() for part in mapped.parts}
     try:
         in_files = invert(loaded, {name: TensorSpec(on_disk[name], _DTYPE) for name in sources})
@@ -133,13 +136,13 @@ def _saved(model: Any, shapes: Shapes) -> dict[str, MappedTensor]:
     return _recorded(converted)
 
 
-def _loaded(model: Any, shapes: Shapes, on_disk: Shapes) -> dict[str, MappedTensor]:
+def _loaded(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) -> dict[str, MappedTensor]:
     """Return the tensors in memory that transformers makes of files.
 
     Tensors that it does not make, or in another shape, are left out.
     """
     loaded = {}
-    for key, conversion in _conversions(model, shapes, on_disk).items():
+    for key, conversion in _conversions(model, quantizer, shapes, on_disk).items():
         try:
             converted = conversion.convert(key, model=model, config=model.config)
         except (RuntimeError, TypeError, ValueError, LookupError):
@@ -152,11 +155,11 @@ def _loaded(model: Any, shapes: Shapes, on_disk: Shapes) -> dict[str, MappedTens
     return loaded
 
 
-def _conversions(model: Any, shapes: Shapes, on_disk: Shapes) -> dict[str, Any]:
+def _conversions(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) -> dict[str, Any]:
     """Return the conversions with which transformers loads files, by a name in memory."""
     loading = importlib.import_module("transformers.core_model_loading")
     mapping = importlib.import_module("transformers.conversion_mapping")
-    steps = mapping.get_model_conversion_mapping(model)
+    steps = mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [step for step in steps if isinstance(step, loading.WeightRenaming)]
     converters = [step for step in steps if isinstance(step, loading.WeightConverter)]
     by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
@@ -198,6 +201,22 @@ def _make_model(config: Mapping[str, Any]) -> Any:
             f"transformers {transformers.__version__} makes no model of type {model_type!r}, "
             f"architectures {config.get('architectures')!r}: {error!s:.300}"
         ) from error
+
+
+def _quantize(model: Any, settings: Any) -> Any:
+    """Give a model the modules that hold codes and scales, and return what knows their names.
+
+    None if `settings` has none, or for a format that transformers cannot prepare here.
+    """
+    if not settings:
+        return None
+    auto = importlib.import_module("transformers.quantizers.auto")
+    try:
+        quantizer = auto.AutoHfQuantizer.from_config(copy.deepcopy(settings), pre_quantized=True)
+        quantizer.preprocess_model(model)
+    except Exception:  # of any class: packages and devices that it asks for
+        return None
+    return quantizer
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
