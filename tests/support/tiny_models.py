@@ -251,7 +251,9 @@ _MAMBA_2 = {
     "mamba_chunk_size": 4,
 }
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 40}
-_ENCODER = _SIZES | {"num_key_value_heads": 4, "head_dim": None}
+_ENCODER = {
+    name: size for name, size in _SIZES.items() if name not in ("num_key_value_heads", "head_dim")
+}
 _ENCODER_DECODER = {
     "vocab_size": 40,
     "d_model": 16,
@@ -266,14 +268,13 @@ _ENCODER_DECODER = {
     "encoder_ffn_dim": 32,
     "decoder_ffn_dim": 32,
 }
-_PICTURES = _CLIP | {"num_attention_heads": 2, "hidden_size": 16}
-_BOTH_TOWERS = {"text_config": _ENCODER, "vision_config": _CLIP}
+_BOTH_TOWERS = {"text_config": _ENCODER, "vision_config": _CLIP | {"hidden_size": 32}}
 
 OTHERS = {
     "albert": ("MaskedLM", _ENCODER | {"embedding_size": 16}),
     "bamba": ("CausalLM", _SIZES | _MAMBA_2 | {"attn_layer_indices": [1]}),
     "bart": ("Seq2SeqLM", _ENCODER_DECODER),
-    "beit": ("ImageClassification", _PICTURES | {"use_relative_position_bias": True}),
+    "beit": ("ImageClassification", _CLIP | {"use_relative_position_bias": True}),
     "bert": ("MaskedLM", _ENCODER),
     "bloom": ("CausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 40}),
     "clip": ("ZeroShotImageClassification", _BOTH_TOWERS),
@@ -283,7 +284,7 @@ OTHERS = {
         {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
     ),
     "deepseek_v2": ("CausalLM", _SIZES | _DEEPSEEK),
-    "dinov2": ("ImageClassification", _PICTURES),
+    "dinov2": ("ImageClassification", _CLIP),
     "falcon": ("CausalLM", _ENCODER | {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon_h1": ("CausalLM", _SIZES | _MAMBA_2 | {"mamba_d_ssm": 64}),
     "gemma2": ("CausalLM", _SIZES),
@@ -377,7 +378,7 @@ OTHERS = {
         "Seq2SeqLM",
         _ENCODER_DECODER | {"d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4},
     ),
-    "vit": ("ImageClassification", _PICTURES),
+    "vit": ("ImageClassification", _CLIP),
     "wav2vec2": (
         "CTC",
         _ENCODER
