@@ -124,7 +124,10 @@ def _advice(
             "and transformers."
         )
     if has_rules:
-        return hint, "Correct the keys or the rules, or leave such keys out of the state dict."
+        return hint, (
+            "Correct the keys or the rules, or leave such keys out of the state dict. A model of "
+            "transformers without its head is `model.base_model`: fill that."
+        )
     return hint, (
         "Correct the keys, or leave such keys out with strict='report' ('log_all' in "
         "distckpt.megatron)."

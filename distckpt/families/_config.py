@@ -61,10 +61,7 @@ def rules(config: Any, source: Source) -> list[Rule]:
     if hasattr(config, "to_dict"):
         config = config.to_dict()
     values = dict(config) if isinstance(config, Mapping) else read_config(config)
-    if not isinstance(values.get("model_type"), str):
-        raise CheckpointingException(
-            "The configuration does not name its model_type, as every Hugging Face model's does."
-        )
+    _check_model_type(values)
     if source == "transformers":
         return transformers_rules(values)
     try:
@@ -74,6 +71,13 @@ def rules(config: Any, source: Source) -> list[Rule]:
         if completed is None:
             raise
         return megatron_rules(completed)
+
+
+def _check_model_type(config: Mapping[str, Any]) -> None:
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointingException(
+            "The configuration does not name its model_type, as every Hugging Face model's does."
+        )
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -149,12 +153,14 @@ def rules_for(
     """
     if config is None:
         return []
-    source: Source = "transformers"
     keys = list(keys)
-    if any(map(_MEGATRON_KEY.search, keys)):
-        source = "megatron"
-        _count_token_prediction(config, keys)
+    is_megatron = any(map(_MEGATRON_KEY.search, keys))
+    source: Source = "megatron" if is_megatron else "transformers"
     logger.info("rules for model_type %s, tensors named as in %s", config.get("model_type"), source)
+    if not is_megatron:
+        _check_model_type(config)
+        return transformers_rules(config, keys, on_disk)
+    _count_token_prediction(config, keys)
     return [*rules(config, source), *forms_on_disk(Config(config), on_disk or {})]
 
 

@@ -1,20 +1,20 @@
 """Names and shapes of transformers' models, in memory and on disk.
 
-They come from transformers' own conversion. The conversion that `save_pretrained` makes is run on
-tensors without data that record the source of each element, so every family that transformers knows
-is known here.
+They come from transformers' own conversions. Those of `save_pretrained` and `from_pretrained` are
+run on tensors without data that record the source of each element, so every family that
+transformers knows is known here, and every form of its files.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
-from distckpt._base.errors import CheckpointingException
+from distckpt._base.errors import CheckpointingException, InvalidShardingError
 from distckpt.rules._mapped import (
     MappedTensor,
     TensorSpec,
@@ -25,13 +25,21 @@ from distckpt.rules._mapped import (
     reshape,
 )
 from distckpt.rules._rule import Rule
-from distckpt.rules._rules import Assemble, Tie
+from distckpt.rules._rules import Assemble, Rename, Tie, invert
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
-def transformers_rules(config: Mapping[str, Any]) -> list[Rule]:
+def transformers_rules(
+    config: Mapping[str, Any], keys: Collection[str] = (), on_disk: Shapes | None = None
+) -> list[Rule]:
     """Return the rules from transformers' names in memory to its files.
 
-    `save_pretrained` writes the files.
+    Args:
+        config: the configuration of the model.
+        keys: names in memory, which may be of the model without its head.
+        on_disk: shapes of the tensors in files by name, in any form that `from_pretrained` reads;
+            by default the form of `save_pretrained`.
     """
     if importlib.util.find_spec("transformers") is None:
         raise CheckpointingException(
@@ -39,22 +47,36 @@ def transformers_rules(config: Mapping[str, Any]) -> list[Rule]:
             "installed: `pip install transformers`."
         )
     model = _make_model(config)
+    quantizer = None
+    if not _shapes(model).keys() >= set(keys):
+        quantizer = _quantize(model, config.get("quantization_config"))
     shapes = _shapes(model)
     tied = _tied(model, shapes)
     own: dict[str, MappedTensor] = {}
     tied_targets: dict[str, MappedTensor] = {}
-    for name, mapped in _converted(model, shapes, config["model_type"]).items():
-        is_tied = all(part.key in tied for part in mapped.parts)
-        if is_tied:
+    for name, mapped in _in_files(model, quantizer, shapes, tied, on_disk or {}).items():
+        if _is_of(tied, mapped):
             tied_targets[name] = mapped
         else:
             own[name] = mapped
     return [
+        *_head_rules(model.base_model_prefix, keys, shapes),
         *(Tie(key, to, optional=True) for key, to in tied.items()),
         # Files may hold apart the tensors that the configuration ties.
         Assemble(tied_targets, {key: shapes[key] for key in tied}, optional=True),
         Assemble(own, {key: shape for key, shape in shapes.items() if key not in tied}),
     ]
+
+
+def _head_rules(prefix: str, keys: Collection[str], shapes: Shapes) -> list[Rule]:
+    """Return the rule for names of a model without the head that `shapes` has, or with one."""
+    if not prefix or any(key in shapes for key in keys):
+        return []
+    if any(f"{prefix}.{key}" in shapes for key in keys):
+        return [Rename("**", f"{prefix}.{{0}}")]
+    if any(key.startswith(f"{prefix}.") and key[len(prefix) + 1 :] in shapes for key in keys):
+        return [Rename(f"{prefix}.**", "{0}")]
+    return []
 
 
 def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
@@ -69,22 +91,92 @@ def _tied(model: Any, shapes: Mapping[str, Any]) -> dict[str, str]:
     return {key: to for key, to in tied.items() if {key, to} <= shapes.keys() and to not in tied}
 
 
-def _converted(
-    model: Any, sources: Mapping[str, tuple[int, ...]], model_type: str
+def _in_files(
+    model: Any, quantizer: Any, shapes: Shapes, tied: Collection[str], on_disk: Shapes
 ) -> dict[str, MappedTensor]:
+    """Return the tensors of the files by name, made of the tensors in memory."""
+    saved = _saved(model, shapes)
+    expected = {name: mapped.shape for name, mapped in saved.items() if not _is_of(tied, mapped)}
+    if not on_disk or expected.items() <= on_disk.items():
+        return saved
+    loaded = _loaded(model, quantizer, shapes, on_disk)
+    sources = {part.key for mapped in loaded.values() for part in mapped.parts}
+    try:
+        in_files = invert(loaded, {name: TensorSpec(on_disk[name], _DTYPE) for name in sources})
+    except InvalidShardingError:
+        # The model has a place for a part of a tensor only: it is another one.
+        return saved
+    for name, mapped in saved.items():
+        if not _is_of(loaded, mapped):
+            in_files.setdefault(name, mapped)
+    return in_files
+
+
+def _is_of(keys: Collection[str], mapped: MappedTensor) -> bool:
+    """Return whether a tensor is made of certain tensors only."""
+    return all(part.key in keys for part in mapped.parts)
+
+
+def _recorders(shapes: Shapes) -> dict[str, _Recorder]:
+    recorders = {}
+    for key, shape in shapes.items():
+        recorders[key] = _Recorder.make(identity(key, TensorSpec(shape, _DTYPE)))
+    return recorders
+
+
+def _saved(model: Any, shapes: Shapes) -> dict[str, MappedTensor]:
     """Return the tensors that transformers makes when it saves a model."""
     core_model_loading = importlib.import_module("transformers.core_model_loading")
-    recorders = {
-        key: _Recorder.make(identity(key, TensorSpec(shape, "F32")))
-        for key, shape in sources.items()
-    }
     try:
-        converted = core_model_loading.revert_weight_conversion(model, recorders)
+        converted = core_model_loading.revert_weight_conversion(model, _recorders(shapes))
     except (RuntimeError, TypeError) as error:
         raise CheckpointingException(
-            f"transformers' conversion of {model_type!r} cannot be followed: {error}"
+            f"transformers' conversion of {model.config.model_type!r} cannot be followed: {error}"
         ) from error
     return _recorded(converted)
+
+
+def _loaded(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) -> dict[str, MappedTensor]:
+    """Return the tensors in memory that transformers makes of files.
+
+    Tensors that it does not make, or in another shape, are left out.
+    """
+    loaded = {}
+    for key, conversion in _conversions(model, quantizer, shapes, on_disk).items():
+        try:
+            converted = conversion.convert(key, model=model, config=model.config)
+        except (RuntimeError, TypeError, ValueError, LookupError):
+            # Some of its sources are absent, for one. The missing tensor is named later.
+            continue
+        for name, tensor in converted.items():
+            recorder = tensor[0] if isinstance(tensor, list) else tensor
+            if isinstance(recorder, _Recorder) and recorder.mapped.shape == shapes.get(name):
+                loaded[name] = recorder.mapped
+    return loaded
+
+
+def _conversions(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) -> dict[str, Any]:
+    """Return the conversions with which transformers loads files, by a name in memory."""
+    loading = importlib.import_module("transformers.core_model_loading")
+    mapping = importlib.import_module("transformers.conversion_mapping")
+    steps = mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    renamings = [step for step in steps if isinstance(step, loading.WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, loading.WeightConverter)]
+    by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
+    prefix = model.base_model_prefix
+    recorders = _recorders(on_disk)
+    conversions: dict[str, Any] = {}
+    for name in sorted(on_disk, key=loading.dot_natural_key):
+        key, pattern = loading.rename_source_key(name, renamings, converters, prefix, shapes)
+        if key not in shapes and name in shapes:
+            key, pattern = loading.rename_source_key(name, [], [], prefix, shapes)
+        if key not in shapes:
+            continue
+        if key not in conversions:
+            converter = by_pattern.get(pattern)
+            conversions[key] = copy.deepcopy(converter) or loading.WeightRenaming(name, key)
+        conversions[key].add_tensor(key, name, pattern or name, recorders[name])
+    return conversions
 
 
 def _make_model(config: Mapping[str, Any]) -> Any:
@@ -109,6 +201,22 @@ def _make_model(config: Mapping[str, Any]) -> Any:
             f"transformers {transformers.__version__} makes no model of type {model_type!r}, "
             f"architectures {config.get('architectures')!r}: {error!s:.300}"
         ) from error
+
+
+def _quantize(model: Any, settings: Any) -> Any:
+    """Give a model the modules that hold codes and scales, and return what knows their names.
+
+    None if `settings` has none, or for a format that transformers cannot prepare here.
+    """
+    if not settings:
+        return None
+    auto = importlib.import_module("transformers.quantizers.auto")
+    try:
+        quantizer = auto.AutoHfQuantizer.from_config(copy.deepcopy(settings), pre_quantized=True)
+        quantizer.preprocess_model(model)
+    except Exception:  # of any class: packages and devices that it asks for
+        return None
+    return quantizer
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -144,6 +252,10 @@ def _recorded(tensors: Mapping[str, Any]) -> dict[str, MappedTensor]:
             f"transformers' conversion computes {unknown[0]!r}, which rules cannot."
         )
     return {name: tensor.mapped for name, tensor in tensors.items()}
+
+
+_DTYPE = "F32"
+"""The dtype of all recorders: no conversion depends on it."""
 
 
 class _Recorder(torch.Tensor):

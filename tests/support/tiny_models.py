@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 
@@ -242,8 +243,169 @@ COMPOSED = {
 """Models with towers: the family whose sizes their text part has, and the other parts."""
 
 
+_MAMBA_2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 4,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 4,
+}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 40}
+_ENCODER = {
+    name: size for name, size in _SIZES.items() if name not in ("num_key_value_heads", "head_dim")
+}
+_ENCODER_DECODER = {
+    "vocab_size": 40,
+    "d_model": 16,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+}
+_BOTH_TOWERS = {"text_config": _ENCODER, "vision_config": _CLIP | {"hidden_size": 32}}
+
+OTHERS = {
+    "albert": ("MaskedLM", _ENCODER | {"embedding_size": 16}),
+    "bamba": ("CausalLM", _SIZES | _MAMBA_2 | {"attn_layer_indices": [1]}),
+    "bart": ("Seq2SeqLM", _ENCODER_DECODER),
+    "beit": ("ImageClassification", _CLIP | {"use_relative_position_bias": True}),
+    "bert": ("MaskedLM", _ENCODER),
+    "bloom": ("CausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 40}),
+    "clip": ("ZeroShotImageClassification", _BOTH_TOWERS),
+    "cohere2": ("CausalLM", _SIZES),
+    "convnext": (
+        "ImageClassification",
+        {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+    ),
+    "deepseek_v2": ("CausalLM", _SIZES | _DEEPSEEK),
+    "dinov2": ("ImageClassification", _CLIP),
+    "falcon": ("CausalLM", _ENCODER | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_h1": ("CausalLM", _SIZES | _MAMBA_2 | {"mamba_d_ssm": 64}),
+    "gemma2": ("CausalLM", _SIZES),
+    "gemma3n_text": (
+        "CausalLM",
+        _SIZES
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "vocab_size_per_layer_input": 40,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+            "num_kv_shared_layers": 0,
+            "activation_sparsity_pattern": [0.0, 0.0],
+            "altup_num_inputs": 2,
+        },
+    ),
+    "glm4": ("CausalLM", _SIZES),
+    "gpt2": ("CausalLM", _GPT),
+    "gpt_neox": ("CausalLM", _ENCODER),
+    "gptj": ("CausalLM", _GPT | {"rotary_dim": 4}),
+    "granitemoehybrid": (
+        "CausalLM",
+        _SIZES
+        | _MAMBA_2
+        | {
+            "layers_block_type": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "shared_intermediate_size": 16,
+        },
+    ),
+    "internvl": (
+        "ImageTextToText",
+        {
+            "text_config": {"model_type": "qwen2"} | _SIZES,
+            "vision_config": _CLIP | {"image_size": [28, 28], "patch_size": [14, 14]},
+        },
+    ),
+    "lfm2": (
+        "CausalLM",
+        _SIZES | {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48},
+    ),
+    "lfm2_moe": (
+        "CausalLM",
+        _SIZES
+        | {"layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
+    ),
+    "mamba": (
+        "CausalLM",
+        {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 40, "state_size": 4},
+    ),
+    "mamba2": (
+        "CausalLM",
+        {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 40, "state_size": 4}
+        | {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
+    ),
+    "mllama": (
+        "ImageTextToText",
+        {
+            "text_config": _SIZES
+            | {"cross_attention_layers": [1], "rope_parameters": {"rope_type": "default"}},
+            "vision_config": _CLIP
+            | {"num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 32}
+            | {"intermediate_layers_indices": [1], "supported_aspect_ratios": [[1, 1]]}
+            | {"max_num_tiles": 1},
+        },
+    ),
+    "modernbert": ("MaskedLM", _ENCODER | {"cls_token_id": 1, "sep_token_id": 2}),
+    "mpt": (
+        "CausalLM",
+        {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 40, "max_seq_len": 64},
+    ),
+    "olmo2": ("CausalLM", _SIZES),
+    "opt": ("CausalLM", _ENCODER | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "phi3": ("CausalLM", _SIZES),
+    "phimoe": ("CausalLM", _SIZES | {"num_local_experts": 4}),
+    "recurrent_gemma": (
+        "CausalLM",
+        _SIZES | {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8},
+    ),
+    "resnet": (
+        "ImageClassification",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+    ),
+    "siglip": ("ZeroShotImageClassification", _BOTH_TOWERS),
+    "swin": (
+        "ImageClassification",
+        {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
+        | {"image_size": 32, "patch_size": 4},
+    ),
+    "t5": (
+        "Seq2SeqLM",
+        _ENCODER_DECODER | {"d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4},
+    ),
+    "vit": ("ImageClassification", _CLIP),
+    "wav2vec2": (
+        "CTC",
+        _ENCODER
+        | {"conv_dim": [8, 8], "conv_kernel": [3, 3], "conv_stride": [2, 2]}
+        | {"num_feat_extract_layers": 2}
+        | {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2},
+    ),
+    "whisper": (
+        "SpeechSeq2Seq",
+        _ENCODER_DECODER
+        | {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16},
+    ),
+    "zamba2": (
+        "CausalLM",
+        _SIZES
+        | {"num_hidden_layers": 3, "layers_block_type": ["mamba", "mamba", "hybrid"]}
+        | {"mamba_d_state": 4, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1}
+        | {"chunk_size": 4, "num_mem_blocks": 1, "use_mem_rope": True, "adapter_rank": 4},
+    ),
+}
+"""Models that only transformers has: what they are for, and their configurations."""
+
+
 def make_config(name):
     """Make the configuration of a tiny model of a family or variant."""
+    if name in OTHERS:
+        return transformers.AutoConfig.for_model(name, **copy.deepcopy(OTHERS[name][1]))
     if name in COMPOSED:
         family, parts = COMPOSED[name]
         text = _SIZES | OVERRIDES.get(family, {}) | parts.get("text", {})
@@ -256,15 +418,18 @@ def make_config(name):
     return transformers.AutoConfig.for_model(family, **(_SIZES | OVERRIDES[family] | overrides))
 
 
+def auto_class(config):
+    """Return the class of transformers that makes models of a configuration."""
+    task = "ImageTextToText" if hasattr(config, "vision_config") else "CausalLM"
+    if config.model_type in OTHERS:
+        task = OTHERS[config.model_type][0]
+    return getattr(transformers, f"AutoModelFor{task}")
+
+
 def make_model(config, seed=0):
     """Make a model with random numbers in all of its tensors, norms and biases included."""
     warnings.simplefilter("ignore")
-    kind = transformers.AutoModelForImageTextToText if hasattr(config, "vision_config") else None
-    model = (
-        (kind or transformers.AutoModelForCausalLM)
-        .from_config(config, attn_implementation="eager")
-        .eval()
-    )
+    model = auto_class(config).from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in model.state_dict().values():
