@@ -22,7 +22,7 @@ from distckpt._format.checksum import checksum
 from distckpt._format.chunk_table import check_size_of_checksums, judging_manifest
 from distckpt._format.columns import joined_ranges
 from distckpt._format.manifest import CHUNKS_AT_ONCE, OBJECT, Manifest
-from distckpt._format.marker import file_size
+from distckpt._format.marker import file_state
 from distckpt._format.safetensors_file import read_as_saved
 from distckpt._geometry.region import IntArray
 from distckpt._storage import locations
@@ -46,8 +46,8 @@ class StoredCheckpoint:
         quantized: chunks of a view that are computed from other chunks, each a `QuantizedTensor`,
             see `_plan.decoded`.
         files: files that stay open from one read to the next; None if each read opens its own.
-        states: for another format, the states of its files when the rank that described it did so,
-            by location; empty on other ranks.
+        states: for another format, the states of its files by location: on the rank that described
+            it, before it did so; on others, when they first looked at a local file.
         compares_headers: whether the header of each file that is read is compared first: another
             rank has described the files, of a format without checksums.
     """
@@ -58,7 +58,7 @@ class StoredCheckpoint:
     marker: Mapping[str, Any] = field(default_factory=dict)
     quantized: Mapping[int, Any] = field(default_factory=dict)
     files: OpenFiles | None = None
-    states: Mapping[str, FileState] = field(default_factory=dict)
+    states: dict[str, FileState] = field(default_factory=dict)
     compares_headers: bool = False
 
     def with_files(self, files: OpenFiles) -> StoredCheckpoint:
@@ -144,9 +144,12 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
     path = stored.path_of_file(file_id)
     expected = stored.manifest.files[file_id].num_bytes
     try:
-        actual = file_size(path)
+        state = file_state(path)
     except FileNotFoundError as error:
         raise missing_file(stored, path) from error
+    actual = state.num_bytes
+    if stored.compares_headers and locations.is_local(path):
+        stored.states.setdefault(path, state)
     if actual != expected:
         raise CorruptCheckpointError(
             f"{path!r} has {actual} bytes, but the manifest of {stored.location!r} says "
