@@ -18,7 +18,6 @@ from typing import Any
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._format.checksum import checksum
 from distckpt._storage import locations
-from distckpt._storage.file_state import FileState
 
 CONFIG_FNAME = "metadata.json"
 BUILT_IN = "safetensors"
@@ -265,12 +264,6 @@ def file_size(path: str) -> int:
     """
     with _judging(path):
         return locations.file_size(path)
-
-
-def file_state(path: str) -> FileState:
-    """Return the state of a file of an untrusted checkpoint; errors as of `file_size`."""
-    with _judging(path):
-        return locations.file_state(path)
 
 
 def read_file(path: str, max_bytes: int) -> bytes:

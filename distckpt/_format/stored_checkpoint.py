@@ -22,7 +22,7 @@ from distckpt._format.checksum import checksum
 from distckpt._format.chunk_table import check_size_of_checksums, judging_manifest
 from distckpt._format.columns import joined_ranges
 from distckpt._format.manifest import CHUNKS_AT_ONCE, OBJECT, Manifest
-from distckpt._format.marker import file_state
+from distckpt._format.marker import file_size
 from distckpt._format.safetensors_file import read_as_saved
 from distckpt._geometry.region import IntArray
 from distckpt._storage import locations
@@ -144,12 +144,11 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
     path = stored.path_of_file(file_id)
     expected = stored.manifest.files[file_id].num_bytes
     try:
-        state = file_state(path)
+        actual = file_size(path)
+        if stored.compares_headers and locations.is_local(path):
+            stored.states.setdefault(path, locations.file_state(path))
     except FileNotFoundError as error:
         raise missing_file(stored, path) from error
-    actual = state.num_bytes
-    if stored.compares_headers and locations.is_local(path):
-        stored.states.setdefault(path, state)
     if actual != expected:
         raise CorruptCheckpointError(
             f"{path!r} has {actual} bytes, but the manifest of {stored.location!r} says "

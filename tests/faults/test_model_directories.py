@@ -14,9 +14,10 @@ import torch
 import distckpt
 from distckpt import ShardedTensor
 from tests.support.harness import error_of, sum_over_ranks
-from tests.support.hf_folders import write_indexed
+from tests.support.hf_folders import INDEX, write_indexed, write_plain
 
 KEYS = [f"layers.{number}.weight" for number in range(4)]
+NAMES = [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)]
 SIZE = 256
 
 
@@ -69,7 +70,7 @@ def load_own(rank, folder, change, share_reads):
         for key in KEYS
     }
     # One thread reads, so that a part is read after the change.
-    with mock.patch("distckpt._checkpoint.shards.num_threads_within", lambda *_: 1):
+    with mock.patch("distckpt._checkpoint.shards.num_threads_within", return_value=1):
         error = error_of(distckpt.load, state, folder, progress=progress, share_reads=share_reads)
     assert sum_over_ranks(1) == 2
     assert not changes
@@ -88,7 +89,7 @@ def test_a_change_that_rank_0_does_not_see(run, change, share_reads, tmp_path):
     """No rank has values of two versions of a file, or of one that was replaced."""
     results = run(load_own, 2, copies(tmp_path), change, share_reads)
     assert [error for error, _ in results] == [None, None]
-    assert set(sum(results[0][1].values(), [])) == {1.0}
+    assert results[0][1] == {key: [1.0] for key in KEYS}
     expected = {key: [2.0] for key in KEYS}
     if change is rewritten:
         expected |= {key: [1.0] for key in KEYS[:-1]}
@@ -103,3 +104,74 @@ def test_a_file_that_one_node_loses(run, change, text, share_reads, tmp_path):
     for error, _ in run(load_own, 2, copies(tmp_path), change, share_reads):
         assert f"node1/model/model-{KEYS[-1]}.safetensors" in str(error)
         assert text in str(error)
+
+
+def missing(folder):
+    (folder / NAMES[1]).unlink()
+
+
+def cut_off(folder):
+    os.truncate(folder / NAMES[1], 1000)
+
+
+def pointer(folder):
+    (folder / NAMES[1]).write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
+def unindexed(folder):
+    """Let no index tell that a file is missing."""
+    missing(folder)
+    (folder / INDEX).unlink()
+
+
+def twice(folder):
+    """Save a file a second time, as a browser does."""
+    (folder / INDEX).unlink()
+    shutil.copy(folder / NAMES[1], folder / NAMES[1].replace(".safe", " (1).safe"))
+
+
+def other_values(folder):
+    tensors = {key: torch.full((SIZE, SIZE), 3.0) for key in KEYS[:2]}
+    write_plain(folder / NAMES[0], tensors)
+
+
+FAULTS = {
+    missing: f"{NAMES[1]}' is missing",
+    cut_off: f"{NAMES[1]}' is not a complete safetensors file",
+    pointer: f"{NAMES[1]}' is a pointer of Git LFS",
+    unindexed: "holds 3 of the 4 files",
+    twice: "is stored several times",
+    other_values: f"'{KEYS[1]}'",
+}
+"""Faults, and the text that all ranks raise."""
+
+
+def load_each(rank, folder):
+    """Load a directory of each fault; return the errors, and the values that were touched."""
+    results = []
+    for fault in FAULTS:
+        for share_reads in ("on", "off"):
+            target = torch.zeros(SIZE // 2, SIZE)
+            state = {"w": ShardedTensor.from_rank_offsets(KEYS[0], target, (0, rank, 2))}
+            location = folder / fault.__name__
+            error = error_of(distckpt.load, state, location, share_reads=share_reads)
+            results.append((str(error), bool(target.any())))
+            assert sum_over_ranks(1) == 2
+        error = error_of(distckpt.consolidate, location, folder / "export")
+        results.append((str(error), (folder / "export").exists()))
+        assert sum_over_ranks(1) == 2
+    return results
+
+
+def test_all_ranks_refuse_a_bad_directory_before_anything_is_read(run, tmp_path):
+    for fault in FAULTS:
+        tensors = {
+            name: {key: torch.ones(SIZE, SIZE)} for name, key in zip(NAMES, KEYS, strict=True)
+        }
+        fault(write_indexed(tmp_path / fault.__name__, tensors))
+    results, others = run(load_each, 2, tmp_path)
+    assert results == others
+    expected = [text for text in FAULTS.values() for _ in range(3)]
+    for (error, is_touched), text in zip(results, expected, strict=True):
+        assert text in error
+        assert not is_touched
