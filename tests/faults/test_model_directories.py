@@ -35,8 +35,8 @@ def replaced(folder):
 
 
 def rewritten(folder):
-    """Write another version into the last file that is read."""
-    content = write(folder.with_name("other"), 2) / f"model-{KEYS[-1]}.safetensors"
+    """Write another version into the file that was read first."""
+    content = write(folder.with_name("other"), 2) / f"model-{KEYS[0]}.safetensors"
     with (folder / content.name).open("r+b") as file:
         file.write(content.read_bytes())
 
@@ -92,7 +92,7 @@ def test_a_change_that_rank_0_does_not_see(run, change, share_reads, tmp_path):
     assert results[0][1] == {key: [1.0] for key in KEYS}
     expected = {key: [2.0] for key in KEYS}
     if change is rewritten:
-        expected |= {key: [1.0] for key in KEYS[:-1]}
+        expected |= {key: [1.0] for key in KEYS[1:]}
     assert results[1][1] == expected
 
 
@@ -175,3 +175,21 @@ def test_all_ranks_refuse_a_bad_directory_before_anything_is_read(run, tmp_path)
     for (error, is_touched), text in zip(results, expected, strict=True):
         assert text in error
         assert not is_touched
+
+
+def load_what_does_not_fit(rank, folder):
+    """Load into padding on rank 0, and into another dtype on rank 1."""
+    target = torch.ones(SIZE, SIZE, dtype=[torch.float32, torch.float16][rank])
+    key = KEYS[rank]
+    if rank == 0:
+        target = torch.ones(SIZE + 8, SIZE)
+    state = {"w": ShardedTensor.from_rank_offsets(key, target, allow_shape_mismatch=rank == 0)}
+    error = error_of(distckpt.load, state, folder)
+    return str(error), bool((target == 1).all())
+
+
+def test_padding_is_left_alone_when_another_rank_refuses(run, tmp_path):
+    for error, is_untouched in run(load_what_does_not_fit, 2, write(tmp_path / "folder", 2)):
+        assert KEYS[1] in error
+        assert "partly filled" not in error
+        assert is_untouched

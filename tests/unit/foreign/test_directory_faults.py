@@ -4,6 +4,7 @@ and the way out.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 
@@ -14,6 +15,7 @@ import distckpt
 from distckpt import CheckpointNotFoundError, CorruptCheckpointError, ShardedTensor
 from distckpt.megatron.core import CheckpointingException
 from tests.support.hf_folders import INDEX, write_indexed, write_plain
+from tests.support.hooked_store import hooked_reads
 
 NAMES = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -168,3 +170,40 @@ def test_a_configuration_of_another_kind(folder, spoil, text):
     with pytest.raises(CheckpointingException, match=text) as caught:
         distckpt.load({"w": torch.nn.Linear(2, 2)}, folder, family="auto")
     assert isinstance(caught.value, CheckpointNotFoundError) == path.is_symlink()
+
+
+# --- Errors in the middle of a load ---------------------------------------------------------------
+
+
+def read_with(error, location, state):
+    """Load when reads of the second file fail; return the message."""
+
+    def before_read(path, start, stop):
+        if NAMES[1] in path and start:
+            raise error
+
+    with hooked_reads(before_read), pytest.raises(type(error)) as caught:
+        distckpt.load(state, f"hooked://{location}")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_read_that_fails_is_named_with_its_place(folder, code):
+    targets = [torch.zeros(64, 16) for _ in NAMES]
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, target)
+        for key, target in zip(("01.weight", "02.weight"), targets, strict=True)
+    }
+    text = read_with(OSError(code, os.strerror(code)), folder, state)
+    size = (folder / NAMES[1]).stat().st_size
+    assert f"(bytes {size - 4096} to {size}, from key '02.weight' on)" in text
+    assert f"hooked://{folder}/{NAMES[1]}" in text
+    assert "Tensors may be partly filled" in text
+
+
+def test_a_tensor_of_the_checkpoint_alone_is_not_partly_filled(folder):
+    opened = distckpt.open(folder)
+    (folder / NAMES[1]).unlink()
+    with pytest.raises(CheckpointingException) as caught:
+        opened.read("02.weight")
+    assert "partly filled" not in str(caught.value)
