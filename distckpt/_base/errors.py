@@ -118,6 +118,14 @@ class RankFailedError(CheckpointingException):
         return type(self), (self.failures, str(self)), self.__dict__
 
 
+def add_to_message(error: Exception, text: str) -> None:
+    """Add a text to the message of an error of ours or of the system."""
+    if isinstance(error, OSError) and error.errno is not None:
+        error.strerror = f"{error.strerror} ({text})"
+    else:
+        error.args = (f"{error} ({text})", *error.args[1:])
+
+
 def _describe_failures(failures: Mapping[int, BaseException], phase: str | None) -> str:
     lines = [
         f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items())

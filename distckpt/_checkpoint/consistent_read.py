@@ -49,10 +49,10 @@ class ReadAttempt:
 
     Attributes:
         marker: on rank 0, the marker when the attempt began, if there was one.
-        states: on rank 0, the states of the files that describe and hold a checkpoint of another
-            format.
+        states: the states of the files that describe and hold a checkpoint of another format; on
+            other ranks than 0, of the local files that they read.
         is_final: whether the checkpoint stayed the same.
-        changed: on rank 0, the file that changed, if it is known.
+        changed: the file that changed, if this rank knows it.
     """
 
     def __init__(self, ranks: Ranks, location: str) -> None:
@@ -76,10 +76,12 @@ class ReadAttempt:
     ) -> bool:
         if error is not None and not self._ranks.are_in_step_after(error):
             return False
-        change = _agree(self._ranks, error, self._change)
+        looks = self._ranks.is_coordinator or bool(self.states)
+        change = _agree(self._ranks, error, self._change, looks)
         if change == _REPLACED:
-            if self._ranks.is_coordinator:
+            if looks:
                 self.changed = _changed_name(self._location, self.states)
+            if self._ranks.is_coordinator:
                 logger.warning(
                     "%s was overwritten while it was read: reading the new one", self.changed
                 )
@@ -179,7 +181,8 @@ def check_files(stored: StoredCheckpoint) -> None:
 def _raise_if_changed(
     ranks: Ranks, checkpoints: Sequence[StoredCheckpoint], error: BaseException | None
 ) -> None:
-    index, change = divmod(_agree(ranks, error, lambda: _first_change(checkpoints)), 3)
+    looks = ranks.is_coordinator or any(stored.states for stored in checkpoints)
+    index, change = divmod(_agree(ranks, error, lambda: _first_change(checkpoints), looks), 3)
     if change != _UNCHANGED:
         stored = checkpoints[index]
         if change == _REMOVED:
@@ -225,19 +228,19 @@ def removed(location: str) -> CheckpointNotFoundError:
     )
 
 
-def _agree(ranks: Ranks, error: BaseException | None, look: Callable[[], int]) -> int:
-    """Return the change that the coordinator sees.
+def _agree(ranks: Ranks, error: BaseException | None, look: Callable[[], int], looks: bool) -> int:
+    """Return the first change that a rank sees: one that `looks`.
 
     `_UNCHANGED` if the error of some rank does not come from files.
     """
     may_come_from_files = error is None or isinstance(error, CheckpointingException | OSError)
     change = _UNCHANGED
-    if ranks.is_coordinator and may_come_from_files:
+    if looks and may_come_from_files:
         change = look()
     votes = ranks.all_gather_numbers([may_come_from_files, change])
     if not votes[:, 0].all():
         return _UNCHANGED
-    return int(votes[0, 1])
+    return next((number for number in votes[:, 1].tolist() if number != _UNCHANGED), _UNCHANGED)
 
 
 def _change_of(location: str, marker: dict[str, Any] | None) -> int:

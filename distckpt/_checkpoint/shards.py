@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, flat_bytes
+from distckpt._base.errors import CheckpointingException, add_to_message
 from distckpt._base.memory import (
     Copier,
     address_array,
@@ -70,6 +72,7 @@ class _Requests:
         targets: views of the tensors of the shards.
         copies: regions to read, by chunk; none for requests whose elements lie apart.
         additions: values to add to targets after reading.
+        paddings: memory to fill with zeros before reading.
     """
 
     shards: list[ShardedTensor]
@@ -77,6 +80,7 @@ class _Requests:
     targets: Sequence[torch.Tensor]
     copies: list[Copy]
     additions: list[tuple[torch.Tensor, float]]
+    paddings: list[torch.Tensor]
 
 
 def load_shards(
@@ -109,15 +113,32 @@ def load_shards(
         vote.number = sum(target.nbytes for target in separated.targets)
     is_local = locations.is_local(stored.location)
     sharing = Sharing(ranks, settings.options, group, is_local, most_bytes=vote.largest)
-    blobs = _read(sharing, view, planned, separated.targets, chunks)
     filled = []
     for shard, memory in zip(tensors, planned.shards, strict=True):
         filled.append(memory.data if shard.data is None else shard.data)
-    _complete(view, planned, separated, filled, settings)
-    contents = dict(zip(chunks, blobs, strict=True))
-    for chunk in chunks_of_coordinator:
-        contents[chunk] = _read_by_coordinator(ranks, stored, chunk)
-    return _in_order(shards, filled, decode_objects(stored, found, contents))
+    with filling(any(shard.data is not None for shard in tensors)):
+        for padding in planned.paddings:
+            padding.zero_()
+        blobs = _read(sharing, view, planned, separated.targets, chunks)
+        _complete(view, planned, separated, filled, settings)
+        contents = dict(zip(chunks, blobs, strict=True))
+        for chunk in chunks_of_coordinator:
+            contents[chunk] = _read_by_coordinator(ranks, stored, chunk)
+        return _in_order(shards, filled, decode_objects(stored, found, contents))
+
+
+@contextlib.contextmanager
+def filling(has_values: bool = True) -> Iterator[None]:
+    """Say in errors of the body that tensors may be partly filled.
+
+    They are, unless no tensor `has_values`.
+    """
+    try:
+        yield
+    except (CheckpointingException, OSError) as error:
+        if has_values:
+            add_to_message(error, "Tensors may be partly filled: load again before using them.")
+        raise
 
 
 def _chunks_to_read(
@@ -237,12 +258,12 @@ def _plan_requests(
     views = []
     for number, region in zip(numbers, regions, strict=True):
         views.append(region_view(filled[number], region))
-    planned = _Requests(filled, requests, views, copies, [])
+    planned = _Requests(filled, requests, views, copies, [], [])
     if settings.rules:
         planned = _translated(stored, planned, settings)
     for request, target in zip(planned.requests, planned.targets, strict=True):
         if request.allow_shape_mismatch:
-            target.zero_()
+            planned.paddings.append(target)
     return planned
 
 
@@ -253,15 +274,14 @@ def _translated(
 ) -> _Requests:
     """Request the tensors that the rules read."""
     translated = translate(settings.rules, planned.requests, planned.targets)
-    for padding in translated.padding:
-        padding.zero_()
     dtypes = [view.dtype for view in translated.views]
     requests, copies = _plan_copies(stored, translated.requests, dtypes, settings)
     additions = []
     for pair in zip(translated.views, translated.adds, strict=True):
         if pair[1]:
             additions.append(pair)
-    return _Requests(planned.shards, requests, translated.views, copies, additions)
+    paddings = list(translated.padding)
+    return _Requests(planned.shards, requests, translated.views, copies, additions, paddings)
 
 
 def _with_memory(shard: ShardedTensor) -> ShardedTensor:

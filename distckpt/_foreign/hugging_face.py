@@ -11,22 +11,29 @@ import json
 import logging
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.lazy import torch
-from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
+from distckpt._base.messages import natural_order, summarize_keys
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
+from distckpt._foreign.directory_faults import (
+    check_all_are_there,
+    check_copies,
+    check_is_downloaded,
+    damaged_file,
+    damaged_index,
+    misplaced_tensor,
+    missing_file,
+)
 from distckpt._foreign.quantization_settings import read_settings, unclear_shapes
 from distckpt._format import safetensors_file
 from distckpt._format.code_names import is_shape, may_be_codes
 from distckpt._format.foreign_formats import HUGGING_FACE
 from distckpt._format.hf_names import (
     INDEX_SUFFIX,
-    SINGLE_NAME,
     SUFFIX,
     derive_base_prefix_from_path,
 )
@@ -43,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 INDEX_NAME = HUGGING_FACE.marker
 _VARIANT_INDEX = re.compile(r".+\.safetensors\.index\.([^.]+)\.json")
-_NUMBERED = re.compile(r"(.*-)\d+(-of-0*(\d+)\.safetensors)", re.ASCII)
 _MAX_ELEMENTS = 1 << 62
 _MAX_AXES = 8
 
@@ -135,18 +141,23 @@ def _pieces_in(
         pieces.extend(file.pieces)
     if files.weight_map is not None:
         forgotten = _forgotten(files, read, files.weight_map)
-        return _indexed(files, pieces, files.weight_map), forgotten
+        indexed = _indexed(files, pieces, files.weight_map)
+        if without_info:
+            check_copies(files.folder, indexed, pieces)
+        return indexed, forgotten
     if not files.is_alone:
-        _check_all_are_there(files.folder, without_info)
+        check_all_are_there(files.folder, without_info)
     return pieces, {}
 
 
 def _find_files(location: str) -> _Files:
     if _is_single_file(location):
         folder, name = locations.split(location)
+        check_is_downloaded(folder, [name], _names(folder) if locations.is_local(folder) else ())
         return _Files(folder, [name], is_alone=True)
     present = _names(location)
     at_top = _safetensors_names(present)
+    check_is_downloaded(location, at_top, present)
     index = _index_among(present)
     if index is None:
         return _Files(location, at_top)
@@ -265,37 +276,18 @@ def _read_shapes(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, lis
     return shapes
 
 
-def _check_all_are_there(location: str, names: Sequence[str]) -> None:
-    """Refuse a directory without an index that is not one whole checkpoint.
-
-    It may lack one of its numbered files, or hold more than one checkpoint.
-    """
-    others = [name for name in names if name != SINGLE_NAME]
-    if others and SINGLE_NAME in names:
-        raise CorruptCheckpointError(
-            f"{location!r} holds {SINGLE_NAME}, which is a whole checkpoint, and other files such "
-            f"as {others[0]!r}, but no {INDEX_NAME} says what belongs together: give the location "
-            "of the file to read, or move the others elsewhere."
-        )
-    matches = filter(None, map(_NUMBERED.fullmatch, names))
-    for (start, end, total), count in Counter(match.groups() for match in matches).items():
-        if count < int(total):
-            raise CorruptCheckpointError(
-                f"{location!r} holds {count} of the {total} files {f'{start}*{end}'!r}: copy the "
-                "others, and their index, or give the location of one file to read that alone."
-            )
-
-
 def _read_index(location: str, index: str) -> dict[str, str]:
     """Return the file of each key, from the index."""
     path = locations.join(location, index)
     try:
-        weight_map = safetensors_file.parse_json(read_file(path, MAX_TABLE_BYTES))["weight_map"]
+        content = read_file(path, MAX_TABLE_BYTES)
+    except FileNotFoundError as error:
+        raise missing_file(location, index) from error
+    try:
+        weight_map = safetensors_file.parse_json(content)["weight_map"]
         names = list(map(str, weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"The index {path!r} is damaged ({error}): restore it from a copy."
-        ) from error
+        raise damaged_index(path, content, error) from error
     for name in set(names):
         if not name.endswith(SUFFIX) or not locations.is_inner_name(name, max_parts=4):
             raise CorruptCheckpointError(
@@ -325,15 +317,10 @@ def _read_file(files: _Files, name: str) -> _ReadFile:
         has_info = safetensors_file.SHARDING_INFO in header.metadata
         pieces = _pieces_of_file(name, header, has_info)
     except FileNotFoundError as error:
-        raise CorruptCheckpointError(
-            f"{path!r} is missing, but {files.index_name} or the directory names it: restore it "
-            "(what a link points to as well), or finish copying the directory."
-        ) from error
+        index = files.index_name if files.weight_map is not None else ""
+        raise missing_file(files.folder, name, index) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{path!r} is not a complete safetensors file ({type(error).__name__}: {error}): "
-            "restore it from a copy."
-        ) from error
+        raise damaged_file(path, error) from error
     file = ShardFile(name, header.num_bytes, header.header_bytes, header.checksum)
     return _ReadFile(file, has_info, pieces)
 
@@ -402,16 +389,8 @@ def _indexed(
             indexed_pieces.append(piece)
     absent = sorted(set(weight_map) - {piece.key for piece in indexed_pieces})
     if absent:
-        keys_of_file = []
-        for piece in pieces:
-            if piece.file == weight_map[absent[0]]:
-                keys_of_file.append(piece.key)
         index = locations.join(files.folder, files.index_name)
-        raise CorruptCheckpointError(
-            f"{index!r} says that {weight_map[absent[0]]!r} "
-            f"holds {absent[0]!r}, which is not there{did_you_mean(absent[0], keys_of_file)}: "
-            "file and index are of different exports."
-        )
+        raise misplaced_tensor(index, absent[0], weight_map[absent[0]], pieces)
     return indexed_pieces
 
 
@@ -427,7 +406,7 @@ def _forgotten(
     forgotten = {}
     for file in read:
         forgotten[file.file.name] = [
-            piece.key for piece in file.pieces if weight_map.get(piece.key) != file.file.name
+            piece.key for piece in file.pieces if piece.key not in weight_map
         ]
     beginnings = tuple(f"{derive_base_prefix_from_path(name)}-" for name in files.names)
     for name in files.others:

@@ -143,8 +143,18 @@ def header_length(head: bytes | memoryview, file_bytes: int) -> int:
     The first 8 bytes of the file or more tell it.
     """
     length = int.from_bytes(head[:8], "little")
-    if len(head) < 8 or length > min(file_bytes - 8, MAX_HEADER_BYTES):
-        raise ValueError("the header is cut off")
+    if len(head) < 8:
+        raise ValueError(f"it has only {file_bytes} bytes")
+    if length > MAX_HEADER_BYTES:
+        start = bytes(head[:40])
+        text = repr(start.decode()) if start.isascii() else "other bytes"
+        raise ValueError(f"it does not begin with the length of a header, but with {text}")
+    if not length:
+        raise ValueError("it begins with zeros: perhaps space was reserved, and nothing copied yet")
+    if 8 + length > file_bytes:
+        raise ValueError(
+            f"its header needs {8 + length} bytes, it has {file_bytes}: it was cut off"
+        )
     return 8 + length
 
 
@@ -165,7 +175,8 @@ def parse_header(header: bytes | memoryview, file_bytes: int) -> tuple[dict[str,
             )
         position += entry.num_bytes
     if position != file_bytes:
-        raise ValueError(f"the entries end at byte {position}, the file at {file_bytes}")
+        fault = "it was cut off" if file_bytes < position else "something was added to it"
+        raise ValueError(f"its header says {position} bytes, it has {file_bytes}: {fault}")
     return metadata, entries
 
 

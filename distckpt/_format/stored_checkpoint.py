@@ -46,8 +46,8 @@ class StoredCheckpoint:
         quantized: chunks of a view that are computed from other chunks, each a `QuantizedTensor`,
             see `_plan.decoded`.
         files: files that stay open from one read to the next; None if each read opens its own.
-        states: for another format, the states of its files when the rank that described it did so,
-            by location; empty on other ranks.
+        states: for another format, the states of its files by location: on the rank that described
+            it, before it did so; on others, when they first looked at a local file.
         compares_headers: whether the header of each file that is read is compared first: another
             rank has described the files, of a format without checksums.
     """
@@ -58,7 +58,7 @@ class StoredCheckpoint:
     marker: Mapping[str, Any] = field(default_factory=dict)
     quantized: Mapping[int, Any] = field(default_factory=dict)
     files: OpenFiles | None = None
-    states: Mapping[str, FileState] = field(default_factory=dict)
+    states: dict[str, FileState] = field(default_factory=dict)
     compares_headers: bool = False
 
     def with_files(self, files: OpenFiles) -> StoredCheckpoint:
@@ -145,6 +145,8 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
     expected = stored.manifest.files[file_id].num_bytes
     try:
         actual = file_size(path)
+        if stored.compares_headers and locations.is_local(path):
+            stored.states.setdefault(path, locations.file_state(path))
     except FileNotFoundError as error:
         raise missing_file(stored, path) from error
     if actual != expected:

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from distckpt._base.errors import CorruptCheckpointError
+from distckpt._base.errors import CorruptCheckpointError, add_to_message
 from distckpt._base.lazy import torch
 from distckpt._base.libc import fetch, read_into
 from distckpt._base.memory import Bytes, Copier, bounce_buffer, is_plain_memory, run_bytes
@@ -225,11 +225,12 @@ class _Reading:
         """Read a unit of a local file, and finish it."""
         part = self.table.parts[unit[0].chunk]
         if part.is_sparse:
-            _read_runs(self, part)
+            with self._naming(unit, part.stop - part.start):
+                _read_runs(self, part)
             self._count(unit)
             return
         content = content_for(self.table, unit)
-        with self.open(self.paths[self.file_of(unit)]) as fd:
+        with self._naming(unit, len(content.scratch)), self.open(self._path(unit)) as fd:
             self._verify(unit, self._read_pieces(unit, content.buffers, fd))
         self._finish(unit, content)
 
@@ -241,8 +242,8 @@ class _Reading:
         """Read units from an object store with one request; finish them."""
         position = self._position(units[0])
         stop = max(self._position(unit) + sum(span.num_bytes for span in unit) for unit in units)
-        path = self.paths[self.file_of(units[0])]
-        data = _fetch(self.stored, path, position, stop - position)
+        with self._naming(units[0], stop - position):
+            data = object_store.at(self._path(units[0])).read_range(position, stop - position)
         for unit in units:
             content = content_for(self.table, unit)
             num_read = _fill(content.buffers, data[self._position(unit) - position :])
@@ -284,6 +285,23 @@ class _Reading:
     def _count(self, unit: list[Span]) -> None:
         if self._progress is not None:
             self._progress(sum(useful_bytes(self.table, span) for span in unit))
+
+    @contextlib.contextmanager
+    def _naming(self, unit: list[Span], num_bytes: int) -> Iterator[None]:
+        """Name the file, place and first key in errors of the system."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise missing_file(self.stored, self._path(unit)) from error
+        except OSError as error:
+            start = self._position(unit)
+            key = self.stored.key_of(self.table.parts[unit[0].chunk].chunk)
+            add_to_message(error, f"bytes {start} to {start + num_bytes}, from key {key!r} on")
+            raise
+
+    def _path(self, unit: list[Span]) -> str:
+        """Return the path of the file of a unit."""
+        return self.paths[self.file_of(unit)]
 
     def _position(self, unit: list[Span]) -> int:
         """Return the position of a unit in its file."""
@@ -405,11 +423,3 @@ def _file_ends(stored: StoredCheckpoint, chunk: int, end: int) -> CorruptCheckpo
         f"{stored.key_of(chunk)!r} goes on after it: the file was cut off. Restore it from a "
         "copy or load another checkpoint."
     )
-
-
-def _fetch(stored: StoredCheckpoint, path: str, position: int, num_bytes: int) -> Bytes:
-    """Read from an object store; fewer bytes if the file ends early."""
-    try:
-        return object_store.at(path).read_range(position, num_bytes)
-    except FileNotFoundError as error:
-        raise missing_file(stored, path) from error

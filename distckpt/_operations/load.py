@@ -20,6 +20,7 @@ from distckpt._base.options import LoadOptions, LoadReport, publish, with_change
 from distckpt._base.tree import HOLE
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import find_checkpoint
+from distckpt._checkpoint.shards import filling
 from distckpt._checkpoint.stored_values import COMMON_STATE
 from distckpt._format.marker import schedulers_of
 from distckpt._models.restore import Saved, restore_objects
@@ -130,8 +131,8 @@ def load(
         LoadMismatchError: keys, shapes, dtypes or object grids do not match.
         UnsupportedObjectError: a requested object is of a class that is not registered.
         CorruptCheckpointError: files are missing, cut off or changed.
-        RankFailedError: raised on all ranks when any rank failed. Tensors may be partly filled
-            then.
+        RankFailedError: raised on all ranks when any rank failed. Errors after the reading began
+            say that tensors may be partly filled.
     """
     request = LoadRequest(
         path=path,
@@ -205,7 +206,8 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
             with timer.phase("read") as details:
                 read = read_targets(ranks, targets, differences)
                 details["bytes"] = read.num_bytes
-    restored = restore(ranks, state_dict, read, timer)
+    with filling():
+        restored = restore(ranks, state_dict, read, timer)
     report = LoadReport(
         location,
         *restored.figures,

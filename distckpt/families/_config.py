@@ -90,18 +90,18 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         location = locations.split(location)[0]
     if not location.endswith(".json"):
         location = locations.join(location, CONFIG_NAME)
-    if not locations.exists(location):
+    try:
+        content = locations.read_bytes(location, _MAX_CONFIG_BYTES)
+    except FileNotFoundError as error:
         raise CheckpointNotFoundError(
             f"There is no {location!r}: family is 'auto', or the path of a config.json or of its "
             "directory. For other models give `rules`."
-        )
+        ) from error
     try:
-        values = json.loads(
-            locations.read_bytes(location, _MAX_CONFIG_BYTES), object_hook=_decode_float
-        )
+        values = json.loads(content, object_hook=_decode_float)
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointingException(
-            f"{location!r} is not the JSON of a configuration: {error}"
+            f"{location!r} is not the JSON of a configuration: {error}. Restore it from a copy."
         ) from error
     if not isinstance(values, dict):
         raise CheckpointingException(

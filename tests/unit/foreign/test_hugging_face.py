@@ -506,7 +506,7 @@ def test_a_single_file_beside_another_one_without_an_index(tmp_path):
 
 def test_a_link_to_nothing_is_named(tmp_path):
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "removed")
-    with pytest.raises(CorruptCheckpointError, match="what a link points to"):
+    with pytest.raises(CorruptCheckpointError, match=r"is missing \(a link to .*removed"):
         distckpt.open(tmp_path)
 
 
