@@ -69,7 +69,7 @@ def transformers_rules(
 
 
 def _head_rules(prefix: str, keys: Collection[str], shapes: Shapes) -> list[Rule]:
-    """Return the rule for names of a model without the head that `shapes` has, or with one."""
+    """Return the rule for a model that lacks the head, or adds one."""
     if not prefix or any(key in shapes for key in keys):
         return []
     if any(f"{prefix}.{key}" in shapes for key in keys):
@@ -94,10 +94,9 @@ def _tied(model: Any, shapes: Mapping[str, Any]) -> dict[str, str]:
 def _in_files(
     model: Any, quantizer: Any, shapes: Shapes, tied: Collection[str], on_disk: Shapes
 ) -> dict[str, MappedTensor]:
-    """Return the tensors of the files by name, made of the tensors in memory."""
+    """Return the tensors of the files by name."""
     saved = _saved(model, shapes)
-    expected = {name: mapped.shape for name, mapped in saved.items() if not _is_of(tied, mapped)}
-    if not on_disk or expected.items() <= on_disk.items():
+    if not on_disk or _are_stored(saved, tied, on_disk):
         return saved
     loaded = _loaded(model, quantizer, shapes, on_disk)
     sources = {part.key for mapped in loaded.values() for part in mapped.parts}
@@ -110,6 +109,14 @@ def _in_files(
         if not _is_of(loaded, mapped):
             in_files.setdefault(name, mapped)
     return in_files
+
+
+def _are_stored(saved: Mapping[str, MappedTensor], tied: Collection[str], on_disk: Shapes) -> bool:
+    """Return whether files hold all tensors that are not tied."""
+    for name, mapped in saved.items():
+        if not _is_of(tied, mapped) and on_disk.get(name) != mapped.shape:
+            return False
+    return True
 
 
 def _is_of(keys: Collection[str], mapped: MappedTensor) -> bool:
@@ -126,9 +133,10 @@ def _recorders(shapes: Shapes) -> dict[str, _Recorder]:
 
 def _saved(model: Any, shapes: Shapes) -> dict[str, MappedTensor]:
     """Return the tensors that transformers makes when it saves a model."""
-    core_model_loading = importlib.import_module("transformers.core_model_loading")
     try:
-        converted = core_model_loading.revert_weight_conversion(model, _recorders(shapes))
+        converted = _module("core_model_loading").revert_weight_conversion(
+            model, _recorders(shapes)
+        )
     except (RuntimeError, TypeError) as error:
         raise CheckpointingException(
             f"transformers' conversion of {model.config.model_type!r} cannot be followed: {error}"
@@ -156,20 +164,14 @@ def _loaded(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) -> dict
 
 
 def _conversions(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) -> dict[str, Any]:
-    """Return the conversions with which transformers loads files, by a name in memory."""
-    loading = importlib.import_module("transformers.core_model_loading")
-    mapping = importlib.import_module("transformers.conversion_mapping")
-    steps = mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)
-    renamings = [step for step in steps if isinstance(step, loading.WeightRenaming)]
-    converters = [step for step in steps if isinstance(step, loading.WeightConverter)]
-    by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
-    prefix = model.base_model_prefix
+    """Return transformers' conversions of files, by a name in memory."""
+    loading = _module("core_model_loading")
+    steps = _loading_steps(model, quantizer)
+    by_pattern = {pattern: step for step in steps[1] for pattern in step.source_patterns}
     recorders = _recorders(on_disk)
     conversions: dict[str, Any] = {}
     for name in sorted(on_disk, key=loading.dot_natural_key):
-        key, pattern = loading.rename_source_key(name, renamings, converters, prefix, shapes)
-        if key not in shapes and name in shapes:
-            key, pattern = loading.rename_source_key(name, [], [], prefix, shapes)
+        key, pattern = _renamed(name, steps, model.base_model_prefix, shapes)
         if key not in shapes:
             continue
         if key not in conversions:
@@ -177,6 +179,33 @@ def _conversions(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) ->
             conversions[key] = copy.deepcopy(converter) or loading.WeightRenaming(name, key)
         conversions[key].add_tensor(key, name, pattern or name, recorders[name])
     return conversions
+
+
+def _loading_steps(model: Any, quantizer: Any) -> tuple[list[Any], list[Any]]:
+    """Return the renamings and the converters of a model."""
+    loading = _module("core_model_loading")
+    mapping = _module("conversion_mapping")
+    steps = mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    return (
+        [step for step in steps if isinstance(step, loading.WeightRenaming)],
+        [step for step in steps if isinstance(step, loading.WeightConverter)],
+    )
+
+
+def _renamed(
+    name: str, steps: tuple[list[Any], list[Any]], prefix: str, shapes: Shapes
+) -> tuple[str, Any]:
+    """Return a stored tensor's name in memory, and its converter's pattern."""
+    rename = _module("core_model_loading").rename_source_key
+    key, pattern = rename(name, *steps, prefix, shapes)
+    if key not in shapes and name in shapes:
+        # It has its name in memory in the file.
+        key, pattern = rename(name, [], [], prefix, shapes)
+    return key, pattern
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"transformers.{name}")
 
 
 def _make_model(config: Mapping[str, Any]) -> Any:
@@ -204,15 +233,16 @@ def _make_model(config: Mapping[str, Any]) -> Any:
 
 
 def _quantize(model: Any, settings: Any) -> Any:
-    """Give a model the modules that hold codes and scales, and return what knows their names.
+    """Give a model modules for codes and scales; return transformers' quantizer.
 
     None if `settings` has none, or for a format that transformers cannot prepare here.
     """
     if not settings:
         return None
-    auto = importlib.import_module("transformers.quantizers.auto")
     try:
-        quantizer = auto.AutoHfQuantizer.from_config(copy.deepcopy(settings), pre_quantized=True)
+        quantizer = _module("quantizers").AutoHfQuantizer.from_config(
+            copy.deepcopy(settings), pre_quantized=True
+        )
         quantizer.preprocess_model(model)
     except Exception:  # of any class: packages and devices that it asks for
         return None

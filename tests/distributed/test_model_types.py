@@ -22,7 +22,7 @@ PLANS = {
     "tensor parallel": {"tp_size": 4, "tp_plan": "auto"},
     "FSDP2 x tensor parallel": {"fsdp_size": 2, "tp_size": 2},
     "FSDP2 x experts over ranks": {"fsdp_size": 4, "ep_size": 2},
-    "tensor parallel x stages": {"tp_size": 2, "pp_size": 2},
+    "stages": {"pp_size": 4},
 }
 
 
@@ -55,7 +55,8 @@ def start(rank: int, path: Path) -> None:
         options, _, mesh = model.prepare_distribute_model(options)
         model = model.maybe_distribute_model(model, options, mesh)
         distckpt.load({"model": model}, path, family="auto", materialize="cpu")
-        model.tie_weights()
+        if "pp_size" not in plan:
+            model.tie_weights()
         expected = kind.from_pretrained(
             path, distributed_config=distributed.DistributedConfig(**plan)
         )
@@ -70,6 +71,7 @@ def test_plans_of_transformers(tmp_path):
     config = make_config("qwen3_moe")
     config.tie_word_embeddings = True
     config.num_key_value_heads = 4
+    config.num_hidden_layers = 4
     make_model(config).save_pretrained(tmp_path)
     run(start, 4, tmp_path)
 

@@ -198,6 +198,7 @@ _OLD_NORMS = ((r"LayerNorm\.weight", "LayerNorm.gamma"), (r"LayerNorm\.bias", "L
 _MASKS = {f"h__{layer}__attn__bias": torch.ones(1, 1, 64, 64).tril() for layer in range(2)}
 
 FORMS = {
+    "bart": [with_names((r"^model\.", ""))],
     "bert": [
         with_names(
             *_OLD_NORMS,
@@ -220,7 +221,6 @@ FORMS = {
     "nemotron_h": [as_in_memory],
     "qwen2_5_vl": [as_in_memory],
     "qwen3_moe": [as_in_memory],
-    "t5": [with_names()],
     "vit": [as_in_memory],
     "wav2vec2": [
         with_names(
@@ -278,3 +278,77 @@ def test_a_head_is_put_on_a_directory_without_one(tmp_path):
     expected = transformers.AutoModel.from_pretrained(tmp_path)
     assert is_same(model.base_model, expected)
     assert model.lm_head.weight.mean() == 1
+
+
+# --- Quantized directories ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quantized(request, tmp_path):
+    """A directory with FP8 blocks, and the class of its model."""
+    saved = make_model(make_config(request.param)).bfloat16()
+    saved.save_pretrained(tmp_path / "saved")
+    distckpt.save({"model": saved}, tmp_path / "checkpoint")
+    exported = tmp_path / "exported"
+    distckpt.consolidate(
+        tmp_path / "checkpoint",
+        exported,
+        quantize="fp8-block",
+        family="auto",
+        like=tmp_path / "saved",
+        extra_files_from=tmp_path / "saved",
+    )
+    return exported, type(saved)
+
+
+FP8 = ["llama", "deepseek_v3", "qwen3_moe", "qwen2_5_vl"]
+
+
+@pytest.mark.parametrize("quantized", FP8, indirect=True)
+def test_codes_become_values_in_a_plain_model(quantized):
+    path, kind = quantized
+    settings = transformers.FineGrainedFP8Config(dequantize=True)
+    expected = kind.from_pretrained(
+        path, dtype=torch.bfloat16, attn_implementation="eager", quantization_config=settings
+    )
+    assert is_same(started(path, torch.bfloat16), expected)
+
+
+@pytest.mark.parametrize("quantized", FP8, indirect=True)
+def test_codes_stay_codes_in_a_model_that_has_them(quantized, monkeypatch):
+    from transformers.quantizers import AutoHfQuantizer
+    from transformers.quantizers import quantizer_finegrained_fp8 as fp8
+
+    path, kind = quantized
+    config = transformers.AutoConfig.from_pretrained(path)
+    quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model = kind._from_config(config, attn_implementation="eager")
+            quantizer.preprocess_model(model, dtype=torch.bfloat16)
+    finally:
+        torch.set_default_dtype(default)
+    distckpt.load({"model": model}, path, family="auto", materialize="cpu")
+    # Without a GPU, transformers would make values of the codes.
+    monkeypatch.setattr(
+        fp8.FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None
+    )
+    expected = kind.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager")
+    assert torch.float8_e4m3fn in {parameter.dtype for parameter in expected.parameters()}
+    assert is_same(model, expected)
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+
+def test_the_dtype_of_the_model_decides(tmp_path):
+    saved = make_model(make_config("qwen3"))
+    saved.save_pretrained(tmp_path / "float32")
+    saved.bfloat16().save_pretrained(tmp_path / "bfloat16")
+    with pytest.raises(LoadMismatchError, match=r"float32.*bfloat16.*allow_dtype_cast=True"):
+        started(tmp_path / "float32", torch.bfloat16)
+    rounded = started(tmp_path / "float32", torch.bfloat16, allow_dtype_cast=True)
+    assert is_same(rounded, opened(tmp_path / "float32", torch.bfloat16))
+    assert is_same(started(tmp_path / "bfloat16"), opened(tmp_path / "bfloat16"))
