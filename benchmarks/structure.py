@@ -86,14 +86,14 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 404_500,
+    "tokens": 405_900,
     "classes": 460,
-    "functions": 4_190,
+    "functions": 4_205,
     "kernel: modules": 121,
-    "kernel: lines": 34_400,
-    "kernel: tokens": 186_200,
+    "kernel: lines": 34_420,
+    "kernel: tokens": 186_750,
     "kernel, on demand: modules": 149,
-    "kernel, on demand: lines": 41_700,
+    "kernel, on demand: lines": 41_730,
     "modules imported by save": 81,
     "save of a plain tensor: files": 44,
     "save of a plain tensor: changes of file": 229,

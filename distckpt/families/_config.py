@@ -63,7 +63,8 @@ def rules(config: Any, source: Source) -> list[Rule]:
     values = dict(config) if isinstance(config, Mapping) else read_config(config)
     if not isinstance(values.get("model_type"), str):
         raise CheckpointingException(
-            "The configuration does not name its model_type, as every Hugging Face model's does."
+            "The configuration does not name its model_type, as those of transformers do: leave "
+            "out `family` if the tensors are stored under the names of the model, or give `rules`."
         )
     if source == "transformers":
         return transformers_rules(values)
