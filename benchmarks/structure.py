@@ -86,12 +86,12 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 405_500,
+    "tokens": 405_900,
     "classes": 460,
-    "functions": 4_202,
+    "functions": 4_205,
     "kernel: modules": 121,
-    "kernel: lines": 34_400,
-    "kernel: tokens": 186_200,
+    "kernel: lines": 34_420,
+    "kernel: tokens": 186_750,
     "kernel, on demand: modules": 149,
     "kernel, on demand: lines": 41_780,
     "modules imported by save": 81,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ READER_VERSION = 4
 _OF_TORCH_SAVE = (".pt", ".pth", ".bin", ".ckpt")
 _MEGATRON_COMMON = "common.pt"
 _PIPELINE = "model_index.json"
+_HUB_NAME = re.compile(r"(?:.*\bhuggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)")
+_OF_MODELS = ("config.json", ".safetensors.index.json")
 _MARKERS = (CONFIG_FNAME, *(known.marker for known in MARKED_CHECKPOINTS))
 _MAX_PROBED = 200
 _MAX_NAMED = 6
@@ -85,14 +88,26 @@ def _absence_of_anything(location: str) -> str:
     text = f"Checkpoint directory {location} does not exist"
     if (aside := posix.left_aside(location)) is not None:
         return f"{text}. Its overwriting was interrupted: rename {aside!r}, which is its content."
-    if locations.is_local(location) and not locations.exists(parent):
-        return f"{text}, and neither does {parent!r}."
+    hint = _about_hub(location)
+    if (locations.is_local(location) or hint) and not locations.exists(parent):
+        return f"{text}, and neither does {parent!r}.{hint}"
     names = [other for other in _names_in(parent) if hidden_directories.parse(other) is None]
     text += f"{did_you_mean(name, names)}."
     neighbors = _checkpoints_in(parent)
     if neighbors:
         return f"{text} Beside it: {neighbors}."
     return text
+
+
+def _about_hub(location: str) -> str:
+    """Tell how to load `org/model` from the Hugging Face hub."""
+    match = _HUB_NAME.fullmatch(os.path.relpath(location))
+    if match is None:
+        return ""
+    return (
+        f" If {match[1]!r} is a model on the Hugging Face hub, give the directory to which "
+        f"huggingface_hub.snapshot_download({match[1]!r}) downloads it."
+    )
 
 
 def _is_archive_of_torch(location: str) -> bool:
@@ -109,7 +124,7 @@ def _is_archive_of_torch(location: str) -> bool:
 
 def _about_file(location: str) -> str:
     parent, name = locations.split(location)
-    if name in _MARKERS or is_manifest_name(name):
+    if name in _MARKERS or is_manifest_name(name) or name.endswith(_OF_MODELS):
         return f"{location!r} is a file of a checkpoint: give the directory, {parent!r}."
     if about := _about_other(name):
         return f"{location!r} is {about}"
@@ -154,8 +169,37 @@ def _about_incomplete(location: str, names: Sequence[str]) -> str:
         state = "so a save did not finish here; load another step"
     elif not names:
         state = "so nothing was saved here"
+    elif about := _about_models(location, names):
+        return about
     lacks = foreign.marker if foreign is not None else CONFIG_FNAME
     return f"{location!r} is not a distributed checkpoint: it has no {lacks}, {state}."
+
+
+def _about_models(location: str, names: Sequence[str]) -> str:
+    """Describe a directory around models, or of one without weights."""
+    if models := _models_in(location, names):
+        return f"{location!r} holds no model itself: give one of the directories in it, {models}."
+    if any(name.endswith(_OF_MODELS) for name in names):
+        return (
+            f"{location!r} holds files of a model, and no .safetensors files among them: its "
+            "weights were not downloaded, or have another format."
+        )
+    return ""
+
+
+def _models_in(directory: str, names: Sequence[str]) -> str:
+    """Name the directories in a directory that hold safetensors files.
+
+    The Hugging Face cache has them in `snapshots`, one level below.
+    """
+    if "snapshots" in names:
+        names = [f"snapshots/{name}" for name in _names_in(locations.join(directory, "snapshots"))]
+    models = []
+    for name in names[-_MAX_PROBED:]:
+        files = _names_in(locations.join(directory, name))
+        if any(file.endswith(".safetensors") and not is_manifest_name(file) for file in files):
+            models.append(name)
+    return ", ".join(map(repr, models[-_MAX_NAMED:]))
 
 
 def _about_other(name: str) -> str | None:

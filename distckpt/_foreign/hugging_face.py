@@ -218,7 +218,9 @@ def _names(location: str) -> list[str]:
 
 
 def _safetensors_names(present: Sequence[str]) -> list[str]:
-    return sorted((name for name in present if name.endswith(SUFFIX)), key=natural_order)
+    names = sorted((name for name in present if name.endswith(SUFFIX)), key=natural_order)
+    # Mistral's own format lies beside the one of transformers, with the same tensors.
+    return [name for name in names if not name.startswith("consolidated")] or names
 
 
 def _no_sharding_info(path: str) -> CorruptCheckpointError:

@@ -76,7 +76,8 @@ def rules(config: Any, source: Source) -> list[Rule]:
 def _check_model_type(config: Mapping[str, Any]) -> None:
     if not isinstance(config.get("model_type"), str):
         raise CheckpointingException(
-            "The configuration does not name its model_type, as every Hugging Face model's does."
+            "The configuration does not name its model_type, as those of transformers do: leave "
+            "out `family` if the tensors are stored under the names of the model, or give `rules`."
         )
 
 

@@ -695,3 +695,14 @@ def test_files_with_names_like_a_precision_and_other_tensors_are_not_left_alone(
             distckpt.open(tmp_path)
     else:
         assert same_bytes(distckpt.open(tmp_path).read_tensors(), {**FULL, "mtp": NORM})
+
+
+@pytest.mark.parametrize("names", [["model"], ["model-00001-of-00002", "model-00002-of-00002"]])
+def test_mistrals_own_format_beside_the_files_is_left_alone(names, tmp_path):
+    for number, name in enumerate(names):
+        write_plain(tmp_path / f"{name}.safetensors", {f"{number}.weight": ROWS})
+    write_plain(tmp_path / "consolidated.safetensors", {"tok_embeddings.weight": NORM})
+    assert len(distckpt.open(tmp_path).tensors) == len(names)
+    for name in names:
+        (tmp_path / f"{name}.safetensors").unlink()
+    assert set(distckpt.open(tmp_path).tensors) == {"tok_embeddings.weight"}

@@ -64,6 +64,12 @@ def root(tmp_path_factory):
     (root / "pipeline/unet").mkdir(parents=True)
     (root / "pipeline/model_index.json").write_text("{}")
     (root / "empty").mkdir()
+    (root / "tokenizer").mkdir()
+    (root / "tokenizer/tokenizer_config.json").write_text("{}")
+    for name in ("models--org--name/snapshots/0123abc", "trainer/checkpoint-500", "st/0_Transform"):
+        (root / name).mkdir(parents=True)
+        (root / name / "config.json").write_text("{}")
+        (root / name / "model.safetensors").symlink_to(root / "hf/model.safetensors")
     return root
 
 
@@ -92,6 +98,12 @@ LOCATIONS = {
     "unfinished": r"has no metadata\.json, so a save did not finish here",
     "torch": r"has no \.metadata, so a save did not finish here",
     "deepspeed": r"has no metadata\.json, nor files of another format at its top level",
+    "st/0_Transform/config.json": r"is a file of a checkpoint: give the directory, '.*/0_Tr",
+    "tokenizer": r"holds files of a model, and no \.safetensors files .* not downloaded",
+    "models--org--name": r"give one of the directories in it, 'snapshots/0123abc'\.",
+    "models--org--name/snapshots": r"give one of the directories in it, '0123abc'\.",
+    "trainer": r"give one of the directories in it, 'checkpoint-500'\.",
+    "st": r"give one of the directories in it, '0_Transform'\.",
     "empty": r"has no metadata\.json, so nothing was saved here",
 }
 
@@ -101,6 +113,15 @@ def test_another_place_than_that_of_a_checkpoint(root, capsys, place, message):
     with pytest.raises(CheckpointNotFoundError, match=message):
         distckpt.load(shards("w"), root / place)
     assert re.search(message, call_error(capsys, "inspect", root / place))
+
+
+@pytest.mark.parametrize("site", ["", "huggingface.co/", "file://huggingface.co/"])
+def test_the_name_of_a_model_on_the_hub(tmp_path, monkeypatch, capsys, site):
+    monkeypatch.chdir(tmp_path)
+    message = r"give the directory to which huggingface_hub\.snapshot_download\('org/model-1\.5'\)"
+    with pytest.raises(CheckpointNotFoundError, match=message):
+        distckpt.load(shards("w"), f"{site}org/model-1.5")
+    assert re.search(message, call_error(capsys, "inspect", f"{site}org/model-1.5"))
 
 
 def test_a_single_safetensors_file_is_opened(tmp_path, capsys):
