@@ -18,6 +18,7 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.lazy import torch
 from distckpt._base.messages import natural_order, summarize_keys
+from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
 from distckpt._foreign.directory_faults import (
     check_all_are_there,
@@ -126,7 +127,14 @@ def read_directory(
 
 def _read_files(files: _Files) -> list[_ReadFile]:
     """Read the headers, without variants in another precision."""
-    read = [_read_file(files, name) for name in files.names]
+    by_name: dict[str, _ReadFile] = {}
+
+    def read_one(name: str) -> None:
+        by_name[name] = _read_file(files, name)
+
+    # Paths that look local may be on storage of a network, where each answer takes a while.
+    run_threads(read_one, files.names, NUM_REQUESTS)
+    read = [by_name[name] for name in files.names]
     if files.weight_map is None and not files.is_alone:
         return _without_variants(read)
     return read

@@ -22,7 +22,13 @@ from distckpt._plan.save import even_shares, lines
 from distckpt._plan.share import ReadCosts, SharePlan, UnitMessage, item_bytes_of
 
 WAVE_BYTES = 64 << 20
-"""Bytes that each rank reads in a wave."""
+"""Most bytes that each rank reads in a wave."""
+MIN_WAVE_BYTES = 4 << 20
+"""Size of waves below which their exchanges of outcomes would take long beside their reads."""
+MIN_WAVES = 16
+"""Waves of a load that is not small. The first one is read before anything is sent, and the last
+one sent when nothing is left to read.
+"""
 MIN_SAVED = 1 / 8
 """Smallest saving, relative to the shared read, for which units are shared."""
 PART_ROWS = 1 << 17
@@ -344,7 +350,9 @@ def _put_in_order(readers: Column, turns: Column, weights: IntArray) -> tuple[In
     starts = _run_starts(readers[by_reader])
     position = np.empty(len(weights), np.int64)
     position[by_reader] = before - np.repeat(before[starts[:-1]], np.diff(starts))
-    return np.lexsort((turns, readers, position)), narrow(position // WAVE_BYTES)
+    even_bytes = int(position.max(initial=0)) // MIN_WAVES + 1
+    wave_bytes = min(WAVE_BYTES, max(MIN_WAVE_BYTES, even_bytes))
+    return np.lexsort((turns, readers, position)), narrow(position // wave_bytes)
 
 
 def _whole_rows(units: _AllUnits, regions: _Regions, readers: Column) -> Column:

@@ -299,7 +299,10 @@ def test_all_scripts_run(tmp_path, run_script):
 
 
 BENCHMARKS = ROOT / "benchmarks"
-OTHERS = {"fingerprints", "moving", "parts", "second_load", "store_limits", "store_requests"}
+OTHERS = {
+    *("cold_start_throttled", "fingerprints", "moving", "parts", "second_load", "store_limits"),
+    *("store_requests", "throttled_mount"),
+}
 FOR_DEVELOPERS = {"structure", "structure_calls", "ab", "ab_run", *OTHERS}
 SCRIPTS = {path.stem for path in BENCHMARKS.glob("*.py") if "\nif __name__" in path.read_text()} - {
     "run_all",

@@ -12,6 +12,7 @@ import os
 import re
 import struct
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ from tests.support.hf_folders import (
     write_plain,
     write_shard,
 )
+from tests.support.hooked_store import hooked_reads
 
 ROWS = torch.arange(12 * 5, dtype=torch.float32).view(12, 5)
 COLUMNS = torch.arange(4 * 6, dtype=torch.bfloat16).view(4, 6)
@@ -706,3 +708,20 @@ def test_mistrals_own_format_beside_the_files_is_left_alone(names, tmp_path):
     for name in names:
         (tmp_path / f"{name}.safetensors").unlink()
     assert set(distckpt.open(tmp_path).tensors) == {"tok_embeddings.weight"}
+
+
+def test_headers_of_files_are_requested_at_the_same_time(tmp_path):
+    # Both wait until the other one is there; a request after the other breaks the barrier.
+    write_indexed(tmp_path, {"a.safetensors": {"rows": ROWS}, "b.safetensors": {"norm": NORM}})
+    both = threading.Barrier(2, timeout=20)
+    waited = set()
+
+    def wait(path, start, stop):
+        if path.endswith(".safetensors") and path not in waited:
+            waited.add(path)
+            both.wait()
+
+    with hooked_reads(wait):
+        tensors = distckpt.open(f"hooked://{tmp_path}").read_tensors()
+    assert same_bytes(tensors, {"rows": ROWS, "norm": NORM})
+    assert len(waited) == 2

@@ -189,8 +189,9 @@ def test_readers_go_through_their_units_side_by_side():
     for rank, mine in enumerate(plans):
         own = np.flatnonzero(mine.readers == rank)
         read = np.bincount(mine.waves[own]) * 2 * MIB
-        assert (read[:-1] == WAVE_BYTES).all()
-        assert len(read) == mine.num_waves
+        # Few bytes go in many waves, too: what is sent waits until a wave has been read.
+        assert len(read) == mine.num_waves == 16
+        assert read.max() - read.min() <= 2 * MIB < WAVE_BYTES
         # In the order of all units, readers take turns.
         assert np.abs(mine.sequence[own] // 2 - 2 * np.arange(100)).max() <= 1
 
