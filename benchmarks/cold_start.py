@@ -307,9 +307,9 @@ class Job(NamedTuple):
         for batch, memory in zip(batches, memories, strict=True):
             rows.extend(self._requests_for(batch, memory))
         if rank == 0:
-            rows.extend(
-                (i, 0, file.header_bytes, 0) for i, file in enumerate(stored.manifest.files)
-            )
+            for number, described in enumerate(stored.manifest.files):
+                num_bytes = max(GUESSED_BYTES, described.header_bytes)
+                rows.append((number, 0, min(num_bytes, described.num_bytes), 0))
             index_bytes = self.total - sum(file.num_bytes for file in stored.manifest.files)
             rows.append((len(stored.manifest.files), 0, index_bytes, 0))
         elif rank is not None:

@@ -30,6 +30,7 @@ from tests.support.layouts import (
     irregular_shard,
     tensor_from,
 )
+from tests.support.machines import on_machine
 from tests.support.read_counts import counted_reads
 
 MIB = 1 << 20
@@ -400,9 +401,9 @@ def test_a_rank_that_asks_for_what_is_not_there(run, checkpoint):
     assert run(ask_differently, 3, checkpoint) == [(RankFailedError, True, 3)] * 3
 
 
-def load_large(rank, path, mode, delay):
-    """Load one large tensor as replicas; return whether it is right, and bytes read from the store
-    and locally.
+def load_large(rank, path, mode, delay, num_machines=1):
+    """Load one large tensor as replicas; return whether it is right, bytes read from the store and
+    locally, and the report.
     """
     lock, read = threading.Lock(), [0]
 
@@ -415,10 +416,17 @@ def load_large(rank, path, mode, delay):
     shard = ShardedTensor.from_rank_offsets(
         "w", torch.zeros(36, MIB, dtype=torch.int32), replica_id=rank
     )
-    with hooked_reads(slowly), counted_reads() as local:
-        distckpt.load({"w": shard}, path, validate_access_integrity=False, share_reads=mode)
+    reports = []
+    with hooked_reads(slowly), counted_reads() as local, on_machine(rank % num_machines):
+        distckpt.load(
+            {"w": shard},
+            path,
+            validate_access_integrity=False,
+            share_reads=mode,
+            on_report=reports.append,
+        )
     expected = torch.arange(36, dtype=torch.int32)[:, None]
-    return bool((shard.data == expected).all()), read[0], local.num_bytes
+    return bool((shard.data == expected).all()), read[0], local.num_bytes, reports[0]
 
 
 @pytest.fixture(scope="module")
@@ -432,24 +440,50 @@ def large_checkpoint(tmp_path_factory):
 
 def test_auto_shares_what_a_slow_store_holds(large_checkpoint):
     results = run(load_large, 2, f"hooked://{large_checkpoint}", "auto", 0.2)
-    assert [is_right for is_right, _, _ in results] == [True] * 2
+    assert [is_right for is_right, *_ in results] == [True] * 2
     # Beside what each rank reads to see how fast it does.
-    assert 144 * MIB <= sum(num_bytes for _, num_bytes, _ in results) <= (144 + 2 * 8) * MIB
+    assert 144 * MIB <= sum(num_bytes for _, num_bytes, *_ in results) <= (144 + 2 * 8) * MIB
+    first, second = (report for *_, report in results)
+    # A request for 8 MiB takes 0.2 s.
+    assert 0 < first.read_rate <= 8 * MIB / 0.2 < first.send_rate
+    assert 128 * MIB <= first.sent_bytes <= 144 * MIB
+    assert "to each other" in str(first)
+    assert (second.read_rate, second.send_rate) == (first.read_rate, first.send_rate)
 
 
 def test_auto_is_right_whatever_it_decides(large_checkpoint):
     results = run(load_large, 3, f"hooked://{large_checkpoint}", "auto", 0)
-    assert [is_right for is_right, _, _ in results] == [True] * 3
-    assert 144 * MIB <= sum(num_bytes for _, num_bytes, _ in results) <= 3 * 144 * MIB
+    assert [is_right for is_right, *_ in results] == [True] * 3
+    assert 144 * MIB <= sum(num_bytes for _, num_bytes, *_ in results) <= 3 * 144 * MIB
 
 
 def test_auto_on_one_machine_reads_a_local_path_as_if_alone(large_checkpoint):
     results = run(load_large, 2, large_checkpoint, "auto", 0)
-    assert [is_right for is_right, _, _ in results] == [True] * 2
-    assert all(num_bytes >= 144 * MIB for _, _, num_bytes in results)
+    assert [is_right for is_right, *_ in results] == [True] * 2
+    assert all(num_bytes >= 144 * MIB for _, _, num_bytes, _ in results)
     shared = run(load_large, 2, large_checkpoint, "on", 0)
-    assert [is_right for is_right, _, _ in shared] == [True] * 2
-    assert all(72 * MIB <= num_bytes < 96 * MIB for _, _, num_bytes in shared)
+    assert [is_right for is_right, *_ in shared] == [True] * 2
+    assert all(72 * MIB <= num_bytes < 96 * MIB for _, _, num_bytes, _ in shared)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_auto_on_several_machines_does_what_its_report_says(large_checkpoint, num_ranks):
+    results = run(load_large, num_ranks, large_checkpoint, "auto", 0, 2)
+    assert [is_right for is_right, *_ in results] == [True] * num_ranks
+    report = results[0][-1]
+    assert min(report.read_rate, report.send_rate) > 0
+    assert (report.sent_bytes > 0) == (report.send_rate > report.read_rate)
+    read = [num_bytes for _, _, num_bytes, _ in results]
+    if report.sent_bytes:
+        assert sum(read) < (144 + num_ranks * (8 + 16)) * MIB
+    else:
+        assert min(read) >= 144 * MIB
+
+
+@pytest.mark.parametrize(("mode", "sent_bytes"), [("on", 144 * MIB), ("off", 0), ("auto", 0)])
+def test_the_report_of_one_machine_has_what_was_sent(large_checkpoint, mode, sent_bytes):
+    for *_, report in run(load_large, 2, large_checkpoint, mode, 0):
+        assert (report.sent_bytes, report.read_rate, report.send_rate) == (sent_bytes, 0, 0)
 
 
 def peak_of_load(rank, path):

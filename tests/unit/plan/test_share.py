@@ -313,7 +313,7 @@ def check_parts_of_overlapping_regions(drawn):
     costs = ReadCosts(manifest, are_exact, request_bytes=0)
     stored = StoredCheckpoint("", manifest)
     all_units, tables = [], []
-    for rank, regions in enumerate(wanted):
+    for regions in wanted:
         copies = plan_load(stored, [Request("w", shape, region) for region in regions])
         all_units.append(divide(manifest, copies, unit_bytes))
         dtypes = [torch.int64] * len(regions)
@@ -362,3 +362,68 @@ def check_regions(mine, rank, units):
     for region, unit in zip(regions, mine.read_units.tolist(), strict=True):
         if unit >= 0:
             assert units[unit].source == region
+
+
+def shares_of(shape, num_tensors, region_of_rank, num_ranks):
+    """Plan a load of another program's files in which each rank requests a region of each tensor.
+
+    Return the plans, and the bytes that each rank reads.
+    """
+    shapes = {f"t{i}": shape for i in range(num_tensors)}
+    manifest = manifest_of({key: (shape, [whole(shape)]) for key, shape in shapes.items()})
+    manifest.has_checksums = False
+    costs = ReadCosts(manifest, are_exact=True)
+    stored = StoredCheckpoint("", manifest)
+    tables = []
+    for rank in range(num_ranks):
+        requests = [Request(key, shape, region_of_rank(rank)) for key in shapes]
+        divided = divide(manifest, plan_load(stored, requests))
+        tables.append(describe_units(costs, divided, [torch.int64] * num_tensors, 0))
+    plans = shared_out(tables, costs)
+    read = []
+    for table, mine in zip(tables, plans, strict=True):
+        alone = table.shapes[mine.readers < 0].prod(axis=1).sum()
+        read.append(8 * int(alone + mine.read_shapes.prod(axis=1).sum()))
+    return plans, read
+
+
+def test_small_rows_are_read_in_large_pieces():
+    def rows(rank):
+        return Region((4 * rank, 0), (4, 2048))
+
+    plans, read = shares_of((64, 2048), 40, rows, 16)
+    assert sum(read) == 40 * MIB, "each byte once"
+    assert {size for mine in plans for size in mine.read_shapes.prod(axis=1) * 8} == {MIB}
+    # Neighbors in the file have one reader.
+    for mine in plans:
+        chunks = np.sort(mine.read_chunks)
+        assert (np.diff(chunks) == 1).all()
+
+
+def test_large_rows_are_read_by_those_that_request_them():
+    plans, read = shares_of((8192, 256), 3, lambda rank: Region((4096 * rank, 0), (4096, 256)), 2)
+    assert [mine.num_waves for mine in plans] == [0, 0]
+    assert read == [24 * MIB] * 2
+
+
+def test_columns_are_read_once_as_whole_rows():
+    def columns(rank):
+        return Region((0, 64 * rank), (4096, 64))
+
+    plans, read = shares_of((4096, 512), 3, columns, 8)
+    assert sum(read) == 48 * MIB
+    for mine in plans:
+        assert (mine.readers >= 0).all()
+        assert (mine.read_shapes[:, 1] == 512).all()
+
+
+def test_ranks_whose_rows_meet_in_many_cells_read_equally_much():
+    """The cells of 2 MiB and the rows of 64 ranks begin at different places."""
+
+    def rows(rank):
+        return Region((32 * rank, 0), (32, 768))
+
+    _, read = shares_of((2048, 768), 24, rows, 64)
+    assert sum(read) == 24 * 12 * MIB
+    of_nodes = np.array(read).reshape(8, 8).sum(axis=1)
+    assert of_nodes.max() <= 1.02 * of_nodes.mean()
