@@ -20,6 +20,7 @@ from distckpt import RankFailedError, ShardedTensor
 from distckpt.megatron.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
+from tests.support.hf_folders import write_indexed
 from tests.support.hooked_store import hooked_reads
 from tests.support.layouts import (
     Layout,
@@ -484,6 +485,60 @@ def test_auto_on_several_machines_does_what_its_report_says(large_checkpoint, nu
 def test_the_report_of_one_machine_has_what_was_sent(large_checkpoint, mode, sent_bytes):
     for *_, report in run(load_large, 2, large_checkpoint, mode, 0):
         assert (report.sent_bytes, report.read_rate, report.send_rate) == (sent_bytes, 0, 0)
+
+
+SMALL_SHAPE, NUM_SMALL = (256, 512), 64
+
+
+def load_parts_of_directory(rank, path, axis):
+    """Load a fourth of each tensor of a model directory; return what is wrong, and the sizes of
+    the reads.
+    """
+    sizes, preadv = [], os.preadv
+
+    def counted(fd, buffers, position):
+        sizes.append(preadv(fd, buffers, position))
+        return sizes[-1]
+
+    state = {}
+    for number in range(NUM_SMALL):
+        target = torch.zeros([n // 4 if i == axis else n for i, n in enumerate(SMALL_SHAPE)])
+        state[f"t{number:02}"] = ShardedTensor.from_rank_offsets(
+            f"t{number:02}", target, (axis, rank, 4)
+        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", counted)
+        distckpt.load(state, path, share_reads="on")
+    wrong = []
+    for number, (key, shard) in enumerate(state.items()):
+        expected = np.split(small_values(number), 4, axis)[rank]
+        if not np.array_equal(shard.data.numpy(), expected):
+            wrong.append(key)
+    return wrong, sizes
+
+
+def small_values(number):
+    return np.random.default_rng(number).standard_normal(SMALL_SHAPE, np.float32)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_small_tensors_of_a_model_directory_are_read_once_in_large_requests(run, tmp_path, axis):
+    tensors = {f"t{i:02}": torch.from_numpy(small_values(i)) for i in range(NUM_SMALL)}
+    names = sorted(tensors)
+    write_indexed(
+        tmp_path,
+        {
+            f"model-{number:05d}-of-00002.safetensors": {
+                key: tensors[key] for key in names[32 * (number - 1) : 32 * number]
+            }
+            for number in (1, 2)
+        },
+    )
+    results = run(load_parts_of_directory, 4, str(tmp_path), axis)
+    assert [wrong for wrong, _ in results] == [[]] * 4
+    sizes = [size for _, sizes in results for size in sizes]
+    assert sum(sizes) == sum(tensor.nbytes for tensor in tensors.values())
+    assert np.median(sizes) >= MIB
 
 
 def peak_of_load(rank, path):
