@@ -78,7 +78,7 @@ def _messages(
         region = Region((0, rank % num_sharing * width), (ROWS, width))
         chunks = range(rank // num_sharing, num_files * num_regions, num_files)
         units = [Copy(chunk, region, 0, Region((0, 0), (ROWS, width))) for chunk in chunks]
-        table = describe_units(costs, Units(units, none, none), [torch.bfloat16], 0, rank)
+        table = describe_units(costs, Units(units, none, none), [torch.bfloat16], 0)
         yield table.to_bytes()
 
 

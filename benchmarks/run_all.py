@@ -65,6 +65,11 @@ BENCHMARKS = (
     ),
     Benchmark("repeated_save", "--dir DIR --runs 6", "--dir DIR --ranks 2 --tensors 50 --runs 1"),
     Benchmark("shared_reads", "--dir DIR --runs 9", "--dir DIR --gb 0.03 --runs 1"),
+    Benchmark(
+        "cold_start",
+        "--counted --layers 4 --dir DIR",
+        "--counted --layers 1 --real-layers 1 --models Llama-405B --layouts FSDP --dir DIR",
+    ),
     Benchmark("gpu", "--dir DIR --gb 4 --runs 7", "--dir DIR --gb 0.05 --runs 1"),
     Benchmark("modules", "--tensors 10000", "--tensors 100 --runs 1"),
     Benchmark(

@@ -368,7 +368,7 @@ def reads_together(
     unit_bytes = unit_bytes_for(max(wanted))
     divided = [divide(manifest, of_rank, unit_bytes) for of_rank in copies]
     messages = [
-        describe_units(costs, units, [_dtype_of(manifest, r) for r in of_rank], 0, rank).to_bytes()
+        describe_units(costs, units, [_dtype_of(manifest, r) for r in of_rank], 0).to_bytes()
         for rank, (units, of_rank) in enumerate(zip(divided, requests, strict=True))
     ]
     found = []

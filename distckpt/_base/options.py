@@ -110,10 +110,11 @@ class LoadOptions:
             Lossless conversions (bf16 to fp32) are always made. Where values are infinite or NaN
             afterwards, in a floating point dtype of a smaller range (fp32 to fp16), a warning names
             the tensors.
-        share_reads: how to read values that several ranks request: on one of them, which sends
-            them to the others, or on each. "auto" shares large reads where a sample shows that
-            storage is slow, but not when ranks of one machine read a local path, since they share
-            its cache. "on" always shares, "off" never does. Tensors are the same in each case.
+        share_reads: how to read files of which several ranks request parts: on one of them, which
+            sends the others their parts, or on each. "auto" shares large reads where samples show
+            that ranks send faster than they read, but not when ranks of one machine read a local
+            path, since they share its cache. "on" always shares, "off" never does. Tensors are the
+            same in each case; the `LoadReport` says what was measured and sent.
         materialize: a device; modules of the state dict that are on the meta device get memory
             there, tied parameters stay tied, and buffers that no checkpoint holds are computed by
             the `reset_parameters` of their modules, or the `_init_weights` of modules around them
@@ -341,7 +342,27 @@ class LoadReport(_Report):
     """
     unexpected: frozenset[str] = frozenset()
     """Keys that some rank requested and the checkpoint does not have; they were left out."""
+    sent_bytes: int = 0
+    """Bytes that ranks sent to others, which did not read them, see `LoadOptions.share_reads`."""
+    read_rate: float = 0.0
+    """Bytes per second that a rank read from storage when `share_reads="auto"` compared it with
+    sending, on the slowest rank; 0 where it did not.
+    """
+    send_rate: float = 0.0
+    """Bytes per second that a rank sent to another machine then, on the slowest rank."""
     _verb = "loaded"
+
+    def __str__(self) -> str:
+        """Return one line for a log."""
+        text = super().__str__()
+        if self.sent_bytes:
+            text += f"; ranks sent {self.sent_bytes / 1e9:.3f} GB to each other"
+        if self.read_rate:
+            text += (
+                f"; sample of a rank: {self.read_rate / 1e9:.2f} GB/s from storage, "
+                f"{self.send_rate / 1e9:.2f} GB/s to other ranks"
+            )
+        return text
 
 
 @dataclass(frozen=True)

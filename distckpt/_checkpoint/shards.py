@@ -54,12 +54,14 @@ class ReadSettings:
         exchange_group: process group whose ranks may share reads; None for all ranks.
         overwritten: filled with the keys of lost tensors, whose memory holds the values of other
             tensors.
+        figures: filled with fields of the `LoadReport` about shared reads.
     """
 
     options: LoadOptions
     rules: Sequence[Rule] = ()
     exchange_group: Any = None
     overwritten: set[str] = field(default_factory=set)
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def load_shards(
         group = groups.group_number(settings.exchange_group)
         vote.number = sum(target.nbytes for target in separated.targets)
     is_local = locations.is_local(stored.location)
-    sharing = Sharing(ranks, settings.options, group, is_local, most_bytes=vote.largest)
+    sharing = Sharing(ranks, settings.options, group, is_local, vote.largest, settings.figures)
     filled = []
     for shard, memory in zip(tensors, planned.shards, strict=True):
         filled.append(memory.data if shard.data is None else shard.data)

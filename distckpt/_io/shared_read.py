@@ -8,10 +8,13 @@ Before each exchange they agree that all have read, so that no rank waits for a 
 from __future__ import annotations
 
 import socket
+import struct
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -48,19 +51,14 @@ MIN_SHARED_BYTES = 64 << 20
 """Smallest overlap for sharing in mode "auto": some rank must have this much in common with other
 ranks.
 """
-FAST_BYTES_PER_SECOND = 500 << 20
-"""Fastest reads for sharing in mode "auto": if every rank reads faster, sending would be no
-faster.
-"""
 SAMPLE_BYTES = 8 << 20
-"""Size of the sample by which mode "auto" measures reading speed."""
+"""Size of the samples that mode "auto" reads and sends on each rank, to compare their speed."""
 HELD_SHARE = 8
 """Share of the in-flight memory, 1 / 8, for other ranks' values. These are the values that do not
 lie in a target. Two waves are under way at a time.
 """
-_FAST = b"+"
-_SLOW = b"-"
-"""First byte of a rank's message: did it read its sample fast?"""
+_RATES = struct.Struct("<dd")
+"""Bytes per second that are read from storage, and sent to other machines; 0 if not measured."""
 
 Read: TypeAlias = Callable[[Sequence[Copy], Sequence[torch.Tensor], int], None]
 """Function that fills the targets of copies, within a memory limit."""
@@ -71,6 +69,7 @@ class Sharing(NamedTuple):
 
     Ranks share within their `group`. `is_local` says that the checkpoint is read through this
     machine's file system, whose cache ranks share anyway. No rank requests more than `most_bytes`.
+    `figures` gets fields of the `LoadReport`.
     """
 
     ranks: Ranks
@@ -78,6 +77,7 @@ class Sharing(NamedTuple):
     group: int
     is_local: bool
     most_bytes: int
+    figures: dict[str, Any]
 
     @property
     def is_auto(self) -> bool:
@@ -103,27 +103,34 @@ def read_shared(
         RankFailedError: a rank could not read bytes that other ranks wait for.
     """
     ranks = sharing.ranks
-    if not _may_pay(sharing, targets):
-        return copies
+    sending = 0.0
+    if sharing.is_auto:
+        ring = _ring_of_ranks(sharing, targets)
+        if not ring:
+            return copies
+        sending = _sample_sending(ranks, ring[sharing.group])
     with ranks.telling("describe the reads", answer_each=True) as message:
         costs = ReadCosts(stored.manifest, sharing.is_local and not stored.verifies)
         divided = divide(costs.manifest, copies, unit_bytes_for(sharing.most_bytes))
         dtypes = [target.dtype for target in targets]
-        table = describe_units(costs, divided, dtypes, sharing.group, _place_of(sharing))
+        table = describe_units(costs, divided, dtypes, sharing.group)
         pieces = _Pieces(copies, divided)
         left = np.arange(len(divided.units))
-        is_fast = False
+        reading = 0.0
         if sharing.is_auto:
             with ranks.part("read"):
-                left, is_fast = _read_sample(sharing, pieces, table.num_bytes, targets, read)
-        message.payload = (_FAST if is_fast else _SLOW) + table.take(left).to_bytes()
+                left, reading = _read_sample(sharing, pieces, table.num_bytes, targets, read)
+        message.payload = _RATES.pack(reading, sending) + table.take(left).to_bytes()
     data = ranks.decide_each(
         "plan shared reads", lambda: _plan_together(sharing, message.payloads, costs), message
     )
-    if not data:
+    reading, sending = _RATES.unpack_from(data)
+    sharing.figures.update(read_rate=reading, send_rate=sending)
+    if len(data) == _RATES.size:
         return pieces.join(left)
-    plan = SharePlan.from_bytes(data)
+    plan = SharePlan.from_bytes(data[_RATES.size :])
     if plan.num_waves and not (sharing.is_auto and plan.most_bytes < MIN_SHARED_BYTES):
+        sharing.figures.update(sent_bytes=plan.sent_bytes)
         own = OwnUnits(plan, [divided.units[i] for i in left.tolist()], targets)
 
         def read_wave(wave: Wave, max_bytes: int) -> None:
@@ -137,26 +144,55 @@ def read_shared(
     return pieces.join(left)
 
 
-def _may_pay(sharing: Sharing, targets: Sequence[torch.Tensor]) -> bool:
-    """Whether sharing may pay, given the requests of all ranks."""
-    if not sharing.is_auto:
-        return True
+def _ring_of_ranks(sharing: Sharing, targets: Sequence[torch.Tensor]) -> dict[int, list[int]]:
+    """Return the ranks that request much, by group; none if sharing cannot pay.
+
+    Neighbors are on different machines if possible.
+    """
     if sharing.most_bytes < MIN_REQUESTED_BYTES:
-        return False
+        return {}
     requested = sum(target.nbytes for target in targets)
-    numbers = [_place_of(sharing), sharing.group, requested]
-    places = defaultdict(set)
-    for place, group, num_bytes in sharing.ranks.all_gather_numbers(numbers).tolist():
+    table = sharing.ranks.all_gather_numbers([host_number(), sharing.group, requested])
+    members: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    count: Counter[tuple[int, int]] = Counter()
+    for rank, (host, group, num_bytes) in enumerate(table.tolist()):
         if num_bytes >= MIN_REQUESTED_BYTES:
-            places[group].add(place)
-    return any(len(members) > 1 for members in places.values())
+            members[group].append((count[host, group], host, rank))
+            count[host, group] += 1
+    may_pay = False
+    for of_group in members.values():
+        places = {host if sharing.is_local else rank for _, host, rank in of_group}
+        may_pay |= len(places) > 1
+    if not may_pay:
+        return {}
+    rings: dict[int, list[int]] = defaultdict(list)
+    for group, of_group in members.items():
+        rings[group] = [rank for _, _, rank in sorted(of_group)]
+    return rings
 
 
-def _place_of(sharing: Sharing) -> int:
-    """Return a number that is equal for ranks which never share."""
-    if sharing.is_auto and sharing.is_local:
-        return host_number()
-    return sharing.ranks.rank
+def _sample_sending(ranks: Ranks, ring: Sequence[int]) -> float:
+    """Send a sample from each rank of a ring to the next one.
+
+    Return the bytes per second, 0 on other ranks.
+    """
+    if ranks.rank not in ring or len(ring) == 1:
+        return 0.0
+    position = ring.index(ranks.rank)
+    receiver = ring[(position + 1) % len(ring)]
+    sender = ring[position - 1]
+    sent, received = torch.zeros((2, SAMPLE_BYTES), dtype=torch.uint8, device="cpu")
+    started = 0.0
+    # The first round connects the ranks.
+    for tag in range(2):
+        started = time.perf_counter()
+        transfers = [
+            ranks.start_transfer(received, sender, tag, False),
+            ranks.start_transfer(sent, receiver, tag, True),
+        ]
+        for transfer in transfers:
+            ranks.finish(transfer)
+    return SAMPLE_BYTES / (time.perf_counter() - started)
 
 
 def host_number() -> int:
@@ -172,18 +208,21 @@ def host_number() -> int:
 def _plan_together(
     sharing: Sharing, payloads: Sequence[bytes], costs: ReadCosts
 ) -> Sequence[bytes]:
-    """Return each rank's reads and messages, given all ranks' units.
+    """Return the slowest ranks' rates, and each rank's reads and messages, given all ranks' units.
 
-    There are none if all ranks read fast.
+    There are only the rates where ranks read from storage faster than they send.
     """
-    if all(payload[:1] == _FAST for payload in payloads):
-        return [b""] * len(payloads)
+    columns = zip(*map(_RATES.unpack_from, payloads), strict=True)
+    reading, sending = (min(filter(None, column), default=0.0) for column in columns)
+    rates = _RATES.pack(reading, sending)
+    if sharing.is_auto and sending <= reading:
+        return [rates] * len(payloads)
     # Imported when it is needed: most loads share nothing.
     from distckpt._plan.share_out import plan_shares
 
-    messages = [payload[1:] for payload in payloads]
+    messages = [payload[_RATES.size :] for payload in payloads]
     held_bytes = sharing.options.max_inflight_bytes // HELD_SHARE
-    return list(plan_shares(messages, costs, held_bytes))
+    return [rates + plan for plan in plan_shares(messages, costs, held_bytes)]
 
 
 class _Pieces(NamedTuple):
@@ -211,10 +250,10 @@ def _read_sample(
     num_bytes: IntArray,
     targets: Sequence[torch.Tensor],
     read: Read,
-) -> tuple[IntArray, bool]:
+) -> tuple[IntArray, float]:
     """Read some units, different ones on each rank.
 
-    Return the units that are left, and whether this rank reads fast.
+    Return the units that are left, and the bytes per second; 0 without units.
     """
     ranks = sharing.ranks
     units = np.roll(np.arange(len(num_bytes)), -(len(num_bytes) * ranks.rank // ranks.size))
@@ -222,8 +261,8 @@ def _read_sample(
     sample_bytes = int(num_bytes[units[is_sample]].sum())
     started = time.perf_counter()
     read(pieces.join(units[is_sample]), targets, sharing.options.max_inflight_bytes)
-    is_fast = sample_bytes >= FAST_BYTES_PER_SECOND * (time.perf_counter() - started)
-    return np.sort(units[~is_sample]), is_fast or not sample_bytes
+    rate = sample_bytes / (time.perf_counter() - started)
+    return np.sort(units[~is_sample]), rate
 
 
 def _read_in_waves(
@@ -266,7 +305,7 @@ def _memory_for(
 ) -> tuple[torch.Tensor, deque[torch.Tensor], int]:
     """Return held memory for two waves, message buffers, and memory for reads."""
     plan = own.plan
-    wave_bytes = np.bincount(plan.read_waves, own.held_bytes(), plan.num_waves).astype(np.int64)
+    wave_bytes = np.bincount(plan.read_waves, own.held_bytes, plan.num_waves).astype(np.int64)
     memory = torch.empty((2, int(wave_bytes.max())), dtype=torch.uint8, device="cpu")
     if not memory.nbytes:
         return memory, make_buffers(max_inflight_bytes // 2), max_inflight_bytes
@@ -278,7 +317,8 @@ def _memory_for(
 # --- Wave -----------------------------------------------------------------------------------------
 
 
-class OwnUnits(NamedTuple):
+@dataclass(frozen=True)
+class OwnUnits:
     """The units of this rank in a plan: parts of copies into `targets`."""
 
     plan: SharePlan
@@ -293,12 +333,13 @@ class OwnUnits(NamedTuple):
             return target
         return target[region.slices()]
 
+    @cached_property
     def held_bytes(self) -> IntArray:
-        """Return the memory to hold each region that this rank reads.
+        """The memory to hold each region that this rank reads.
 
         It is 0 for a region that is read into a target.
         """
-        items = [self.targets[self.units[unit].request].itemsize for unit in self._unit_in()]
+        items = [self.targets[self.units[unit].request].itemsize for unit in self._unit_in]
         sizes = np.prod(self.plan.read_shapes, axis=1) * np.array(items, np.int64)
         return np.where(self.plan.read_units < 0, -(-sizes // ALIGN_BYTES) * ALIGN_BYTES, 0)
 
@@ -308,20 +349,19 @@ class OwnUnits(NamedTuple):
         Regions that no target holds go into `held`, bytes.
         """
         plan = self.plan
-        unit_in = self._unit_in()
-        sizes = self.held_bytes().tolist()
         regions: dict[int, ReadRegion] = {}
         end = 0
         numbers = np.flatnonzero(plan.read_waves == wave)
         places = zip(
             numbers.tolist(),
             plan.read_units[numbers].tolist(),
+            self.held_bytes[numbers].tolist(),
             plan.read_offsets[numbers].tolist(),
             plan.read_shapes[numbers].tolist(),
             strict=True,
         )
-        for number, unit, offset, shape in places:
-            sample = self.units[unit_in[number]]
+        for number, unit, held_bytes, offset, shape in places:
+            sample = self.units[self._unit_in[number]]
             ndim = len(sample.source.shape)
             region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
             if unit >= 0:
@@ -330,12 +370,13 @@ class OwnUnits(NamedTuple):
                 target = self.targets[sample.request]
                 num_bytes = region.num_elements * target.itemsize
                 memory = held[end : end + num_bytes].view(target.dtype).view(region.shape)
-                end += sizes[number]
+                end += held_bytes
             regions[number] = ReadRegion(sample.chunk, region, memory, unit)
         return regions
 
+    @cached_property
     def _unit_in(self) -> list[int]:
-        """Return a unit in each region that this rank reads."""
+        """A unit in each region that this rank reads."""
         unit_in = np.zeros(len(self.plan.read_chunks), np.int64)
         mine = np.flatnonzero(self.plan.unit_reads >= 0)
         unit_in[self.plan.unit_reads[mine]] = mine

@@ -213,6 +213,7 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
         *restored.figures,
         missing=differences.missing | differences.left_out | read.lost,
         unexpected=differences.unexpected_of_all | restored.absent_of_all,
+        **read.targets.source.figures,
     )
     if ranks.is_coordinator:
         logger.info("%s", report)

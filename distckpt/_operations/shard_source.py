@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
@@ -51,6 +52,7 @@ class ShardSource(ABC):
     marker: Mapping[str, Any]
     is_live = False
     overwritten: Collection[str] = frozenset()
+    figures: Mapping[str, Any] = MappingProxyType({})
 
     def for_objects(self, described: Description, has_optimizers: bool) -> ShardSource:
         """Return the source under the names of the described objects.
@@ -152,6 +154,7 @@ class _OpenCheckpoint(ShardSource):
     exchange_group: Any
     marker: Mapping[str, Any]
     overwritten: set[str] = field(default_factory=set)
+    figures: dict[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     hidden: Collection[str] = ()
 
@@ -178,7 +181,9 @@ class _OpenCheckpoint(ShardSource):
         return optimizer_keys(self.stored)
 
     def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
-        settings = ReadSettings(self.options, rules, self.exchange_group, self.overwritten)
+        settings = ReadSettings(
+            self.options, rules, self.exchange_group, self.overwritten, self.figures
+        )
         asked = [shard for shard in shards if shard.key not in self.settings]
         return self._with_settings(shards, load_shards(self.ranks, self.stored, asked, settings))
 

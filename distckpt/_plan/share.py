@@ -30,6 +30,8 @@ MANY_UNITS = 2048
 """Largest number of units per rank before cells grow."""
 UNALIGNED_UNIT_BYTES = 8 << 20
 """Size of cells without alignment, whose outer blocks are read twice."""
+REQUEST_COST_BYTES = 256 << 10
+"""Bytes that storage delivers in the time of one further request."""
 _KINDS = 64
 """A number above the element size of any dtype."""
 
@@ -132,25 +134,25 @@ def _block_bytes(manifest: Manifest) -> int:
 
 
 class ReadCosts(NamedTuple):
-    """The bytes that are read for regions of chunks.
+    """The costs of reading regions of chunks, in bytes.
 
     Attributes:
         manifest: the manifest of the checkpoint.
-        are_exact: whether only the requested bytes are read; otherwise all blocks from the first
-            element to the last one.
+        are_exact: whether runs of a region may be read without the gaps between them; otherwise all
+            blocks from the first element to the last one are read.
+        request_bytes: the cost of a request.
     """
 
     manifest: Manifest
     are_exact: bool = False
+    request_bytes: int = REQUEST_COST_BYTES
 
     def of(self, chunks: IntArray, offsets: IntArray, shapes: IntArray) -> IntArray:
-        """Return the cost of each region."""
+        """Return the cost of each region, without its first request."""
         manifest = self.manifest
         item_bytes = np.array([ITEM_BYTES.get(name, 0) for name in manifest.dtypes], np.int64)
         items = item_bytes[manifest.key_ids[chunks]]
         sizes: IntArray = np.prod(shapes, axis=1, dtype=np.int64) * items
-        if self.are_exact:
-            return sizes
         strides = np.ones_like(shapes)
         strides[:, :-1] = np.cumprod(manifest.shapes[chunks][:, :0:-1], axis=1)[:, ::-1]
         first = (offsets * strides).sum(axis=1)
@@ -159,7 +161,18 @@ class ReadCosts(NamedTuple):
         starts = first * items // block * block
         stops = -(-(last + 1) * items // block) * block
         span: IntArray = np.minimum(stops, manifest.num_bytes[chunks]) - starts
+        if self.are_exact:
+            num_gaps = _num_runs(manifest.shapes[chunks], shapes) - 1
+            span = np.minimum(span, sizes + num_gaps * self.request_bytes)
         return span * (sizes > 0)
+
+
+def _num_runs(chunk_shapes: IntArray, shapes: IntArray) -> IntArray:
+    """Return the number of contiguous runs of each region."""
+    is_full = (shapes == chunk_shapes)[:, ::-1]
+    rest_is_full = np.logical_and.accumulate(is_full, axis=1)[:, ::-1][:, 1:]
+    num_runs: IntArray = np.where(rest_is_full, 1, shapes[:, :-1]).prod(axis=1)
+    return num_runs
 
 
 # --- Messages -------------------------------------------------------------------------------------
@@ -173,9 +186,8 @@ class UnitTable(NamedTuple):
             equal names on several ranks may be shared.
         offsets: with `shapes`, the requested region of the chunk; int64 of shape (n, ndim).
         shapes: see `offsets`.
-        num_bytes: the bytes read without sharing, of shape (n,).
+        num_bytes: the cost of reading each without sharing, of shape (n,).
         group: ranks share only within their group.
-        place: ranks share only units that different places request.
     """
 
     names: IntArray
@@ -183,14 +195,13 @@ class UnitTable(NamedTuple):
     shapes: IntArray
     num_bytes: IntArray
     group: int
-    place: int
 
     def to_bytes(self) -> bytes:
         """Encode for rank 0, see `UnitMessage`."""
         kinds, kind = np.unique(self.names[:, 2], return_inverse=True)
         names = (self.names[:, 0], self.names[:, 1], kind)
         numbers = np.vstack([*names, self.num_bytes, self.offsets.T, self.shapes.T])
-        head = [len(self.names), len(kinds), self.group, self.place]
+        head = [len(self.names), len(kinds), self.group]
         first = np.concatenate([head, kinds, numbers.max(axis=1, initial=0)], dtype=np.int64)
         return first.tobytes() + compress(numbers.tobytes())
 
@@ -210,7 +221,6 @@ class UnitMessage(NamedTuple):
     Attributes:
         num_units: the number of units.
         group: the group of the rank.
-        place: the place of the rank.
         kinds: the dtypes of targets, see `item_bytes_of`.
         largest: the largest number in each column.
         data: the whole message. Its columns are chunk, cell, position in `kinds`, bytes, and one
@@ -219,7 +229,6 @@ class UnitMessage(NamedTuple):
 
     num_units: int
     group: int
-    place: int
     kinds: list[int]
     largest: IntArray
     data: bytes
@@ -227,15 +236,15 @@ class UnitMessage(NamedTuple):
     @classmethod
     def of(cls, data: bytes, ndim: int) -> UnitMessage:
         """Decode the beginning of a result of `UnitTable.to_bytes`."""
-        num_units, num_kinds, group, place = np.frombuffer(data, np.int64, 4).tolist()
-        rest = np.frombuffer(data, np.int64, num_kinds + 4 + 2 * ndim, 32)
+        num_units, num_kinds, group = np.frombuffer(data, np.int64, 3).tolist()
+        rest = np.frombuffer(data, np.int64, num_kinds + 4 + 2 * ndim, 24)
         kinds = rest[:num_kinds].tolist()
         largest = rest[num_kinds:].copy()
-        return cls(num_units, group, place, kinds, largest, data)
+        return cls(num_units, group, kinds, largest, data)
 
     def columns(self) -> IntArray:
         """Return the columns, of shape (columns, units)."""
-        head_bytes = 8 * (4 + len(self.kinds) + len(self.largest))
+        head_bytes = 8 * (3 + len(self.kinds) + len(self.largest))
         numbers = np.frombuffer(decompress(self.data[head_bytes:]), np.int64)
         return numbers.reshape(len(self.largest), self.num_units)
 
@@ -246,7 +255,7 @@ def item_bytes_of(kind: int) -> int:
 
 
 def describe_units(
-    costs: ReadCosts, divided: Units, dtypes: Sequence[torch.dtype], group: int, place: int
+    costs: ReadCosts, divided: Units, dtypes: Sequence[torch.dtype], group: int
 ) -> UnitTable:
     """Describe the units of this rank.
 
@@ -266,7 +275,6 @@ def describe_units(
         shapes,
         costs.of(chunks, offsets, shapes),
         group,
-        place,
     )
 
 
@@ -276,6 +284,7 @@ class SharePlan(NamedTuple):
     Attributes:
         num_waves: the number of waves in which all ranks read and send.
         most_bytes: the most bytes of shared units that one rank would read without sharing.
+        sent_bytes: the bytes that all ranks send.
         readers: for each unit of this rank the rank that reads it; -1 if it is not shared.
         sequence: for each unit its position in the order of the units of all ranks.
         waves: for each unit the wave in which it is read and sent.
@@ -294,6 +303,7 @@ class SharePlan(NamedTuple):
 
     num_waves: int
     most_bytes: int
+    sent_bytes: int
     readers: IntArray
     sequence: IntArray
     waves: IntArray
@@ -316,30 +326,29 @@ class SharePlan(NamedTuple):
 
     @staticmethod
     def encode(
-        num_waves: int,
-        most_bytes: int,
+        head: Sequence[int],
         ndim: int,
         columns: Sequence[IntArray],
     ) -> bytes:
         """Encode the columns of units, of regions and of messages.
 
-        They are in the order of the attributes. Offsets and shapes have a column for each axis.
+        They are in the order of the attributes, of which `head` has the first three. Offsets and
+        shapes have a column for each axis.
         """
         counts = [numbers.shape[1] for numbers in columns]
-        head = np.array([num_waves, most_bytes, ndim, *counts], np.int64)
-        return head.tobytes() + compress(b"".join(numbers.tobytes() for numbers in columns))
+        first = np.array([*head, ndim, *counts], np.int64)
+        return first.tobytes() + compress(b"".join(numbers.tobytes() for numbers in columns))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SharePlan:
         """Decode the result of `encode`."""
-        head = np.frombuffer(data, np.int64, 6)
-        num_waves, most_bytes, ndim, num_units, num_reads, num_sends = head.tolist()
-        numbers = np.frombuffer(decompress(data[head.nbytes :]), np.int64)
+        first = np.frombuffer(data, np.int64, 7)
+        *head, ndim, num_units, num_reads, num_sends = first.tolist()
+        numbers = np.frombuffer(decompress(data[first.nbytes :]), np.int64)
         sizes = (4 * num_units, (3 + 2 * ndim) * num_reads)
         own, reads, sends = np.split(numbers, np.cumsum(sizes))
         return cls(
-            num_waves,
-            most_bytes,
+            *head,
             *own.reshape(4, num_units),
             *_columns_of(reads, num_reads, ndim),
             *_columns_of(sends, num_sends, ndim),

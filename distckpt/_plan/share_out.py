@@ -31,6 +31,8 @@ one sent when nothing is left to read.
 """
 MIN_SAVED = 1 / 8
 """Smallest saving, relative to the shared read, for which units are shared."""
+NUM_SWEEPS = 6
+"""Times that loads are evened out: regions with other holders change them again."""
 PART_ROWS = 1 << 17
 """Approximate number of rows processed at a time, which bounds the memory."""
 
@@ -68,7 +70,6 @@ class _AllUnits(NamedTuple):
         num_bytes: the bytes read without sharing.
         ranks: the rank of each unit.
         edges: the first unit of each rank, then the number of units.
-        places: the place of each rank.
         requested: the bytes that each rank would read without sharing.
         item_bytes: the element size of each pair of group and dtype.
     """
@@ -79,7 +80,6 @@ class _AllUnits(NamedTuple):
     num_bytes: Column
     ranks: Column
     edges: IntArray
-    places: IntArray
     requested: IntArray
     item_bytes: IntArray
 
@@ -115,7 +115,6 @@ def _all_units(messages: list[bytes], ndim: int) -> _AllUnits:
         num_bytes=num_bytes,
         ranks=np.repeat(narrow(np.arange(len(units_of_ranks))), np.diff(edges)),
         edges=edges,
-        places=np.array([units.place for units in units_of_ranks], np.int64),
         requested=requested,
         item_bytes=np.array([item_bytes_of(kind) for _, kind in pairs], np.int64),
     )
@@ -187,8 +186,8 @@ def _parts_of(names: Sequence[Column]) -> Iterator[IntArray]:
 def _shared_regions(units: _AllUnits, rows: IntArray, costs: ReadCosts) -> _Regions:
     """Find the shared regions of some units: all with their names."""
     rows, starts = _rows_of_same(rows, [column[rows] for column in units.names])
-    places = units.places[units.ranks[rows]]
-    differs = places != np.repeat(places[starts[:-1]], np.diff(starts))
+    ranks = units.ranks[rows]
+    differs = ranks != np.repeat(ranks[starts[:-1]], np.diff(starts))
     is_shared = np.logical_or.reduceat(differs, starts[:-1])
     rows, starts = _in_order(rows, starts, np.flatnonzero(is_shared))
     # The smallest region around all units is read.
@@ -198,7 +197,8 @@ def _shared_regions(units: _AllUnits, rows: IntArray, costs: ReadCosts) -> _Regi
     chunks, cells, kinds = (column[rows[starts[:-1]]] for column in units.names)
     num_bytes = costs.of(chunks.astype(np.int64), offsets, shapes)
     alone = np.add.reduceat(units.num_bytes[rows], starts[:-1], dtype=np.int64)
-    pays = np.flatnonzero(alone > (1 + MIN_SAVED) * num_bytes)
+    alone += np.diff(starts) * costs.request_bytes
+    pays = np.flatnonzero(alone > (1 + MIN_SAVED) * (num_bytes + costs.request_bytes))
     rows, starts = _in_order(rows, starts, pays)
     columns = (column[pays] for column in (chunks, cells, kinds, offsets, shapes, num_bytes))
     return _Regions(rows.astype(np.int32), *map(narrow, (np.diff(starts), *columns)))
@@ -294,7 +294,7 @@ def _choose(units: _AllUnits, regions: _Regions, max_held_bytes: int) -> tuple[I
 
 def _bytes_alone(units: _AllUnits, rows: Column) -> IntArray:
     """Return the bytes of some units that each rank would read alone."""
-    total = np.zeros(len(units.places), np.int64)
+    total = np.zeros(len(units.requested), np.int64)
     for first in range(0, len(rows), PART_ROWS):
         part = rows[first : first + PART_ROWS]
         sums = np.bincount(units.ranks[part], units.num_bytes[part], len(total))
@@ -328,15 +328,22 @@ def _choose_readers(
     loads = loads.copy()
     readers, turns = np.zeros((2, len(sizes)), np.int32)
     num_done = 0
-    for members, candidates in lines(holders, starts):
-        shares = even_shares(loads[candidates], int(sizes[members].sum()))
-        # A region goes to the rank whose share contains its middle.
-        middles = np.cumsum(sizes[members]) - sizes[members] // 2
-        part = np.minimum(np.searchsorted(np.cumsum(shares), middles), len(candidates) - 1)
-        readers[members] = candidates[part]
-        loads[candidates] += np.bincount(part, sizes[members], len(candidates)).astype(np.int64)
-        turns[members] = num_done + np.arange(len(members))
-        num_done += len(members)
+    all_lines = list(lines(holders, starts))
+    shares_of_lines = [np.zeros(len(candidates), np.int64) for _, candidates in all_lines]
+    for sweep in range(NUM_SWEEPS):
+        for number, (members, candidates) in enumerate(all_lines):
+            loads[candidates] -= shares_of_lines[number]
+            shares = even_shares(loads[candidates], int(sizes[members].sum()))
+            if sweep == NUM_SWEEPS - 1:
+                # A region goes to the rank whose share contains its middle.
+                middles = np.cumsum(sizes[members]) - sizes[members] // 2
+                part = np.minimum(np.searchsorted(np.cumsum(shares), middles), len(candidates) - 1)
+                readers[members] = candidates[part]
+                shares = np.bincount(part, sizes[members], len(candidates)).astype(np.int64)
+                turns[members] = num_done + np.arange(len(members))
+                num_done += len(members)
+            loads[candidates] += shares
+            shares_of_lines[number] = shares
     return readers, turns
 
 
@@ -370,7 +377,7 @@ def _whole_rows(units: _AllUnits, regions: _Regions, readers: Column) -> Column:
 
 def _plans_of_ranks(units: _AllUnits, regions: _Regions, choice: _Choice) -> Iterator[bytes]:
     """Encode the part of each rank; regions are in the order of the plan."""
-    ranks = np.arange(len(units.places) + 1)
+    ranks = np.arange(len(units.requested) + 1)
     by_reader = np.argsort(choice.readers, kind="stable").astype(np.int32)
     read_edges = np.searchsorted(choice.readers[by_reader], ranks)
     numbers = np.empty(len(by_reader), np.int32)
@@ -382,6 +389,7 @@ def _plans_of_ranks(units: _AllUnits, regions: _Regions, choice: _Choice) -> Ite
     if len(choice.waves):
         num_waves = int(choice.waves.max()) + 1
     most_bytes = int(_bytes_alone(units, regions.rows).max())
+    head = [num_waves, most_bytes, _bytes_sent(units, regions, choice)]
     for low, high in _blocks(units.edges):
         reads = by_reader[read_edges[low] : read_edges[high]]
         sends, senders = columns.sends(reads)
@@ -395,7 +403,20 @@ def _plans_of_ranks(units: _AllUnits, regions: _Regions, choice: _Choice) -> Ite
             strict=True,
         )
         for parts in columns_of_ranks:
-            yield SharePlan.encode(num_waves, most_bytes, regions.shapes.shape[1], parts)
+            yield SharePlan.encode(head, regions.shapes.shape[1], parts)
+
+
+def _bytes_sent(units: _AllUnits, regions: _Regions, choice: _Choice) -> int:
+    """Return the bytes that readers send to other ranks."""
+    total = 0
+    starts = regions.starts
+    for low, high in _blocks(starts):
+        rows = regions.rows[starts[low] : starts[high]]
+        region = np.repeat(np.arange(low, high), regions.counts[low:high])
+        sizes = np.prod(units.shapes[rows], axis=1, dtype=np.int64)
+        sizes *= units.item_bytes[regions.kinds[region]]
+        total += int(sizes[units.ranks[rows] != choice.readers[region]].sum())
+    return total
 
 
 def _split_by_rank(columns: IntArray, edges: IntArray) -> Iterator[IntArray]:

@@ -20,6 +20,7 @@ from distckpt import RankFailedError, ShardedTensor
 from distckpt.megatron.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
+from tests.support.hf_folders import write_indexed
 from tests.support.hooked_store import hooked_reads
 from tests.support.layouts import (
     Layout,
@@ -30,6 +31,7 @@ from tests.support.layouts import (
     irregular_shard,
     tensor_from,
 )
+from tests.support.machines import on_machine
 from tests.support.read_counts import counted_reads
 
 MIB = 1 << 20
@@ -400,9 +402,9 @@ def test_a_rank_that_asks_for_what_is_not_there(run, checkpoint):
     assert run(ask_differently, 3, checkpoint) == [(RankFailedError, True, 3)] * 3
 
 
-def load_large(rank, path, mode, delay):
-    """Load one large tensor as replicas; return whether it is right, and bytes read from the store
-    and locally.
+def load_large(rank, path, mode, delay, num_machines=1):
+    """Load one large tensor as replicas; return whether it is right, bytes read from the store and
+    locally, and the report.
     """
     lock, read = threading.Lock(), [0]
 
@@ -415,10 +417,17 @@ def load_large(rank, path, mode, delay):
     shard = ShardedTensor.from_rank_offsets(
         "w", torch.zeros(36, MIB, dtype=torch.int32), replica_id=rank
     )
-    with hooked_reads(slowly), counted_reads() as local:
-        distckpt.load({"w": shard}, path, validate_access_integrity=False, share_reads=mode)
+    reports = []
+    with hooked_reads(slowly), counted_reads() as local, on_machine(rank % num_machines):
+        distckpt.load(
+            {"w": shard},
+            path,
+            validate_access_integrity=False,
+            share_reads=mode,
+            on_report=reports.append,
+        )
     expected = torch.arange(36, dtype=torch.int32)[:, None]
-    return bool((shard.data == expected).all()), read[0], local.num_bytes
+    return bool((shard.data == expected).all()), read[0], local.num_bytes, reports[0]
 
 
 @pytest.fixture(scope="module")
@@ -432,24 +441,104 @@ def large_checkpoint(tmp_path_factory):
 
 def test_auto_shares_what_a_slow_store_holds(large_checkpoint):
     results = run(load_large, 2, f"hooked://{large_checkpoint}", "auto", 0.2)
-    assert [is_right for is_right, _, _ in results] == [True] * 2
+    assert [is_right for is_right, *_ in results] == [True] * 2
     # Beside what each rank reads to see how fast it does.
-    assert 144 * MIB <= sum(num_bytes for _, num_bytes, _ in results) <= (144 + 2 * 8) * MIB
+    assert 144 * MIB <= sum(num_bytes for _, num_bytes, *_ in results) <= (144 + 2 * 8) * MIB
+    first, second = (report for *_, report in results)
+    # A request for 8 MiB takes 0.2 s.
+    assert 0 < first.read_rate <= 8 * MIB / 0.2 < first.send_rate
+    assert 128 * MIB <= first.sent_bytes <= 144 * MIB
+    assert "to each other" in str(first)
+    assert (second.read_rate, second.send_rate) == (first.read_rate, first.send_rate)
 
 
 def test_auto_is_right_whatever_it_decides(large_checkpoint):
     results = run(load_large, 3, f"hooked://{large_checkpoint}", "auto", 0)
-    assert [is_right for is_right, _, _ in results] == [True] * 3
-    assert 144 * MIB <= sum(num_bytes for _, num_bytes, _ in results) <= 3 * 144 * MIB
+    assert [is_right for is_right, *_ in results] == [True] * 3
+    assert 144 * MIB <= sum(num_bytes for _, num_bytes, *_ in results) <= 3 * 144 * MIB
 
 
 def test_auto_on_one_machine_reads_a_local_path_as_if_alone(large_checkpoint):
     results = run(load_large, 2, large_checkpoint, "auto", 0)
-    assert [is_right for is_right, _, _ in results] == [True] * 2
-    assert all(num_bytes >= 144 * MIB for _, _, num_bytes in results)
+    assert [is_right for is_right, *_ in results] == [True] * 2
+    assert all(num_bytes >= 144 * MIB for _, _, num_bytes, _ in results)
     shared = run(load_large, 2, large_checkpoint, "on", 0)
-    assert [is_right for is_right, _, _ in shared] == [True] * 2
-    assert all(72 * MIB <= num_bytes < 96 * MIB for _, _, num_bytes in shared)
+    assert [is_right for is_right, *_ in shared] == [True] * 2
+    assert all(72 * MIB <= num_bytes < 96 * MIB for _, _, num_bytes, _ in shared)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_auto_on_several_machines_does_what_its_report_says(large_checkpoint, num_ranks):
+    results = run(load_large, num_ranks, large_checkpoint, "auto", 0, 2)
+    assert [is_right for is_right, *_ in results] == [True] * num_ranks
+    report = results[0][-1]
+    assert min(report.read_rate, report.send_rate) > 0
+    assert (report.sent_bytes > 0) == (report.send_rate > report.read_rate)
+    read = [num_bytes for _, _, num_bytes, _ in results]
+    if report.sent_bytes:
+        assert sum(read) < (144 + num_ranks * (8 + 16)) * MIB
+    else:
+        assert min(read) >= 144 * MIB
+
+
+@pytest.mark.parametrize(("mode", "sent_bytes"), [("on", 144 * MIB), ("off", 0), ("auto", 0)])
+def test_the_report_of_one_machine_has_what_was_sent(large_checkpoint, mode, sent_bytes):
+    for *_, report in run(load_large, 2, large_checkpoint, mode, 0):
+        assert (report.sent_bytes, report.read_rate, report.send_rate) == (sent_bytes, 0, 0)
+
+
+SMALL_SHAPE, NUM_SMALL = (256, 512), 64
+
+
+def load_parts_of_directory(rank, path, axis):
+    """Load a fourth of each tensor of a model directory; return what is wrong, and the sizes of
+    the reads.
+    """
+    sizes, preadv = [], os.preadv
+
+    def counted(fd, buffers, position):
+        sizes.append(preadv(fd, buffers, position))
+        return sizes[-1]
+
+    state = {}
+    for number in range(NUM_SMALL):
+        target = torch.zeros([n // 4 if i == axis else n for i, n in enumerate(SMALL_SHAPE)])
+        state[f"t{number:02}"] = ShardedTensor.from_rank_offsets(
+            f"t{number:02}", target, (axis, rank, 4)
+        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", counted)
+        distckpt.load(state, path, share_reads="on")
+    wrong = []
+    for number, (key, shard) in enumerate(state.items()):
+        expected = np.split(small_values(number), 4, axis)[rank]
+        if not np.array_equal(shard.data.numpy(), expected):
+            wrong.append(key)
+    return wrong, sizes
+
+
+def small_values(number):
+    return np.random.default_rng(number).standard_normal(SMALL_SHAPE, np.float32)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_small_tensors_of_a_model_directory_are_read_once_in_large_requests(run, tmp_path, axis):
+    tensors = {f"t{i:02}": torch.from_numpy(small_values(i)) for i in range(NUM_SMALL)}
+    names = sorted(tensors)
+    write_indexed(
+        tmp_path,
+        {
+            f"model-{number:05d}-of-00002.safetensors": {
+                key: tensors[key] for key in names[32 * (number - 1) : 32 * number]
+            }
+            for number in (1, 2)
+        },
+    )
+    results = run(load_parts_of_directory, 4, str(tmp_path), axis)
+    assert [wrong for wrong, _ in results] == [[]] * 4
+    sizes = [size for _, sizes in results for size in sizes]
+    assert sum(sizes) == sum(tensor.nbytes for tensor in tensors.values())
+    assert np.median(sizes) >= MIB
 
 
 def peak_of_load(rank, path):
