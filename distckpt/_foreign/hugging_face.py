@@ -7,6 +7,7 @@ entry with its global offset).
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -226,7 +227,7 @@ def _fields(
     fields: dict[str, Any] = {}
     if files.is_alone:
         fields["is_file"] = True
-    if any(may_be_codes(piece.dtype) for piece in pieces):
+    if any(map(may_be_codes, {piece.dtype for piece in pieces})):
         fields["quantization"] = read_settings(files.folder)
     if forgotten:
         fields["forgotten"] = forgotten
@@ -235,6 +236,8 @@ def _fields(
 
 def _with_shapes(location: str, manifest: Manifest) -> Manifest:
     """Note the shapes stored with packed codes that do not show them."""
+    if "I32" not in manifest.dtypes:
+        return manifest
     settings = manifest.quantization or {}
     columns = zip(manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True)
     tensors = {key: TensorSpec(shape, dtype) for key, shape, dtype in columns}
@@ -370,9 +373,10 @@ def _pieces_of_file(file: str, header: Header, has_info: bool) -> list[StoredPie
         info = json.loads(header.metadata[safetensors_file.SHARDING_INFO])
         shapes = json.loads(header.metadata.get(safetensors_file.GLOBAL_SHAPES, "{}"))
     pieces = []
+    region_of = functools.cache(whole)
     for entry in header.entries:
         name, dtype, shape, num_bytes, first_byte = entry
-        region = whole(shape)
+        region = region_of(shape)
         global_shape: tuple[int, ...] | None = shape
         if has_info:
             region = Region(_counts(entry, info[name]["saved_offsets"]), shape)
@@ -384,8 +388,10 @@ def _pieces_of_file(file: str, header: Header, has_info: bool) -> list[StoredPie
 def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
     """Check and return an offset or a shape from untrusted metadata."""
     is_fitting = type(values) is list and len(values) == len(entry.shape)
-    if is_fitting and all(type(number) is int and 0 <= number < _MAX_ELEMENTS for number in values):
-        return tuple(values)
+    # One call for all numbers, of which there may be many.
+    if is_fitting and {int}.issuperset(map(type, values)):
+        if 0 <= min(values, default=0) <= max(values, default=0) < _MAX_ELEMENTS:
+            return tuple(values)
     raise ValueError(
         f"offset or global shape {values!s:.99} of {entry.name!r:.99} do not fit its shape "
         f"{entry.shape}"
