@@ -7,6 +7,7 @@ entry with its global offset).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -23,6 +24,7 @@ from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
 from distckpt._foreign.quantization_settings import read_settings, unclear_shapes
 from distckpt._format import safetensors_file
+from distckpt._format.checksum import checksum
 from distckpt._format.code_names import is_shape, may_be_codes
 from distckpt._format.foreign_formats import HUGGING_FACE
 from distckpt._format.hf_names import (
@@ -70,8 +72,30 @@ class HuggingFaceReader(Reader):
         return read_directory(location)
 
     def is_unchanged(self, stored: StoredCheckpoint) -> bool:
+        # The whole look names what is missing or damaged.
+        with contextlib.suppress(OSError, ValueError):
+            if _have_same_headers(stored):
+                return True
         again = read_directory(stored.location, warns=False)
         return again.to_bytes() == stored.manifest.to_bytes()
+
+
+def _have_same_headers(stored: StoredCheckpoint) -> bool:
+    """Whether headers, from which alone a folder was described, are as they were.
+
+    An index, or settings of codes, have a say in other folders.
+    """
+    manifest = stored.manifest
+    files = _find_files(stored.location)
+    if files.weight_map is not None or any(map(may_be_codes, set(manifest.dtypes))):
+        return False
+    if files.names != [file.name for file in manifest.files]:
+        return False
+    for file in manifest.files:
+        size, head = safetensors_file.read_header_bytes(locations.join(files.folder, file.name))
+        if file != (file.name, size, len(head), checksum(head)):
+            return False
+    return True
 
 
 class _Files(NamedTuple):
