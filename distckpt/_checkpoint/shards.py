@@ -25,6 +25,7 @@ from distckpt._base.options import LoadOptions
 from distckpt._base.threads import ProgressCounter, num_requests_within, num_threads_within
 from distckpt._checkpoint.stored_values import FoundObjects, decode_objects, find_objects
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import Region
 from distckpt._io.read import read_chunks
 from distckpt._io.read_values import read_apart, read_copies, warn_of_overflows
 from distckpt._io.shared_read import Sharing, read_shared
@@ -242,24 +243,21 @@ def _plan_requests(
     stored: StoredCheckpoint, shards: Sequence[ShardedTensor], settings: ReadSettings
 ) -> _Requests:
     """Plan the requests and the tensors that they fill. `stored` is a view, see `decoded`."""
-    numbers = []
-    regions = []
-    dtypes = []
-    requests = []
+    numbers: list[int] = []
+    regions: list[Region] = []
     for number, shard in enumerate(shards):
-        for region in shard_regions(shard):
-            numbers.append(number)
-            regions.append(region)
-            dtypes.append(shard.dtype if shard.data is None else shard.data.dtype)
-            requests.append(request_of(shard, region))
+        own = shard_regions(shard)
+        regions += own
+        numbers += [number] * len(own)
+    divided = [shards[number] for number in numbers]
+    dtypes = [shard.dtype if shard.data is None else shard.data.dtype for shard in divided]
+    requests = list(map(request_of, divided, regions))
     copies: list[Copy] = []
     if not settings.rules:
         # Before memory is allocated: a tensor that is not stored may be of any size.
         requests, copies = _plan_copies(stored, requests, dtypes, settings)
-    filled = [_with_memory(shard) for shard in shards]
-    views = []
-    for number, region in zip(numbers, regions, strict=True):
-        views.append(region_view(filled[number], region))
+    filled = list(map(_with_memory, shards))
+    views = list(map(region_view, [filled[number] for number in numbers], regions))
     planned = _Requests(filled, requests, views, copies, [], [])
     if settings.rules:
         planned = _translated(stored, planned, settings)

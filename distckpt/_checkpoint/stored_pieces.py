@@ -7,8 +7,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +18,13 @@ from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.marker import file_size
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import IntArray, Region, find_tiling_faults, regions_to_arrays
+from distckpt._geometry.region import (
+    IntArray,
+    Region,
+    find_tiling_faults,
+    regions_to_arrays,
+    stacked,
+)
 from distckpt._storage import locations
 
 _INTEGERS = (int, np.integer)
@@ -28,8 +33,7 @@ _OBJECT_NDIM = -1
 """Number of axes that stands for an object."""
 
 
-@dataclass(frozen=True)
-class StoredPiece:
+class StoredPiece(NamedTuple):
     """A region of a tensor, or part of an object, in bytes.
 
     Attributes:
@@ -86,14 +90,14 @@ def build_manifest(
     by_key = list(groups.values())
     in_order = list(itertools.chain.from_iterable(by_key))
     dtypes = [group[0].dtype for group in by_key]
-    shapes = [_global_shape(location, group) for group in by_key]
+    shapes = _global_shapes(location, by_key)
     key_ids = np.repeat(np.arange(len(by_key)), list(map(len, by_key)))
     offsets, extents = regions_to_arrays([piece.region for piece in in_order])
     _check_tiling(location, by_key, shapes, (key_ids, offsets, extents))
     if files is None:
         files = _look_up_files(location, in_order)
-    _check_positions(location, in_order, files)
     chunks = _chunk_table(in_order, files, key_ids)._replace(offsets=offsets, shapes=extents)
+    _check_positions(location, in_order, chunks)
     origin = {**(fields or {}), "format": format_name}
     return Manifest(
         list(groups), dtypes, shapes, chunks, aliases or {}, has_checksums=False, origin=origin
@@ -118,12 +122,31 @@ def _chunk_table(
 
 
 def _check_each(format_name: str, location: str, pieces: Sequence[StoredPiece]) -> None:
-    for piece in pieces:
+    different: Iterable[StoredPiece] = pieces
+    if pieces and _are_ordinary(pieces):
+        # Most pieces have the dtype, shape and size of another one.
+        different = {(*piece[1:4], piece.num_bytes): piece for piece in pieces}.values()
+    for piece in different:
         if fault := _fault_of_values(piece) or _fault_of_region(piece):
             raise CorruptCheckpointError(
                 f"The reader of {format_name!r} describes {location!r} wrongly, or its files are "
                 f"damaged: {fault} in {piece!r:.500}."
             )
+
+
+def _are_ordinary(pieces: Sequence[StoredPiece]) -> bool:
+    """Whether all pieces consist of strings, and integers from 0 on in tuples.
+
+    Other values are checked in each piece: 1.0 and True equal 1, and are no sizes.
+    """
+    keys, dtypes, regions, shapes, files, first_bytes, sizes = zip(*pieces, strict=True)
+    rows = [*itertools.chain.from_iterable(regions), *(s for s in shapes if s is not None)]
+    if not {tuple}.issuperset(map(type, rows)):
+        return False
+    numbers = [*itertools.chain.from_iterable(rows), *first_bytes, *sizes]
+    are_strings = {str}.issuperset(map(type, itertools.chain(keys, dtypes, files)))
+    are_integers = {int}.issuperset(map(type, numbers))
+    return are_strings and are_integers and 0 <= min(numbers) <= max(numbers) < _MAX_ELEMENTS
 
 
 def _fault_of_values(piece: StoredPiece) -> str | None:
@@ -176,8 +199,22 @@ def _group_by_key(pieces: Iterable[StoredPiece]) -> dict[str, list[StoredPiece]]
     return groups
 
 
-def _global_shape(location: str, pieces: Sequence[StoredPiece]) -> tuple[int, ...]:
-    """Check that a tensor's pieces agree, and return its global shape."""
+def _global_shapes(location: str, groups: Sequence[Sequence[StoredPiece]]) -> list[tuple[int, ...]]:
+    """Check that the pieces of each tensor agree, and return the global shapes."""
+    shapes = []
+    for pieces in groups:
+        shape = pieces[0].global_shape
+        if len(pieces) > 1 or shape is None:
+            shape = _united_shape(location, pieces)
+        shapes.append(tuple(shape))
+    for shape in set(shapes):
+        if math.prod([n + 1 for n in shape]) > _MAX_ELEMENTS:
+            raise _too_large(location, groups[shapes.index(shape)], shape)
+    return shapes
+
+
+def _united_shape(location: str, pieces: Sequence[StoredPiece]) -> tuple[int, ...]:
+    """Return the global shape of pieces of a tensor, which must agree."""
     first = pieces[0]
     for other in pieces[1:]:
         same_kind = (other.dtype, len(other.region.shape)) == (first.dtype, len(first.region.shape))
@@ -187,18 +224,21 @@ def _global_shape(location: str, pieces: Sequence[StoredPiece]) -> tuple[int, ..
                 f"{_kind(other)} in {other.file!r}, which do not fit together: the files are of "
                 "different saves. Remove those that do not belong here."
             )
-    shape = first.global_shape
-    if shape is None:
-        ends = [map(operator.add, *piece.region) for piece in pieces]
-        shape = tuple(map(max, zip(*ends, strict=True)))
-    if math.prod([n + 1 for n in shape]) > _MAX_ELEMENTS:
-        farthest = max(pieces, key=lambda piece: max(map(operator.add, *piece.region)))
-        raise CorruptCheckpointError(
-            f"Key {first.key!r} in {location!r} would have the global shape {shape}, larger than "
-            f"any storage: {farthest.file!r}, which holds {farthest.region} of it, is damaged. "
-            "Restore the file from a copy."
-        )
-    return shape
+    if first.global_shape is not None:
+        return first.global_shape
+    ends = [map(operator.add, *piece.region) for piece in pieces]
+    return tuple(map(max, zip(*ends, strict=True)))
+
+
+def _too_large(
+    location: str, pieces: Sequence[StoredPiece], shape: tuple[int, ...]
+) -> CorruptCheckpointError:
+    farthest = max(pieces, key=lambda piece: max(map(operator.add, *piece.region)))
+    return CorruptCheckpointError(
+        f"Key {farthest.key!r} in {location!r} would have the global shape {shape}, larger than "
+        f"any storage: {farthest.file!r}, which holds {farthest.region} of it, is damaged. "
+        "Restore the file from a copy."
+    )
 
 
 def _kind(piece: StoredPiece) -> str:
@@ -217,18 +257,16 @@ def _check_tiling(
     Cells of objects may be missing.
     """
     key_ids, offsets, extents = columns
-    ndims = np.full(len(groups), _OBJECT_NDIM)
-    for key_id, (group, shape) in enumerate(zip(groups, shapes, strict=True)):
+    ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
+    for key_id, group in enumerate(groups):
         if group[0].dtype == OBJECT:
-            _check_cells(location, group, shape)
-        else:
-            ndims[key_id] = len(shape)
+            _check_cells(location, group, shapes[key_id])
+            ndims[key_id] = _OBJECT_NDIM
     for ndim in sorted(set(ndims.tolist()) - {_OBJECT_NDIM}):
         members = np.flatnonzero(ndims == ndim)
         rows = np.flatnonzero(ndims[key_ids] == ndim)
         ids = np.searchsorted(members, key_ids[rows])
-        bounds = np.array([shapes[i] for i in members.tolist()], np.int64)
-        bounds = bounds.reshape(len(members), ndim)
+        bounds = stacked([shapes[i] for i in members.tolist()], ndim, 1)
         try:
             faults = find_tiling_faults(ids, offsets[rows, :ndim], extents[rows, :ndim], bounds)
         except ValueError as error:
@@ -301,19 +339,18 @@ def look_up_file(location: str, name: str, key: str) -> ShardFile:
         ) from error
 
 
-def _check_positions(
-    location: str, pieces: Sequence[StoredPiece], files: Sequence[ShardFile]
-) -> None:
+def _check_positions(location: str, pieces: Sequence[StoredPiece], chunks: ChunkTable) -> None:
     """Check that no piece ends behind its file."""
-    sizes = {file.name: file.num_bytes for file in files}
-    for piece in pieces:
-        end = piece.first_byte + piece.num_bytes
-        if end > sizes[piece.file]:
-            raise CorruptCheckpointError(
-                f"{locations.join(location, piece.file)!r} has {sizes[piece.file]} bytes, but "
-                f"{piece.region} of key {piece.key!r} ends at byte {end}: the file was cut off. "
-                "Restore it from a copy."
-            )
+    sizes = np.array([file.num_bytes for file in chunks.files], np.int64)
+    ends = chunks.first_bytes + chunks.num_bytes
+    for row in np.flatnonzero(ends > sizes[chunks.file_ids])[:1].tolist():
+        piece = pieces[row]
+        file = chunks.files[chunks.file_ids[row]]
+        raise CorruptCheckpointError(
+            f"{locations.join(location, piece.file)!r} has {file.num_bytes} bytes, but "
+            f"{piece.region} of key {piece.key!r} ends at byte {ends[row]}: the file was cut off. "
+            "Restore it from a copy."
+        )
 
 
 # --- Reader ---------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ entry with its global offset).
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
 import math
@@ -31,6 +33,7 @@ from distckpt._foreign.directory_faults import (
 )
 from distckpt._foreign.quantization_settings import read_settings, unclear_shapes
 from distckpt._format import safetensors_file
+from distckpt._format.checksum import checksum
 from distckpt._format.code_names import is_shape, may_be_codes
 from distckpt._format.foreign_formats import HUGGING_FACE
 from distckpt._format.hf_names import (
@@ -76,8 +79,30 @@ class HuggingFaceReader(Reader):
         return read_directory(location)
 
     def is_unchanged(self, stored: StoredCheckpoint) -> bool:
+        # The whole look names what is missing or damaged.
+        with contextlib.suppress(OSError, ValueError):
+            if _have_same_headers(stored):
+                return True
         again = read_directory(stored.location, warns=False)
         return again.to_bytes() == stored.manifest.to_bytes()
+
+
+def _have_same_headers(stored: StoredCheckpoint) -> bool:
+    """Whether headers, from which alone a folder was described, are as they were.
+
+    An index, or settings of codes, have a say in other folders.
+    """
+    manifest = stored.manifest
+    files = _find_files(stored.location)
+    if files.weight_map is not None or any(map(may_be_codes, set(manifest.dtypes))):
+        return False
+    if files.names != [file.name for file in manifest.files]:
+        return False
+    for file in manifest.files:
+        size, head = safetensors_file.read_header_bytes(locations.join(files.folder, file.name))
+        if file != (file.name, size, len(head), checksum(head)):
+            return False
+    return True
 
 
 class _Files(NamedTuple):
@@ -247,7 +272,7 @@ def _fields(
     fields: dict[str, Any] = {}
     if files.is_alone:
         fields["is_file"] = True
-    if any(may_be_codes(piece.dtype) for piece in pieces):
+    if any(map(may_be_codes, {piece.dtype for piece in pieces})):
         fields["quantization"] = read_settings(files.folder)
     if forgotten:
         fields["forgotten"] = forgotten
@@ -256,6 +281,8 @@ def _fields(
 
 def _with_shapes(location: str, manifest: Manifest) -> Manifest:
     """Note the shapes stored with packed codes that do not show them."""
+    if "I32" not in manifest.dtypes:
+        return manifest
     settings = manifest.quantization or {}
     columns = zip(manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True)
     tensors = {key: TensorSpec(shape, dtype) for key, shape, dtype in columns}
@@ -367,9 +394,10 @@ def _pieces_of_file(file: str, header: Header, has_info: bool) -> list[StoredPie
         info = json.loads(header.metadata[safetensors_file.SHARDING_INFO])
         shapes = json.loads(header.metadata.get(safetensors_file.GLOBAL_SHAPES, "{}"))
     pieces = []
+    region_of = functools.cache(whole)
     for entry in header.entries:
         name, dtype, shape, num_bytes, first_byte = entry
-        region = whole(shape)
+        region = region_of(shape)
         global_shape: tuple[int, ...] | None = shape
         if has_info:
             region = Region(_counts(entry, info[name]["saved_offsets"]), shape)
@@ -381,8 +409,10 @@ def _pieces_of_file(file: str, header: Header, has_info: bool) -> list[StoredPie
 def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
     """Check and return an offset or a shape from untrusted metadata."""
     is_fitting = type(values) is list and len(values) == len(entry.shape)
-    if is_fitting and all(type(number) is int and 0 <= number < _MAX_ELEMENTS for number in values):
-        return tuple(values)
+    # One call for all numbers, of which there may be many.
+    if is_fitting and {int}.issuperset(map(type, values)):
+        if 0 <= min(values, default=0) <= max(values, default=0) < _MAX_ELEMENTS:
+            return tuple(values)
     raise ValueError(
         f"offset or global shape {values!s:.99} of {entry.name!r:.99} do not fit its shape "
         f"{entry.shape}"

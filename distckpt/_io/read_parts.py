@@ -42,7 +42,7 @@ PITCH_BYTES = 8 << 10
 """Mean distance from which on runs are read one by one. Closer runs take less time with the gaps
 between them.
 """
-SMALL_BYTES = 16 << 10
+SMALL_BYTES = 32 << 10
 """Copy smaller pieces through scratch memory: a copy costs less than a buffer of its own."""
 LONG_GOAL_BYTES = 256 << 10
 """Read longer runs of a scattered region straight into targets. Shorter ones, copied together out
@@ -90,13 +90,13 @@ def parts_of(
     key_ids = manifest.key_ids[chunks].tolist()
     parts: list[ReadPart] = []
     for copy, size, key_id in zip(copies, sizes, key_ids, strict=True):
-        target = targets[copy.request]
+        chunk, _, request, place = copy
+        goal = targets[request]
+        if place.shape != goal.shape:
+            goal = goal[place.slices()]
         dtype = FROM_NAME[manifest.dtypes[key_id]]
-        goal = target
-        if copy.target.shape != target.shape:
-            goal = target[copy.target.slices()]
         if goal.nbytes == size and goal.dtype == dtype and copier.is_plain(goal):
-            parts.append(ReadPart(copy.chunk, 0, size, goal, 0))
+            parts.append(ReadPart(chunk, 0, size, goal, 0))
         else:
             parts.extend(_parts_of_region(stored, copy, goal, copier))
     return parts

@@ -355,15 +355,18 @@ def _intersect_chunks(
 
 
 def _to_copies(common: _Intersections, ndims: Sequence[int]) -> list[Copy]:
+    columns = [common.chunks.tolist(), common.requests.tolist()]
+    for rows in (common.in_chunks, common.in_requests, common.shapes):
+        columns.append(list(map(tuple, rows.tolist())))
     copies = []
-    for chunk, request, in_chunk, in_request, shape in zip(
-        *(column.tolist() for column in common), strict=True
-    ):
+    most = common.shapes.shape[1]
+    for chunk, request, in_chunk, in_request, shape in zip(*columns, strict=True):
         ndim = ndims[request]
-        size = tuple(shape[:ndim])
-        source = target = Region(tuple(in_chunk[:ndim]), size)
+        if ndim < most:
+            in_chunk, in_request, shape = in_chunk[:ndim], in_request[:ndim], shape[:ndim]
+        source = target = Region(in_chunk, shape)
         if in_request != in_chunk:
-            target = Region(tuple(in_request[:ndim]), size)
+            target = Region(in_request, shape)
         copies.append(Copy(chunk, source, request, target))
     return copies
 

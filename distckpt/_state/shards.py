@@ -8,7 +8,6 @@ regions only.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -173,33 +172,32 @@ def shard_table(shards: Sequence[Shard], ties: Mapping[int, int] | None = None) 
     They must fit their global tensors and agree with one another. `ties` are the result of
     `find_ties` for them, if it was called before.
     """
-    key_index: dict[str, int] = {}
-    kinds: list[_Kind] = []
-    rows: list[tuple[int, int, int, bool, int, bool]] = []
-    regions: list[Region] = []
     if ties is None:
         ties = find_ties(shards)
-    for shard_id, shard in enumerate(shards):
-        key_id = _key_id(shard, key_index, kinds)
-        row = (key_id, shard_id, ties.get(shard_id, shard_id), *_copy_kind(shard.replica_id))
+    keys, kinds, key_ids = _own_kinds(shards)
+    regions: list[Region] = []
+    counts = []
+    for shard in shards:
         own = shard_regions(shard)
         regions += own
-        rows += [row] * len(own)
-    key_ids, shard_ids, tie_ids, is_main, open_ranks, is_buffers = (
-        np.fromiter(itertools.chain.from_iterable(rows), np.int64).reshape(-1, 6).T.copy()
-    )
+        counts.append(len(own))
+    numbers = np.arange(len(shards))
+    shard_ids = np.repeat(numbers, counts)
+    numbers[list(ties)] = list(ties.values())
+    copies = [_copy_kind(shard.replica_id) for shard in shards]
+    is_main, open_ranks, is_buffers = stacked(copies, 3, 0)[shard_ids].T
     offsets, shapes = regions_to_arrays(regions)
     table = ShardTable(
-        keys=list(key_index),
+        keys=keys,
         dtypes=[dtype for dtype, _ in kinds],
         global_shapes=[shape for _, shape in kinds],
-        key_ids=key_ids,
+        key_ids=key_ids[shard_ids],
         shard_ids=shard_ids,
-        tie_ids=tie_ids,
+        tie_ids=numbers[shard_ids],
         is_main=is_main.astype(np.bool_),
         open_ranks=open_ranks.astype(np.uint8),
         is_buffer=is_buffers.astype(np.bool_),
-        digests=np.zeros(len(rows), np.uint64),
+        digests=np.zeros(len(regions), np.uint64),
         offsets=offsets,
         shapes=shapes,
     )
@@ -212,21 +210,31 @@ def _copy_kind(replica: ReplicaId) -> tuple[bool, int, bool]:
 
     See `ShardTable`.
     """
-    if not isinstance(replica, OpenReplicaId):
+    if type(replica) is int or not isinstance(replica, OpenReplicaId):
         return is_main_replica(replica), 0, False
     return False, 1 + any(replica[:1]), isinstance(replica, BufferReplicaId)
 
 
-def _key_id(shard: Shard, key_index: dict[str, int], kinds: list[_Kind]) -> int:
-    """Return the number of a shard's key; new keys are added."""
-    kind = (_dtype_name(shard), tuple(map(int, shard.global_shape)))
-    key_id = key_index.setdefault(shard.key, len(kinds))
-    if key_id == len(kinds):
-        _check_name(shard.key)
-        kinds.append(kind)
-    elif kinds[key_id] != kind:
-        raise _sharding_error([_contradiction(shard.key, kinds[key_id], kind, "in one state dict")])
-    return key_id
+def _own_kinds(shards: Sequence[Shard]) -> tuple[list[str], list[_Kind], IntArray]:
+    """Number the keys of some shards.
+
+    Return the keys, the kind of each, and the number of each shard's key.
+    """
+    key_index: dict[str, int] = {}
+    kinds: list[_Kind] = []
+    key_ids = []
+    for shard in shards:
+        kind = (_dtype_name(shard), tuple(map(int, shard.global_shape)))
+        key_id = key_index.setdefault(shard.key, len(kinds))
+        key_ids.append(key_id)
+        if key_id == len(kinds):
+            kinds.append(kind)
+        elif kinds[key_id] != kind:
+            text = _contradiction(shard.key, kinds[key_id], kind, "in one state dict")
+            raise _sharding_error([text])
+    keys = list(key_index)
+    _check_names(keys)
+    return keys, kinds, np.array(key_ids, np.int64)
 
 
 def _check_inside(table: ShardTable) -> None:
@@ -390,17 +398,18 @@ def number_kinds(kinds: Sequence[bytes]) -> tuple[list[str], list[_Kind], list[I
     return list(key_index), all_kinds, id_maps
 
 
-def _check_name(key: str) -> None:
+def _check_names(keys: Sequence[str]) -> None:
     try:
-        key.encode()
+        "".join(keys).encode()
     except UnicodeEncodeError as error:
+        key = next(key for key in keys if any("\ud800" <= letter <= "\udfff" for letter in key))
         raise InvalidShardingError(
             f"The key {key!r} is not Unicode text (it has half of a surrogate pair), so it cannot "
             "be a name in a safetensors file: rename it."
         ) from error
-    if key == "__metadata__":
+    if "__metadata__" in keys:
         raise InvalidShardingError(
-            f"The key {key!r} has a meaning of its own in safetensors files: rename it."
+            "The key '__metadata__' has a meaning of its own in safetensors files: rename it."
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 
@@ -238,7 +237,7 @@ def test_parts_of_objects_are_checked(tmp_path, parts, problem):
     ids=str,
 )
 def test_a_piece_that_cannot_be_is_named_with_the_reader(toy, changes, fault):
-    wrong = dataclasses.replace(piece((0,), (4,)), **changes)
+    wrong = piece((0,), (4,))._replace(**changes)
     with pytest.raises(
         CorruptCheckpointError, match=f"reader of 'toy' describes .*toy' wrongly, or .*{fault}"
     ) as caught:
