@@ -4,7 +4,7 @@ The steps of a read:
 
 1. Parts: ranges of bytes of a chunk, each with its target. `parts_of` makes them of the copies of a
    plan, `whole_chunks` of objects.
-2. Units: `_in_file_order` sorts the parts by file and position, and `units` joins neighbors. A
+2. Units: `in_file_order` sorts the parts by file and position, and `units` joins neighbors. A
    thread reads one unit at a time.
 3. Contents: `content_for` chooses the memory of a unit: large plain targets directly, and scratch
    memory for all other bytes.
@@ -36,7 +36,7 @@ from distckpt._format.stored_checkpoint import (
     checksums_of_ranges,
     missing_file,
 )
-from distckpt._geometry.region import num_outer_axes, run_starts
+from distckpt._geometry.region import IntArray, num_outer_axes, run_starts
 from distckpt._geometry.units import Span, units_of
 from distckpt._io.read_parts import (
     REQUEST_BYTES,
@@ -106,7 +106,7 @@ def read_parts(
         # Its size agrees with that of its file.
         size = int(stored.manifest.num_bytes[chunk])
         whole.append(ReadPart(chunk, 0, size, np.empty(size, np.uint8), lead=0))
-    table = _in_file_order(stored, copier or Copier(()), [*parts, *whole])
+    table = in_file_order(stored, copier or Copier(()), [*parts, *whole])
     _read_table(table, num_threads, progress)
     return [part.target.tobytes() for part in whole]
 
@@ -115,7 +115,7 @@ def _read_table(table: PartTable, num_threads: int, progress: Callable[[int], No
     stored = table.stored
     # The files of the checkpoint stay open, new ones do not.
     with contextlib.nullcontext(stored.files) if stored.files else OpenFiles() as files:
-        reading = _Reading(table, files, progress)
+        reading = Reading(table, files, progress)
         if not reading.is_local:
             run_threads(reading.fetch, reading.near_units(), num_threads)
             return
@@ -140,9 +140,7 @@ def num_threads_at(location: str) -> int:
 # --- Units ----------------------------------------------------------------------------------------
 
 
-def _in_file_order(
-    stored: StoredCheckpoint, copier: Copier, parts: Sequence[ReadPart]
-) -> PartTable:
+def in_file_order(stored: StoredCheckpoint, copier: Copier, parts: Sequence[ReadPart]) -> PartTable:
     """Sort parts by file and position."""
     manifest = stored.manifest
     chunks = np.array([part.chunk for part in parts], np.int64)
@@ -154,7 +152,7 @@ def _in_file_order(
     return PartTable(stored, copier, in_order, files[order], positions[order])
 
 
-class _Reading:
+class Reading:
     """The reads of one call, shared by all threads."""
 
     def __init__(
@@ -239,8 +237,7 @@ class _Reading:
 
     def fetch(self, units: list[list[Span]]) -> None:
         """Read units from an object store with one request; finish them."""
-        position = self._position(units[0])
-        stop = max(self._position(unit) + sum(span.num_bytes for span in unit) for unit in units)
+        position, stop = self.range_of(units)
         path = self.paths[self.file_of(units[0])]
         data = _fetch(self.stored, path, position, stop - position)
         for unit in units:
@@ -289,12 +286,17 @@ class _Reading:
         """Return the position of a unit in its file."""
         return int(self.table.positions[unit[0].chunk]) + unit[0].start
 
+    def range_of(self, units: list[list[Span]]) -> tuple[int, int]:
+        """Return the range of bytes in their file that units lie in."""
+        stop = max(self._position(unit) + sum(span.num_bytes for span in unit) for unit in units)
+        return self._position(units[0]), stop
+
     def file_of(self, unit: list[Span]) -> int:
         """Return the number of the file of a unit."""
         return int(self.table.files[unit[0].chunk])
 
 
-def _read_runs(reading: _Reading, part: ReadPart) -> None:
+def _read_runs(reading: Reading, part: ReadPart) -> None:
     """Read a sparse part run by run.
 
     Runs go straight to their target if their memory is contiguous there.
@@ -312,12 +314,10 @@ def _read_runs(reading: _Reading, part: ReadPart) -> None:
         scratch = bounce_buffer("read", region.num_elements * dtype.itemsize, copier.layer)
         goal = torch.from_numpy(scratch).view(dtype).view(region.shape)
     memory = run_bytes(goal, outer)
-    first_byte = int(stored.manifest.first_bytes[part.chunk])
-    positions = (first_byte + run_starts(shape, region) * dtype.itemsize).tolist()
-    num_bytes = part.stop - part.start
+    positions = runs_of(stored, part)[0].tolist()
     with reading.open(stored.path_of(part.chunk)) as fd:
-        if num_bytes < len(positions) * FETCH_PITCH_BYTES:
-            fetch(fd, positions[0], num_bytes)
+        if are_near(part, len(positions)):
+            fetch(fd, positions[0], part.stop - part.start)
         for position, index in zip(positions, np.ndindex(memory.shape[:-1]), strict=True):
             run = memory[index]
             num_read = read_into(fd, [run], position)
@@ -326,6 +326,20 @@ def _read_runs(reading: _Reading, part: ReadPart) -> None:
     if goal is not target:
         copy_from_scratch(goal, target, copier)
         copier.wait()
+
+
+def runs_of(stored: StoredCheckpoint, part: ReadPart) -> tuple[IntArray, int]:
+    """Return where the runs of a sparse part begin in their file, and their size in bytes."""
+    shape = stored.manifest.chunk_region(part.chunk).shape
+    item = stored.dtype_of(part.chunk).itemsize
+    first_byte = int(stored.manifest.first_bytes[part.chunk])
+    starts = first_byte + run_starts(shape, part.region) * item
+    return starts, part.region.num_elements * item // len(starts)
+
+
+def are_near(part: ReadPart, num_runs: int) -> bool:
+    """Whether the runs of a sparse part are fetched with the gaps between them."""
+    return part.stop - part.start < num_runs * FETCH_PITCH_BYTES
 
 
 def pieces_of(buffers: Sequence[Bytes], max_bytes: int) -> Iterator[tuple[list[Bytes], int]]:
@@ -364,7 +378,7 @@ def _fill(buffers: Sequence[Bytes], data: Bytes) -> int:
 # --- Damage ---------------------------------------------------------------------------------------
 
 
-def _mismatch(reading: _Reading, unit: list[Span], number: int) -> CorruptCheckpointError:
+def _mismatch(reading: Reading, unit: list[Span], number: int) -> CorruptCheckpointError:
     """Return the error about the damaged block of a unit."""
     stored = reading.stored
     manifest = reading.stored.manifest
@@ -388,7 +402,7 @@ def _mismatch(reading: _Reading, unit: list[Span], number: int) -> CorruptCheckp
 
 
 def _cut_off(
-    reading: _Reading, unit: list[Span], position: int, num_read: int
+    reading: Reading, unit: list[Span], position: int, num_read: int
 ) -> CorruptCheckpointError:
     """Return the error about a file that ends within a unit.
 

@@ -110,7 +110,7 @@ def read_shared(
         divided = divide(costs.manifest, copies, unit_bytes_for(sharing.most_bytes))
         dtypes = [target.dtype for target in targets]
         table = describe_units(costs, divided, dtypes, sharing.group, _place_of(sharing))
-        pieces = _Pieces(copies, divided)
+        pieces = Pieces(copies, divided)
         left = np.arange(len(divided.units))
         is_fast = False
         if sharing.is_auto:
@@ -186,7 +186,7 @@ def _plan_together(
     return list(plan_shares(messages, costs, held_bytes))
 
 
-class _Pieces(NamedTuple):
+class Pieces(NamedTuple):
     """The copies that this rank requests, and their units."""
 
     copies: Sequence[Copy]
@@ -207,7 +207,7 @@ class _Pieces(NamedTuple):
 
 def _read_sample(
     sharing: Sharing,
-    pieces: _Pieces,
+    pieces: Pieces,
     num_bytes: IntArray,
     targets: Sequence[torch.Tensor],
     read: Read,
