@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,44 +22,52 @@ from distckpt._plan.decoded import plan_decoding
 from distckpt._plan.load import Copy
 from distckpt._storage.open_files import OpenFiles
 
+_FILE_BYTES = 1 << 44
+"""Distance of the first bytes of two files from each other: more than a file has."""
+
 
 class PlannedReads(NamedTuple):
-    """The requests of a read, without data.
+    """The requests of reads, without data.
 
     Attributes:
-        files: with `starts` and `stops`, ranges of bytes that leave the storage.
-        starts: see `files`.
-        stops: see `files`.
-        num_requests: the number of requests: calls that read from a local file, or ranged GETs.
-        num_bytes: the bytes that they ask for.
+        starts: with `stops`, ranges of bytes that leave the storage, in places that grow from file
+            to file.
+        stops: see `starts`.
+        sizes: how many requests there are of each size. They are calls that read from a local
+            file, or ranged GETs.
+        num_bytes: the bytes that are asked for, without those that are fetched between them.
     """
 
-    files: IntArray
     starts: IntArray
     stops: IntArray
-    num_requests: int
+    sizes: Counter[int]
     num_bytes: int
 
     @classmethod
     def joined(cls, reads: Iterable[PlannedReads]) -> PlannedReads:
         """Return the requests of several reads."""
         none = np.zeros(0, np.int64)
-        files, starts, stops, num_requests, num_bytes = zip(
-            cls(none, none, none, 0, 0), *reads, strict=True
-        )
-        columns = map(np.concatenate, (files, starts, stops))
-        return cls(*columns, num_requests=sum(num_requests), num_bytes=sum(num_bytes))
+        columns = zip(cls(none, none, Counter(), 0), *reads, strict=True)
+        starts, stops, sizes, num_bytes = columns
+        total = Counter[int]()
+        for counts in sizes:
+            total.update(counts)
+        return cls(np.concatenate(starts), np.concatenate(stops), total, sum(num_bytes))
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests."""
+        return self.sizes.total()
 
     def num_different_bytes(self) -> int:
-        """Return the number of bytes, each of them once."""
-        order = np.lexsort((self.starts, self.files))
-        files = self.files[order]
-        # The end of all ranges before, in places that grow from file to file.
-        size = int(self.stops.max(initial=0))
-        starts = self.starts[order] + files * size
-        stops = self.stops[order] + files * size
-        before = np.maximum.accumulate(np.append(0, stops))[:-1]
-        return int(np.maximum(stops - np.maximum(starts, before), 0).sum())
+        """Count the bytes that leave the storage once."""
+        if not len(self.starts):
+            return 0
+        starts = np.sort(self.starts)
+        stops = np.sort(self.stops)
+        # A gap is where all ranges that have begun have ended.
+        gaps = np.maximum(starts[1:] - stops[:-1], 0)
+        return int(stops[-1] - starts[0] - gaps.sum())
 
 
 def planned_reads(
@@ -91,33 +100,43 @@ def _reads_of_parts(stored: StoredCheckpoint, parts: Sequence[ReadPart]) -> Plan
     table = in_file_order(replace(stored, verify=False), Copier(()), parts)
     reading = Reading(table, OpenFiles())
     if not reading.is_local:
-        ranges = []
-        for units in reading.near_units():
-            ranges.append((reading.file_of(units[0]), *reading.range_of(units)))
-        files, starts, stops = np.array(ranges, np.int64).reshape(-1, 3).T
-        return PlannedReads(files, starts, stops, len(ranges), int((stops - starts).sum()))
-    piece_bytes = PIECE_BYTES if stored.verifies else UNIT_BYTES
-    rows = []
+        ranges = np.array([reading.range_of(units) for units in reading.near_units()], np.int64)
+        files, starts, stops = ranges.reshape(-1, 3).T
+        return _reads_of_ranges(files, starts, stops - starts)
     sparse = []
+    spans = []
     for unit in reading.units():
-        part = table.parts[unit[0].chunk]
-        if part.is_sparse:
-            sparse.append(_planned_runs(reading, unit))
+        first = unit[0]
+        if table.parts[first.chunk].is_sparse:
+            sparse.append(_reads_of_runs(reading, unit))
         else:
-            rows.append((reading.file_of(unit), *reading.range_of([unit])))
-    files, starts, stops = np.array(rows, np.int64).reshape(-1, 3).T
-    num_requests = int((-(-(stops - starts) // piece_bytes)).sum())
-    dense = PlannedReads(files, starts, stops, num_requests, int((stops - starts).sum()))
+            spans.append((first.chunk, first.start, sum(span.stop - span.start for span in unit)))
+    numbers, starts, num_bytes = np.array(spans, np.int64).reshape(-1, 3).T
+    starts = starts + table.positions[numbers]
+    piece_bytes = PIECE_BYTES if stored.verifies else UNIT_BYTES
+    dense = _reads_of_ranges(table.files[numbers], starts, num_bytes, piece_bytes)
     return PlannedReads.joined([dense, *sparse])
 
 
-def _planned_runs(reading: Reading, unit: list[Span]) -> PlannedReads:
-    """Return the requests of `_read_runs`."""
+def _reads_of_ranges(
+    files: IntArray, starts: IntArray, num_bytes: IntArray, piece_bytes: int = 1 << 62
+) -> PlannedReads:
+    """Return the requests for ranges of files, of at most `piece_bytes` each."""
+    last_pieces, counts = np.unique(num_bytes % piece_bytes, return_counts=True)
+    sizes = Counter(dict(zip(last_pieces.tolist(), counts.tolist(), strict=True)))
+    sizes[piece_bytes] += int((num_bytes // piece_bytes).sum())
+    del sizes[0]
+    starts = starts + files * _FILE_BYTES
+    return PlannedReads(starts, starts + num_bytes, +sizes, int(num_bytes.sum()))
+
+
+def _reads_of_runs(reading: Reading, unit: list[Span]) -> PlannedReads:
+    """Return the requests for the runs of a sparse part."""
     part = reading.table.parts[unit[0].chunk]
     starts, run = runs_of(reading.stored, part)
-    num_bytes = run * len(starts)
-    stops = starts + run
     if are_near(part, len(starts)):
-        starts, stops = np.array([reading.range_of([unit])], np.int64).T
-    files = np.full(len(starts), reading.file_of(unit))
-    return PlannedReads(files, starts, stops, len(starts), num_bytes)
+        file, start, stop = np.array(reading.range_of([unit]), np.int64).reshape(3, 1)
+        return _reads_of_ranges(file, start, stop - start)._replace(num_bytes=run * len(starts))
+    starts += reading.file_of(unit) * _FILE_BYTES
+    sizes = Counter({run: len(starts)})
+    return PlannedReads(starts, starts + run, sizes, run * len(starts))

@@ -21,6 +21,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
 
@@ -152,6 +153,14 @@ def in_file_order(stored: StoredCheckpoint, copier: Copier, parts: Sequence[Read
     return PartTable(stored, copier, in_order, files[order], positions[order])
 
 
+class FileRange(NamedTuple):
+    """Bytes [start, stop) of a file."""
+
+    file: int
+    start: int
+    stop: int
+
+
 class Reading:
     """The reads of one call, shared by all threads."""
 
@@ -237,8 +246,8 @@ class Reading:
 
     def fetch(self, units: list[list[Span]]) -> None:
         """Read units from an object store with one request; finish them."""
-        position, stop = self.range_of(units)
-        path = self.paths[self.file_of(units[0])]
+        file, position, stop = self.range_of(units)
+        path = self.paths[file]
         data = _fetch(self.stored, path, position, stop - position)
         for unit in units:
             content = content_for(self.table, unit)
@@ -286,10 +295,10 @@ class Reading:
         """Return the position of a unit in its file."""
         return int(self.table.positions[unit[0].chunk]) + unit[0].start
 
-    def range_of(self, units: list[list[Span]]) -> tuple[int, int]:
-        """Return the range of bytes in their file that units lie in."""
+    def range_of(self, units: list[list[Span]]) -> FileRange:
+        """Return the range of bytes that units of a file lie in."""
         stop = max(self._position(unit) + sum(span.num_bytes for span in unit) for unit in units)
-        return self._position(units[0]), stop
+        return FileRange(self.file_of(units[0]), self._position(units[0]), stop)
 
     def file_of(self, unit: list[Span]) -> int:
         """Return the number of the file of a unit."""

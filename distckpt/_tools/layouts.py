@@ -6,7 +6,6 @@ neighbors, then come the shards of FSDP, then replicas, and last the stages of a
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -276,6 +275,6 @@ def whole_keys(tensors: Iterable[DividedTensor]) -> list[str]:
     """Return the matrices of which each tensor parallel rank has all."""
     keys = []
     for tensor in tensors:
-        if tensor.axis is None and len(tensor.spec.shape) > 1 and math.prod(tensor.spec.shape):
+        if tensor.axis is None and len(tensor.spec.shape) > 1 and 0 not in tensor.spec.shape:
             keys.append(tensor.key)
     return keys

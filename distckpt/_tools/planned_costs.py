@@ -37,7 +37,7 @@ from distckpt._plan.share import (
     unit_bytes_for,
 )
 from distckpt._plan.share_out import plan_shares
-from distckpt._state.shards import shard_table
+from distckpt._state.shards import ShardTable, shard_table
 from distckpt._storage import locations
 from distckpt._tools.layouts import DividedTensor, Layout, Place
 from distckpt.mapping._sharded_tensor import ShardedTensor
@@ -49,35 +49,43 @@ _CACHED_SHARDS = 1 << 19
 """Shards whose plans are kept for another look: about 1 GB."""
 
 
+class NodeLoad(NamedTuple):
+    """The reads of a node.
+
+    Attributes:
+        storage_bytes: the bytes that leave the storage. The cache of a file system has those that
+            several ranks of the node read.
+        read_bytes: the bytes that its ranks ask for.
+        sizes: how many requests there are of each size.
+        rank_bytes: the bytes that each of its ranks asks for.
+        rank_requests: the requests of each of its ranks.
+    """
+
+    storage_bytes: int
+    read_bytes: int
+    sizes: Counter[int]
+    rank_bytes: list[int]
+    rank_requests: list[int]
+
+
 class LoadCosts(NamedTuple):
     """The costs of a load.
 
     Attributes:
-        reads: the requests of each rank.
+        nodes: the reads of each node.
         tensor_bytes: the memory of each rank's tensors.
         inflight_bytes: the memory for data on its way, on each rank.
         num_parallel: the requests of a rank at the same time.
-        repeats_cost: whether bytes leave the storage again for each rank of a node: a file system
-            has them in its cache.
     """
 
-    reads: Sequence[PlannedReads]
-    tensor_bytes: Sequence[int]
+    nodes: list[NodeLoad]
+    tensor_bytes: list[int]
     inflight_bytes: int
     num_parallel: int
-    repeats_cost: bool
-
-
-    def storage_bytes(self, ranks: range) -> int:
-        """Return the bytes that leave the storage for the ranks of a node."""
-        reads = PlannedReads.joined(self.reads[rank] for rank in ranks)
-        if self.repeats_cost:
-            return reads.num_bytes
-        return reads.num_different_bytes()
 
 
 class SaveCosts(NamedTuple):
-    """The costs of a save: the bytes and the files that each rank writes."""
+    """The costs of a save: the bytes and the files of tensors that each rank writes."""
 
     num_bytes: Sequence[int]
     num_files: Sequence[int]
@@ -120,13 +128,25 @@ def _sources_of(rule: Assemble, tensors: Mapping[str, TensorSpec]) -> dict[str, 
 
 
 class Job:
-    """The ranks of a job, which hold tensors under a layout."""
+    """The ranks of a job, which hold tensors under a layout.
 
-    def __init__(self, tensors: Sequence[DividedTensor], layout: Layout) -> None:
+    Ranks that follow one another are on a node.
+    """
+
+    def __init__(
+        self, tensors: Sequence[DividedTensor], layout: Layout, num_nodes: int = 1
+    ) -> None:
+        num_ranks = layout.num_ranks
+        if num_ranks % num_nodes:
+            raise ValueError(
+                f"{num_ranks} ranks are not the same number on each of {num_nodes} nodes: use a "
+                f"multiple of the nodes, such as {-(-num_ranks // num_nodes) * num_nodes} ranks."
+            )
         self.tensors = tensors
         self.layout = layout
-        places = [layout.place(rank) for rank in range(layout.num_ranks)]
-        self.places = places
+        self.places = [layout.place(rank) for rank in range(num_ranks)]
+        step = num_ranks // num_nodes
+        self.nodes = [range(first, first + step) for first in range(0, num_ranks, step)]
         most = max(1, _CACHED_SHARDS // max(1, len(tensors)))
         self.shards_at = functools.lru_cache(most)(self._shards_at)
 
@@ -139,9 +159,7 @@ class Job:
                 data = torch.empty(region.shape, dtype=dtype, device="meta")
                 shape = tensor.spec.shape
                 shards.append(
-                    ShardedTensor(
-                        tensor.key, data, dtype, region.shape, shape, region.offset, None
-                    )
+                    ShardedTensor(tensor.key, data, dtype, region.shape, shape, region.offset, None)
                 )
         return shards
 
@@ -162,15 +180,24 @@ def load_costs(
 ) -> LoadCosts:
     """Plan a load on each rank, with `share_reads` on or off."""
     ranks = _LoadingRanks(stored, job, options, rules)
-    reads = list(ranks.reads_together() if options.share_reads == "on" else ranks.reads_alone())
-    is_local = ranks.is_local
-    num_parallel_within = num_threads_within if is_local else num_requests_within
+    num_parallel_within = num_threads_within if ranks.is_local else num_requests_within
     return LoadCosts(
-        reads,
+        list(ranks.nodes_together() if options.share_reads == "on" else ranks.nodes_alone()),
         ranks.tensor_bytes,
         options.max_inflight_bytes,
         num_parallel_within(options.max_inflight_bytes),
-        repeats_cost=not is_local,
+    )
+
+
+def _node_load(reads: Sequence[PlannedReads], is_local: bool) -> NodeLoad:
+    """Sum up the reads of the ranks of a node."""
+    of_node = PlannedReads.joined(reads)
+    return NodeLoad(
+        of_node.num_different_bytes() if is_local else of_node.num_bytes,
+        of_node.num_bytes,
+        of_node.sizes,
+        [each.num_bytes for each in reads],
+        [each.num_requests for each in reads],
     )
 
 
@@ -195,20 +222,27 @@ class _LoadingRanks:
         self._common_chunks = find_objects(stored, [COMMON_STATE]).stored_chunks
         most = max(1, _CACHED_SHARDS // max(1, len(job.tensors)))
         self._planned_at = functools.lru_cache(most)(self._plan_at)
+        self._reads_at = functools.lru_cache(most)(
+            lambda place: planned_reads(self.view, *self._planned_at(place))
+        )
 
-    def reads_alone(self) -> Iterator[PlannedReads]:
-        """Yield the requests of each rank that shares none."""
+    def nodes_alone(self) -> Iterator[NodeLoad]:
+        """Yield the reads of each node whose ranks share none."""
 
         @functools.cache
-        def reads_at(place: Place) -> PlannedReads:
-            planned = self._planned_at(place)
-            return planned_reads(self.view, *planned)
+        def load_of(places: tuple[Place, ...], objects: tuple[bool, ...]) -> NodeLoad:
+            reads = []
+            for place, has_objects in zip(places, objects, strict=True):
+                own = [self._reads_at(place), self._reads_of_objects(has_objects)]
+                reads.append(PlannedReads.joined(own))
+            return _node_load(reads, self.is_local)
 
-        for rank, place in enumerate(self._job.places):
-            yield PlannedReads.joined([reads_at(place), self._reads_of_objects(rank)])
+        for ranks in self._job.nodes:
+            places = tuple(self._job.places[rank] for rank in ranks)
+            yield load_of(places, tuple(map(self._reads_objects, ranks)))
 
-    def reads_together(self) -> Iterator[PlannedReads]:
-        """Yield the requests of each rank, some of them for other ranks."""
+    def nodes_together(self) -> Iterator[NodeLoad]:
+        """Yield the reads of each node, some of them for other ranks."""
         costs = ReadCosts(self.view.manifest, self.is_local and not self.view.verifies)
         unit_bytes = unit_bytes_for(max(self.tensor_bytes))
 
@@ -224,14 +258,20 @@ class _LoadingRanks:
         table_at.cache_clear()
         held_bytes = self._settings.options.max_inflight_bytes // HELD_SHARE
         plans = plan_shares(messages, costs, held_bytes)
-        for rank, (place, data) in enumerate(zip(self._job.places, plans, strict=True)):
-            plan = SharePlan.from_bytes(data)
-            yield PlannedReads.joined(self._reads_of_plan(rank, place, plan, unit_bytes))
+        for ranks in self._job.nodes:
+            reads = []
+            for rank in ranks:
+                plan = SharePlan.from_bytes(next(plans))
+                reads.append(PlannedReads.joined(self._reads_of_plan(rank, plan, unit_bytes)))
+            yield _node_load(reads, self.is_local)
 
-    def _reads_of_plan(
-        self, rank: int, place: Place, plan: SharePlan, unit_bytes: int
-    ) -> Iterator[PlannedReads]:
+    def _reads_of_plan(self, rank: int, plan: SharePlan, unit_bytes: int) -> Iterator[PlannedReads]:
         """Yield the requests of each wave, and those of the units that are not shared."""
+        yield self._reads_of_objects(self._reads_objects(rank))
+        place = self._job.places[rank]
+        if not plan.num_waves:
+            yield self._reads_at(place)
+            return
         copies, targets = self._planned_at(place)
         pieces = Pieces(copies, divide(self.view.manifest, copies, unit_bytes))
         own = OwnUnits(plan, pieces.divided.units, targets)
@@ -243,16 +283,17 @@ class _LoadingRanks:
             yield planned_reads(self.view, [*direct, *held_copies], [*targets, *memories])
         left = np.flatnonzero(plan.readers < 0)
         yield planned_reads(self.view, pieces.join(left), targets)
-        yield self._reads_of_objects(rank)
 
     def _plan_at(self, place: Place) -> _PlannedLoad:
         planned = plan_requests(self.view, self._job.shards_at(place), self._settings)
         return _PlannedLoad(planned.copies, planned.targets)
 
-    def _reads_of_objects(self, rank: int) -> PlannedReads:
-        """Return the requests for common state, which one rank reads from an object store."""
-        chunks = self._common_chunks if self.is_local or rank == 0 else []
-        return planned_reads(self.view, [], [], chunks)
+    def _reads_objects(self, rank: int) -> bool:
+        """Whether a rank reads common state, as one rank alone does from an object store."""
+        return self.is_local or rank == 0
+
+    def _reads_of_objects(self, has_objects: bool) -> PlannedReads:
+        return planned_reads(self.view, [], [], self._common_chunks if has_objects else [])
 
 
 # --- Save -----------------------------------------------------------------------------------------
@@ -261,14 +302,18 @@ class _LoadingRanks:
 def save_costs(job: Job) -> SaveCosts:
     """Plan a save of the tensors of all ranks."""
     num_holders: Counter[tuple[str, Region]] = Counter()
-    tables = []
+    tables: list[ShardTable] = []
     for place in job.places:
         shards = job.shards_at(place)
         held = [(shard.key, Region(shard.global_offset, shard.local_shape)) for shard in shards]
-        table = shard_table(shards, {})
-        is_main = np.array([not num_holders[region] for region in held], np.bool_)
-        tables.append(table._replace(is_main=is_main))
+        is_main = [not num_holders[region] for region in held]
         num_holders.update(held)
+        if not tables:
+            table = shard_table([*shards, COMMON_STATE], {})
+            is_main.append(True)
+        else:
+            table = shard_table(shards, {})
+        tables.append(table._replace(is_main=np.array(is_main, np.bool_)))
     num_bytes = []
     num_files = []
     shares = plan_for_all(list(tables), SaveOptions())[0]

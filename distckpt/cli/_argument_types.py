@@ -122,8 +122,8 @@ def parse_layout(text: str) -> dict[str, int]:
     degrees = {}
     for word in text.split(","):
         match = re.fullmatch(r"(tp|pp|ep|fsdp)=([1-9]\d{0,6})|(fsdp)", word)
-        name = match and (match[1] or match[3])
-        if not match or name in degrees:
+        name = "" if match is None else match[1] or match[3]
+        if match is None or name in degrees:
             raise ArgumentTypeError(
                 f"{text!r} is not a layout: write fsdp, tp=8,pp=2 or fsdp,tp=8,ep=16; ranks that "
                 "are left are replicas, and tp=1 is replicas alone"

@@ -314,10 +314,10 @@ def plan(parser: ArgumentParser) -> None:
         "--layout", type=parse_layout, metavar="DEGREES", default={"fsdp": 0}, help=layout
     )
     family = (
-        "plan for the tensors that a model of transformers has in memory: auto for the config.json "
-        "at PATH, or a path of one"
+        "plan for the tensors that a model of transformers has in memory, by the config.json there, "
+        "or at PATH"
     )
-    parser.add_argument("--family", metavar="FAMILY", help=family)
+    parser.add_argument("--family", metavar="auto|PATH", help=family)
     storage = "bandwidth of each node, and latency of a request, for seconds: 2GB/s,1ms"
     parser.add_argument("--storage", type=parse_storage, metavar="SPEED", help=storage)
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import LoadOptions
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.planned_reads import PlannedReads
 from distckpt._tools.layouts import Layout, divide_tensors, layout_of, whole_keys
 from distckpt._tools.planned_costs import (
     Job,
@@ -29,13 +27,11 @@ from distckpt.rules._rule import Rule
 
 def run(arguments: Namespace, output: Output) -> int:
     """Print the costs of a load, with shared reads or not, and of a save."""
-    num_ranks = arguments.ranks
-    nodes = _nodes_of(num_ranks, arguments.nodes)
-    layout = layout_of(num_ranks, arguments.layout)
+    layout = layout_of(arguments.ranks, arguments.layout)
     with opened_at(arguments.path) as stored:
         rules = _rules_of(stored, arguments.family)
         tensors = divide_tensors(tensors_in_memory(stored, rules), layout)
-        job = Job(tensors, layout)
+        job = Job(tensors, layout, arguments.nodes)
         facts = {
             "path": stored.location,
             "num_tensors": len(tensors),
@@ -45,22 +41,11 @@ def run(arguments: Namespace, output: Output) -> int:
         }
         for share_reads in ("off", "on"):
             costs = load_costs(stored, job, LoadOptions(share_reads=share_reads), rules)
-            facts[f"load_share_reads_{share_reads}"] = _load_facts(costs, nodes, arguments.storage)
-        facts["save"] = _save_facts(save_costs(job), nodes, arguments.storage)
+            facts[f"load_share_reads_{share_reads}"] = _load_facts(costs, arguments.storage)
+        facts["save"] = _save_facts(save_costs(job), job.nodes, arguments.storage)
     output.json(facts)
-    _show(facts, layout, len(nodes), output)
+    _show(facts, layout, arguments.nodes, output)
     return 0
-
-
-def _nodes_of(num_ranks: int, num_nodes: int) -> list[range]:
-    """Return the ranks of each node, which follow one another."""
-    if num_ranks % num_nodes:
-        raise ValueError(
-            f"{num_ranks} ranks are not the same number on each of {num_nodes} nodes: --ranks is "
-            f"a multiple of --nodes, such as {-(-num_ranks // num_nodes) * num_nodes}."
-        )
-    step = num_ranks // num_nodes
-    return [range(first, first + step) for first in range(0, num_ranks, step)]
 
 
 def _rules_of(stored: StoredCheckpoint, family: str | None) -> Sequence[Rule]:
@@ -70,33 +55,31 @@ def _rules_of(stored: StoredCheckpoint, family: str | None) -> Sequence[Rule]:
 # --- Facts ----------------------------------------------------------------------------------------
 
 
-def _load_facts(
-    costs: LoadCosts, nodes: Sequence[range], storage: tuple[int, float] | None
-) -> dict[str, Any]:
+def _load_facts(costs: LoadCosts, storage: tuple[int, float] | None) -> dict[str, Any]:
     of_nodes = []
-    for ranks in nodes:
-        reads = PlannedReads.joined(costs.reads[rank] for rank in ranks)
+    sizes = Counter[int]()
+    for node in costs.nodes:
+        sizes.update(node.sizes)
         of_nodes.append(
             {
-                "storage_bytes": costs.storage_bytes(ranks),
-                "read_bytes": reads.num_bytes,
-                "requests": reads.num_requests,
+                "storage_bytes": node.storage_bytes,
+                "read_bytes": node.read_bytes,
+                "requests": node.sizes.total(),
             }
         )
-    sizes = np.concatenate([reads.stops - reads.starts for reads in costs.reads])
     tensor_bytes = max(costs.tensor_bytes)
-    facts = {
+    facts: dict[str, Any] = {
         "storage_bytes": sum(node["storage_bytes"] for node in of_nodes),
         "read_bytes": sum(node["read_bytes"] for node in of_nodes),
         "requests": sum(node["requests"] for node in of_nodes),
-        "median_request_bytes": int(np.median(sizes)) if len(sizes) else 0,
+        "median_request_bytes": _median(sizes),
         "largest_node": {
             name: max(node[name] for node in of_nodes)
             for name in ("storage_bytes", "read_bytes", "requests")
         },
         "largest_rank": {
-            "read_bytes": max(reads.num_bytes for reads in costs.reads),
-            "requests": max(reads.num_requests for reads in costs.reads),
+            "read_bytes": max(max(node.rank_bytes) for node in costs.nodes),
+            "requests": max(max(node.rank_requests) for node in costs.nodes),
             "tensor_bytes": tensor_bytes,
             "memory_bytes": tensor_bytes + costs.inflight_bytes,
         },
@@ -109,6 +92,16 @@ def _load_facts(
     return facts
 
 
+def _median(sizes: Counter[int]) -> int:
+    """Return the size of the request in the middle."""
+    left = sizes.total() // 2
+    for size in sorted(sizes):
+        left -= sizes[size]
+        if left < 0:
+            return size
+    return 0
+
+
 def _save_facts(
     costs: SaveCosts, nodes: Sequence[range], storage: tuple[int, float] | None
 ) -> dict[str, Any]:
@@ -119,9 +112,7 @@ def _save_facts(
     facts: dict[str, Any] = {
         "bytes": sum(costs.num_bytes),
         "files": sum(costs.num_files),
-        "largest_node": {
-            name: max(node[name] for node in of_nodes) for name in ("bytes", "files")
-        },
+        "largest_node": {name: max(node[name] for node in of_nodes) for name in ("bytes", "files")},
         "largest_rank": {"bytes": max(costs.num_bytes), "files": max(costs.num_files)},
         "nodes": of_nodes,
     }
@@ -156,8 +147,8 @@ def _show(facts: dict[str, Any], layout: Layout, num_nodes: int, output: Output)
         ["  memory, at most", *_of_largest(loads, "rank", "memory_bytes"), ""],
     ]
     if "seconds" in save:
-        rows.append(["seconds", *(f"{part['seconds']:,.1f}" for part in (alone, shared, save))])
-    output.table(["", "load, each for itself", "load, shared reads", "save"], rows)
+        rows.append(["time", *(f"{part['seconds']:,.3f} s" for part in (alone, shared, save))])
+    output.table(["", "load, share_reads=off", "share_reads=on", "save"], rows)
     if facts["whole"]:
         output.line()
         output.line(f"whole on each rank of tp: {summarize_keys(facts['whole'], 5)}", DIM)
