@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -82,27 +83,44 @@ def planned_reads(
     for chunk in chunks:
         size = int(stored.manifest.num_bytes[chunk])
         parts.append(ReadPart(chunk, 0, size, None, NOT_PLAIN))
-    reads = [_reads_of_parts(stored, parts)]
+    groups = [parts]
     if len(plain) < len(copies):
-        for piece in plan_decoding(stored, copies):
-            of_piece = []
-            for role, region in piece.parts.items():
-                dtype = FROM_NAME[piece.quantized.parts[role].dtype]
-                of_piece.append(torch.empty(region.shape, dtype=dtype, device="meta"))
-            of_codes = parts_of(stored, piece.copies, of_piece, Copier(()))
-            reads.append(_reads_of_parts(stored, of_codes))
-    return PlannedReads.joined(reads)
+        groups += _parts_of_codes(stored, copies)
+    return _reads_of_groups(stored, groups)
 
 
-def _reads_of_parts(stored: StoredCheckpoint, parts: Sequence[ReadPart]) -> PlannedReads:
-    """Return the requests that `read_parts` makes for some parts."""
+def _parts_of_codes(stored: StoredCheckpoint, copies: Sequence[Copy]) -> Iterator[list[ReadPart]]:
+    """Yield the parts of each piece of a quantized tensor, which is read by itself."""
+    for piece in plan_decoding(stored, copies):
+        targets = []
+        for role, region in piece.parts.items():
+            dtype = FROM_NAME[piece.quantized.parts[role].dtype]
+            targets.append(torch.empty(region.shape, dtype=dtype, device="meta"))
+        yield parts_of(stored, piece.copies, targets, Copier(()))
+
+
+def _reads_of_groups(
+    stored: StoredCheckpoint, groups: Sequence[Sequence[ReadPart]]
+) -> PlannedReads:
+    """Return the requests of a call of `read_parts` for each group."""
     # Parts have the blocks of checksums already.
-    table = in_file_order(replace(stored, verify=False), Copier(()), parts)
+    plain = replace(stored, verify=False)
+    table = in_file_order(plain, Copier(()), list(itertools.chain(*groups)))
+    group_of = {id(part): number for number, group in enumerate(groups) for part in group}
+    of_parts = np.array([group_of[id(part)] for part in table.parts], np.int64)
+    order = np.argsort(of_parts, kind="stable")
+    num_files = len(stored.manifest.files)
+    # The same file in two groups counts as two: nothing is read together.
+    table = table._replace(
+        parts=[table.parts[i] for i in order.tolist()],
+        files=(table.files + of_parts * num_files)[order],
+        positions=table.positions[order],
+    )
     reading = Reading(table, OpenFiles())
     if not reading.is_local:
         ranges = np.array([reading.range_of(units) for units in reading.near_units()], np.int64)
         files, starts, stops = ranges.reshape(-1, 3).T
-        return _reads_of_ranges(files, starts, stops - starts)
+        return _reads_of_ranges(files % num_files, starts, stops - starts)
     sparse = []
     spans = []
     for unit in reading.units():
@@ -114,7 +132,7 @@ def _reads_of_parts(stored: StoredCheckpoint, parts: Sequence[ReadPart]) -> Plan
     numbers, starts, num_bytes = np.array(spans, np.int64).reshape(-1, 3).T
     starts = starts + table.positions[numbers]
     piece_bytes = PIECE_BYTES if stored.verifies else UNIT_BYTES
-    dense = _reads_of_ranges(table.files[numbers], starts, num_bytes, piece_bytes)
+    dense = _reads_of_ranges(table.files[numbers] % num_files, starts, num_bytes, piece_bytes)
     return PlannedReads.joined([dense, *sparse])
 
 
@@ -134,9 +152,11 @@ def _reads_of_runs(reading: Reading, unit: list[Span]) -> PlannedReads:
     """Return the requests for the runs of a sparse part."""
     part = reading.table.parts[unit[0].chunk]
     starts, run = runs_of(reading.stored, part)
+    file = reading.file_of(unit) % len(reading.stored.manifest.files)
     if are_near(part, len(starts)):
-        file, start, stop = np.array(reading.range_of([unit]), np.int64).reshape(3, 1)
-        return _reads_of_ranges(file, start, stop - start)._replace(num_bytes=run * len(starts))
-    starts += reading.file_of(unit) * _FILE_BYTES
+        _, start, stop = np.array(reading.range_of([unit]), np.int64).reshape(3, 1)
+        reads = _reads_of_ranges(np.array([file]), start, stop - start)
+        return reads._replace(num_bytes=run * len(starts))
+    starts += file * _FILE_BYTES
     sizes = Counter({run: len(starts)})
     return PlannedReads(starts, starts + run, sizes, run * len(starts))

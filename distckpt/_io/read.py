@@ -121,7 +121,7 @@ def _read_table(table: PartTable, num_threads: int, progress: Callable[[int], No
             run_threads(reading.fetch, reading.near_units(), num_threads)
             return
         num_bytes = sum(part.stop - part.start for part in table.parts)
-        if num_bytes <= PIECE_BYTES and len(reading.paths) <= _FEW_FILES:
+        if num_bytes <= PIECE_BYTES and len({*table.files.tolist()}) <= _FEW_FILES:
             # Starting other threads takes longer than this.
             num_threads = 1
         # A disk is fastest where each of a few threads reads on and on.
@@ -177,7 +177,6 @@ class Reading:
         self.files = files
         self.table = table
         self._progress = progress
-        self.paths = {file: stored.path_of_file(file) for file in {*table.files.tolist()}}
         if self.verifies:
             ranges = [(part.chunk, part.start, part.stop) for part in table.parts]
             self._expected, self._first_expected = checksums_of_ranges(stored, table.files, ranges)
@@ -236,7 +235,7 @@ class Reading:
             self._count(unit)
             return
         content = content_for(self.table, unit)
-        with self.open(self.paths[self.file_of(unit)]) as fd:
+        with self.open(self.stored.path_of_file(self.file_of(unit))) as fd:
             self._verify(unit, self._read_pieces(unit, content.buffers, fd))
         self._finish(unit, content)
 
@@ -247,7 +246,7 @@ class Reading:
     def fetch(self, units: list[list[Span]]) -> None:
         """Read units from an object store with one request; finish them."""
         file, position, stop = self.range_of(units)
-        path = self.paths[file]
+        path = self.stored.path_of_file(file)
         data = _fetch(self.stored, path, position, stop - position)
         for unit in units:
             content = content_for(self.table, unit)

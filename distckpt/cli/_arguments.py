@@ -314,8 +314,8 @@ def plan(parser: ArgumentParser) -> None:
         "--layout", type=parse_layout, metavar="DEGREES", default={"fsdp": 0}, help=layout
     )
     family = (
-        "plan for the tensors that a model of transformers has in memory, by the config.json there, "
-        "or at PATH"
+        "plan for the tensors that a model of transformers has in memory, by the config.json "
+        "there, or at PATH"
     )
     parser.add_argument("--family", metavar="auto|PATH", help=family)
     storage = "bandwidth of each node, and latency of a request, for seconds: 2GB/s,1ms"
