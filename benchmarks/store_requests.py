@@ -28,7 +28,7 @@ from distckpt._format.manifest import Manifest
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray, Region
-from distckpt._io.read import _in_file_order, _Reading
+from distckpt._io.read import Reading, in_file_order
 from distckpt._io.read_parts import parts_of
 from distckpt._plan.layout import PlannedChunk, lay_out_tensor_file
 from distckpt._plan.load import Copy, Request, plan_load
@@ -334,7 +334,7 @@ def counted(
     copier = Copier(targets)
     parts = parts_of(stored, copies, targets, copier)
     plain = stored_without_checksums(stored)
-    reading = _Reading(_in_file_order(plain, copier, parts), OpenFiles())
+    reading = Reading(in_file_order(plain, copier, parts), OpenFiles())
     gets = read = 0
     files = set()
     for units in reading.near_units():

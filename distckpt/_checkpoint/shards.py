@@ -108,7 +108,7 @@ def load_shards(
             objects.append(shard)
     with ranks.phase("plan the reads") as vote:
         view = decoded(stored)
-        planned = _plan_requests(view, tensors, settings)
+        planned = plan_requests(view, tensors, settings)
         separated = _separate(view, planned)
         found = find_objects(stored, objects)
         chunks, chunks_of_coordinator = _chunks_to_read(ranks, stored, found)
@@ -239,7 +239,7 @@ def _read_by_coordinator(ranks: Ranks, stored: StoredCheckpoint, chunk: int) -> 
     return told.answer
 
 
-def _plan_requests(
+def plan_requests(
     stored: StoredCheckpoint, shards: Sequence[ShardedTensor], settings: ReadSettings
 ) -> _Requests:
     """Plan the requests and the tensors that they fill. `stored` is a view, see `decoded`."""

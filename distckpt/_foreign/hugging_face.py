@@ -410,9 +410,9 @@ def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
     """Check and return an offset or a shape from untrusted metadata."""
     is_fitting = type(values) is list and len(values) == len(entry.shape)
     # One call for all numbers, of which there may be many.
-    if is_fitting and {int}.issuperset(map(type, values)):
-        if 0 <= min(values, default=0) <= max(values, default=0) < _MAX_ELEMENTS:
-            return tuple(values)
+    is_fitting = is_fitting and {int}.issuperset(map(type, values))
+    if is_fitting and 0 <= min(values, default=0) <= max(values, default=0) < _MAX_ELEMENTS:
+        return tuple(values)
     raise ValueError(
         f"offset or global shape {values!s:.99} of {entry.name!r:.99} do not fit its shape "
         f"{entry.shape}"

@@ -356,7 +356,7 @@ def _plan_together(
     manifest: Manifest | None = None
     differing: ReplicasToCompare | None = None
     if ranks.size == 1:
-        (share,), manifest, differing = _plan_for_all([table], options)
+        (share,), manifest, differing = plan_for_all([table], options)
         return SharedPlan(share, manifest, differing)
     num_planners = num_planners_for(num_shards, ranks.size)
     if num_planners > 1:
@@ -371,14 +371,14 @@ def _plan_together(
         tables = ShardTable.all_from_messages(*messages)
         # The messages are as large as the tables.
         messages.clear()
-        shares, manifest, differing = _plan_for_all(tables, options)
+        shares, manifest, differing = plan_for_all(tables, options)
         return [share.to_bytes() for share in shares]
 
     share = Share.from_bytes(ranks.decide_each("plan", plan))
     return SharedPlan(share, manifest, differing)
 
 
-def _plan_for_all(
+def plan_for_all(
     tables: list[ShardTable], options: SaveOptions
 ) -> tuple[list[Share], Manifest, ReplicasToCompare | None]:
     """Plan from the descriptions of all ranks; the list is emptied.

@@ -4,7 +4,7 @@ The steps of a read:
 
 1. Parts: ranges of bytes of a chunk, each with its target. `parts_of` makes them of the copies of a
    plan, `whole_chunks` of objects.
-2. Units: `_in_file_order` sorts the parts by file and position, and `units` joins neighbors. A
+2. Units: `in_file_order` sorts the parts by file and position, and `units` joins neighbors. A
    thread reads one unit at a time.
 3. Contents: `content_for` chooses the memory of a unit: large plain targets directly, and scratch
    memory for all other bytes.
@@ -21,6 +21,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from distckpt._format.stored_checkpoint import (
     checksums_of_ranges,
     missing_file,
 )
-from distckpt._geometry.region import num_outer_axes, run_starts
+from distckpt._geometry.region import IntArray, num_outer_axes, run_starts
 from distckpt._geometry.units import Span, units_of
 from distckpt._io.read_parts import (
     REQUEST_BYTES,
@@ -106,7 +107,7 @@ def read_parts(
         # Its size agrees with that of its file.
         size = int(stored.manifest.num_bytes[chunk])
         whole.append(ReadPart(chunk, 0, size, np.empty(size, np.uint8), lead=0))
-    table = _in_file_order(stored, copier or Copier(()), [*parts, *whole])
+    table = in_file_order(stored, copier or Copier(()), [*parts, *whole])
     _read_table(table, num_threads, progress)
     return [part.target.tobytes() for part in whole]
 
@@ -115,12 +116,12 @@ def _read_table(table: PartTable, num_threads: int, progress: Callable[[int], No
     stored = table.stored
     # The files of the checkpoint stay open, new ones do not.
     with contextlib.nullcontext(stored.files) if stored.files else OpenFiles() as files:
-        reading = _Reading(table, files, progress)
+        reading = Reading(table, files, progress)
         if not reading.is_local:
             run_threads(reading.fetch, reading.near_units(), num_threads)
             return
         num_bytes = sum(part.stop - part.start for part in table.parts)
-        if num_bytes <= PIECE_BYTES and len(reading.paths) <= _FEW_FILES:
+        if num_bytes <= PIECE_BYTES and len({*table.files.tolist()}) <= _FEW_FILES:
             # Starting other threads takes longer than this.
             num_threads = 1
         # A disk is fastest where each of a few threads reads on and on.
@@ -140,9 +141,7 @@ def num_threads_at(location: str) -> int:
 # --- Units ----------------------------------------------------------------------------------------
 
 
-def _in_file_order(
-    stored: StoredCheckpoint, copier: Copier, parts: Sequence[ReadPart]
-) -> PartTable:
+def in_file_order(stored: StoredCheckpoint, copier: Copier, parts: Sequence[ReadPart]) -> PartTable:
     """Sort parts by file and position."""
     manifest = stored.manifest
     chunks = np.array([part.chunk for part in parts], np.int64)
@@ -154,7 +153,15 @@ def _in_file_order(
     return PartTable(stored, copier, in_order, files[order], positions[order])
 
 
-class _Reading:
+class FileRange(NamedTuple):
+    """Bytes [start, stop) of a file."""
+
+    file: int
+    start: int
+    stop: int
+
+
+class Reading:
     """The reads of one call, shared by all threads."""
 
     def __init__(
@@ -170,7 +177,6 @@ class _Reading:
         self.files = files
         self.table = table
         self._progress = progress
-        self.paths = {file: stored.path_of_file(file) for file in {*table.files.tolist()}}
         if self.verifies:
             ranges = [(part.chunk, part.start, part.stop) for part in table.parts]
             self._expected, self._first_expected = checksums_of_ranges(stored, table.files, ranges)
@@ -240,10 +246,10 @@ class _Reading:
 
     def fetch(self, units: list[list[Span]]) -> None:
         """Read units from an object store with one request; finish them."""
-        position = self._position(units[0])
-        stop = max(self._position(unit) + sum(span.num_bytes for span in unit) for unit in units)
+        file, position, stop = self.range_of(units)
         with self._naming(units[0], stop - position):
-            data = object_store.at(self._path(units[0])).read_range(position, stop - position)
+            path = self.stored.path_of_file(file)
+            data = object_store.at(path).read_range(position, stop - position)
         for unit in units:
             content = content_for(self.table, unit)
             num_read = _fill(content.buffers, data[self._position(unit) - position :])
@@ -301,18 +307,23 @@ class _Reading:
 
     def _path(self, unit: list[Span]) -> str:
         """Return the path of the file of a unit."""
-        return self.paths[self.file_of(unit)]
+        return self.stored.path_of_file(self.file_of(unit))
 
     def _position(self, unit: list[Span]) -> int:
         """Return the position of a unit in its file."""
         return int(self.table.positions[unit[0].chunk]) + unit[0].start
+
+    def range_of(self, units: list[list[Span]]) -> FileRange:
+        """Return the range of bytes that units of a file lie in."""
+        stop = max(self._position(unit) + sum(span.num_bytes for span in unit) for unit in units)
+        return FileRange(self.file_of(units[0]), self._position(units[0]), stop)
 
     def file_of(self, unit: list[Span]) -> int:
         """Return the number of the file of a unit."""
         return int(self.table.files[unit[0].chunk])
 
 
-def _read_runs(reading: _Reading, part: ReadPart) -> None:
+def _read_runs(reading: Reading, part: ReadPart) -> None:
     """Read a sparse part run by run.
 
     Runs go straight to their target if their memory is contiguous there.
@@ -330,12 +341,10 @@ def _read_runs(reading: _Reading, part: ReadPart) -> None:
         scratch = bounce_buffer("read", region.num_elements * dtype.itemsize, copier.layer)
         goal = torch.from_numpy(scratch).view(dtype).view(region.shape)
     memory = run_bytes(goal, outer)
-    first_byte = int(stored.manifest.first_bytes[part.chunk])
-    positions = (first_byte + run_starts(shape, region) * dtype.itemsize).tolist()
-    num_bytes = part.stop - part.start
+    positions = runs_of(stored, part)[0].tolist()
     with reading.open(stored.path_of(part.chunk)) as fd:
-        if num_bytes < len(positions) * FETCH_PITCH_BYTES:
-            fetch(fd, positions[0], num_bytes)
+        if are_near(part, len(positions)):
+            fetch(fd, positions[0], part.stop - part.start)
         for position, index in zip(positions, np.ndindex(memory.shape[:-1]), strict=True):
             run = memory[index]
             num_read = read_into(fd, [run], position)
@@ -344,6 +353,20 @@ def _read_runs(reading: _Reading, part: ReadPart) -> None:
     if goal is not target:
         copy_from_scratch(goal, target, copier)
         copier.wait()
+
+
+def runs_of(stored: StoredCheckpoint, part: ReadPart) -> tuple[IntArray, int]:
+    """Return where the runs of a sparse part begin in their file, and their size in bytes."""
+    shape = stored.manifest.chunk_region(part.chunk).shape
+    item = stored.dtype_of(part.chunk).itemsize
+    first_byte = int(stored.manifest.first_bytes[part.chunk])
+    starts = first_byte + run_starts(shape, part.region) * item
+    return starts, part.region.num_elements * item // len(starts)
+
+
+def are_near(part: ReadPart, num_runs: int) -> bool:
+    """Whether the runs of a sparse part are fetched with the gaps between them."""
+    return part.stop - part.start < num_runs * FETCH_PITCH_BYTES
 
 
 def pieces_of(buffers: Sequence[Bytes], max_bytes: int) -> Iterator[tuple[list[Bytes], int]]:
@@ -382,7 +405,7 @@ def _fill(buffers: Sequence[Bytes], data: Bytes) -> int:
 # --- Damage ---------------------------------------------------------------------------------------
 
 
-def _mismatch(reading: _Reading, unit: list[Span], number: int) -> CorruptCheckpointError:
+def _mismatch(reading: Reading, unit: list[Span], number: int) -> CorruptCheckpointError:
     """Return the error about the damaged block of a unit."""
     stored = reading.stored
     manifest = reading.stored.manifest
@@ -406,7 +429,7 @@ def _mismatch(reading: _Reading, unit: list[Span], number: int) -> CorruptCheckp
 
 
 def _cut_off(
-    reading: _Reading, unit: list[Span], position: int, num_read: int
+    reading: Reading, unit: list[Span], position: int, num_read: int
 ) -> CorruptCheckpointError:
     """Return the error about a file that ends within a unit.
 

@@ -114,7 +114,7 @@ def read_shared(
         divided = divide(costs.manifest, copies, unit_bytes_for(sharing.most_bytes))
         dtypes = [target.dtype for target in targets]
         table = describe_units(costs, divided, dtypes, sharing.group)
-        pieces = _Pieces(copies, divided)
+        pieces = Pieces(copies, divided)
         left = np.arange(len(divided.units))
         reading = 0.0
         if sharing.is_auto:
@@ -225,7 +225,7 @@ def _plan_together(
     return [rates + plan for plan in plan_shares(messages, costs, held_bytes)]
 
 
-class _Pieces(NamedTuple):
+class Pieces(NamedTuple):
     """The copies that this rank requests, and their units."""
 
     copies: Sequence[Copy]
@@ -246,7 +246,7 @@ class _Pieces(NamedTuple):
 
 def _read_sample(
     sharing: Sharing,
-    pieces: _Pieces,
+    pieces: Pieces,
     num_bytes: IntArray,
     targets: Sequence[torch.Tensor],
     read: Read,

@@ -117,6 +117,34 @@ def parse_grid(text: str) -> tuple[str, tuple[int, ...]]:
     return pattern, grid
 
 
+def parse_layout(text: str) -> dict[str, int]:
+    """Split `fsdp`, `tp=8,pp=2` or `fsdp=8,tp=8,ep=16`; `fsdp` alone is 0, for all other ranks."""
+    degrees = {}
+    for word in text.split(","):
+        match = re.fullmatch(r"(tp|pp|ep|fsdp)=([1-9]\d{0,6})|(fsdp)", word)
+        name = "" if match is None else match[1] or match[3]
+        if match is None or name in degrees:
+            raise ArgumentTypeError(
+                f"{text!r} is not a layout: write fsdp, tp=8,pp=2 or fsdp,tp=8,ep=16; ranks that "
+                "are left are replicas, and tp=1 is replicas alone"
+            )
+        degrees[name] = int(match[2] or 0)
+    return degrees
+
+
+def parse_storage(text: str) -> tuple[int, float]:
+    """Split `2GB/s,1ms` into bytes for each second, and seconds for each request."""
+    bandwidth, _, latency = text.partition(",")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", latency)
+    if match and bandwidth.endswith("/s"):
+        num_bytes = parse_size(bandwidth.removesuffix("/s"))
+        if num_bytes > 0:
+            return num_bytes, float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1}[match[2]]
+    raise ArgumentTypeError(
+        f"{text!r} is no bandwidth and latency: write 2GB/s,1ms or 500MB/s,200us"
+    )
+
+
 def parse_dtype(text: str) -> tuple[str, Any]:
     """Split `[PATTERN=]DTYPE`."""
     pattern, _, name = text.rpartition("=")

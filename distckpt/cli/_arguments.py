@@ -16,8 +16,10 @@ from distckpt.cli._argument_types import (
     parse_dtype,
     parse_format,
     parse_grid,
+    parse_layout,
     parse_part,
     parse_size,
+    parse_storage,
     parse_tolerance,
     parse_weight,
     positive,
@@ -294,6 +296,30 @@ def reshard(parser: ArgumentParser) -> None:
     add_output(parser)
     add_verify(parser)
     add_parts(parser)
+
+
+def plan(parser: ArgumentParser) -> None:
+    parser.add_argument("path", help="a checkpoint, or a model directory: a path or URL")
+    parser.add_argument(
+        "--ranks", type=positive, metavar="N", required=True, help="number of ranks"
+    )
+    parser.add_argument(
+        "--nodes", type=positive, metavar="M", default=1, help="number of nodes (default: 1)"
+    )
+    layout = (
+        "degrees of parallelism: fsdp, tp=T, pp=P, ep=E, with commas; ranks that are left are "
+        "replicas (default: fsdp)"
+    )
+    parser.add_argument(
+        "--layout", type=parse_layout, metavar="DEGREES", default={"fsdp": 0}, help=layout
+    )
+    family = (
+        "plan for the tensors that a model of transformers has in memory, by the config.json "
+        "there, or at PATH"
+    )
+    parser.add_argument("--family", metavar="auto|PATH", help=family)
+    storage = "bandwidth of each node, and latency of a request, for seconds: 2GB/s,1ms"
+    parser.add_argument("--storage", type=parse_storage, metavar="SPEED", help=storage)
 
 
 def prune(parser: ArgumentParser) -> None:

@@ -1,0 +1,179 @@
+"""`distckpt plan`: the costs of a load and a save, before a job is queued."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from distckpt._base.messages import summarize_keys
+from distckpt._base.options import LoadOptions
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._tools.layouts import Layout, divide_tensors, layout_of, whole_keys
+from distckpt._tools.planned_costs import (
+    Job,
+    LoadCosts,
+    SaveCosts,
+    load_costs,
+    save_costs,
+    tensors_in_memory,
+)
+from distckpt.cli._output import DIM, Output, count_text, size_text
+from distckpt.cli._selection import opened_at
+from distckpt.families._config import config_for, rules_for
+from distckpt.rules._rule import Rule
+
+
+def run(arguments: Namespace, output: Output) -> int:
+    """Print the costs of a load, with shared reads or not, and of a save."""
+    layout = layout_of(arguments.ranks, arguments.layout)
+    with opened_at(arguments.path) as stored:
+        rules = _rules_of(stored, arguments.family)
+        tensors = divide_tensors(tensors_in_memory(stored, rules), layout)
+        job = Job(tensors, layout, arguments.nodes)
+        facts = {
+            "path": stored.location,
+            "num_tensors": len(tensors),
+            "stored_bytes": sum(file.num_bytes for file in stored.manifest.files),
+            "layout": {**layout._asdict(), "num_replicas": layout.num_replicas},
+            "whole": whole_keys(tensors) if layout.tp > 1 else [],
+        }
+        for share_reads in ("off", "on"):
+            costs = load_costs(stored, job, LoadOptions(share_reads=share_reads), rules)
+            facts[f"load_share_reads_{share_reads}"] = _load_facts(costs, arguments.storage)
+        facts["save"] = _save_facts(save_costs(job), job.nodes, arguments.storage)
+    output.json(facts)
+    _show(facts, layout, arguments.nodes, output)
+    return 0
+
+
+def _rules_of(stored: StoredCheckpoint, family: str | None) -> Sequence[Rule]:
+    return rules_for(config_for(family, stored.location), (), stored.manifest.shapes_by_key)
+
+
+# --- Facts ----------------------------------------------------------------------------------------
+
+
+def _load_facts(costs: LoadCosts, storage: tuple[int, float] | None) -> dict[str, Any]:
+    of_nodes = []
+    sizes = Counter[int]()
+    for node in costs.nodes:
+        sizes.update(node.sizes)
+        of_nodes.append(
+            {
+                "storage_bytes": node.storage_bytes,
+                "read_bytes": node.read_bytes,
+                "requests": node.sizes.total(),
+            }
+        )
+    tensor_bytes = max(costs.tensor_bytes)
+    facts: dict[str, Any] = {
+        "storage_bytes": sum(node["storage_bytes"] for node in of_nodes),
+        "read_bytes": sum(node["read_bytes"] for node in of_nodes),
+        "requests": sum(node["requests"] for node in of_nodes),
+        "median_request_bytes": _median(sizes),
+        "largest_node": {
+            name: max(node[name] for node in of_nodes)
+            for name in ("storage_bytes", "read_bytes", "requests")
+        },
+        "largest_rank": {
+            "read_bytes": max(max(node.rank_bytes) for node in costs.nodes),
+            "requests": max(max(node.rank_requests) for node in costs.nodes),
+            "tensor_bytes": tensor_bytes,
+            "memory_bytes": tensor_bytes + costs.inflight_bytes,
+        },
+        "nodes": of_nodes,
+    }
+    if storage is not None:
+        bandwidth, latency = storage
+        waiting = facts["largest_rank"]["requests"] * latency / costs.num_parallel
+        facts["seconds"] = max(facts["largest_node"]["storage_bytes"] / bandwidth, waiting)
+    return facts
+
+
+def _median(sizes: Counter[int]) -> int:
+    """Return the size of the request in the middle."""
+    left = sizes.total() // 2
+    for size in sorted(sizes):
+        left -= sizes[size]
+        if left < 0:
+            return size
+    return 0
+
+
+def _save_facts(
+    costs: SaveCosts, nodes: Sequence[range], storage: tuple[int, float] | None
+) -> dict[str, Any]:
+    of_nodes = []
+    for ranks in nodes:
+        num_bytes = sum(costs.num_bytes[rank] for rank in ranks)
+        of_nodes.append({"bytes": num_bytes, "files": sum(costs.num_files[rank] for rank in ranks)})
+    facts: dict[str, Any] = {
+        "bytes": sum(costs.num_bytes),
+        "files": sum(costs.num_files),
+        "largest_node": {name: max(node[name] for node in of_nodes) for name in ("bytes", "files")},
+        "largest_rank": {"bytes": max(costs.num_bytes), "files": max(costs.num_files)},
+        "nodes": of_nodes,
+    }
+    if storage is not None:
+        bandwidth, latency = storage
+        waiting = facts["largest_rank"]["files"] * latency
+        facts["seconds"] = max(facts["largest_node"]["bytes"] / bandwidth, waiting)
+    return facts
+
+
+# --- Table ----------------------------------------------------------------------------------------
+
+
+def _show(facts: dict[str, Any], layout: Layout, num_nodes: int, output: Output) -> None:
+    alone, shared, save = (
+        facts[name] for name in ("load_share_reads_off", "load_share_reads_on", "save")
+    )
+    output.line(
+        f"{count_text(facts['num_tensors'], 'tensor')} of {facts['path']}, "
+        f"{size_text(facts['stored_bytes'])}; {count_text(layout.num_ranks, 'rank')} on "
+        f"{count_text(num_nodes, 'node')}: {_layout_text(layout)}"
+    )
+    output.line()
+    loads = (alone, shared)
+    rows = [
+        ["all nodes", *_sizes(loads, "storage_bytes"), size_text(save["bytes"])],
+        ["largest node", *_of_largest(loads, "node", "storage_bytes"), _largest(save, "node")],
+        ["  requests, files", *_counts(loads, "node"), f"{save['largest_node']['files']:,}"],
+        ["median request", *_sizes(loads, "median_request_bytes"), ""],
+        ["largest rank", *_of_largest(loads, "rank", "read_bytes"), _largest(save, "rank")],
+        ["  its tensors", *_of_largest(loads, "rank", "tensor_bytes"), ""],
+        ["  memory, at most", *_of_largest(loads, "rank", "memory_bytes"), ""],
+    ]
+    if "seconds" in save:
+        rows.append(["time", *(f"{part['seconds']:,.3f} s" for part in (alone, shared, save))])
+    output.table(["", "load, share_reads=off", "share_reads=on", "save"], rows)
+    if facts["whole"]:
+        output.line()
+        output.line(f"whole on each rank of tp: {summarize_keys(facts['whole'], 5)}", DIM)
+
+
+def _layout_text(layout: Layout) -> str:
+    degrees = [
+        f"{name}={getattr(layout, name)}"
+        for name in ("fsdp", "tp", "pp", "ep")
+        if getattr(layout, name) > 1
+    ]
+    return ", ".join([*degrees, count_text(layout.num_replicas, "replica")])
+
+
+def _sizes(loads: Sequence[dict[str, Any]], name: str) -> list[str]:
+    return [size_text(load[name]) for load in loads]
+
+
+def _of_largest(loads: Sequence[dict[str, Any]], kind: str, name: str) -> list[str]:
+    return _sizes([load[f"largest_{kind}"] for load in loads], name)
+
+
+def _counts(loads: Sequence[dict[str, Any]], kind: str) -> list[str]:
+    return [f"{load[f'largest_{kind}']['requests']:,}" for load in loads]
+
+
+def _largest(save: dict[str, Any], kind: str) -> str:
+    return size_text(save[f"largest_{kind}"]["bytes"])
