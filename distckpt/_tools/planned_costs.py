@@ -275,7 +275,7 @@ class _LoadingRanks:
         copies, targets = self._planned_at(place)
         pieces = Pieces(copies, divide(self.view.manifest, copies, unit_bytes))
         own = OwnUnits(plan, pieces.divided.units, targets)
-        held = torch.empty(int(own.held_bytes().sum()), dtype=torch.uint8, device="meta")
+        held = torch.empty(int(own.held_bytes.sum()), dtype=torch.uint8, device="meta")
         for number in range(plan.num_waves):
             wave = Wave(own, number, held)
             direct = pieces.join(wave.direct_units)
