@@ -101,7 +101,10 @@ def _absence_of_anything(location: str) -> str:
 
 def _about_hub(location: str) -> str:
     """Tell how to load `org/model` from the Hugging Face hub."""
-    match = _HUB_NAME.fullmatch(os.path.relpath(location))
+    match = None
+    # The current directory may have been removed.
+    with contextlib.suppress(FileNotFoundError):
+        match = _HUB_NAME.fullmatch(os.path.relpath(location))
     if match is None:
         return ""
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.messages import did_you_mean
@@ -15,7 +15,7 @@ from distckpt._format.hf_names import SINGLE_NAME
 from distckpt._storage import locations
 
 _NUMBERED = re.compile(r"(.*-)\d+(-of-0*(\d+)\.safetensors)", re.ASCII)
-_CONTROL_FILE = ".aria2"
+CONTROL_SUFFIX = ".aria2"
 """Ending of the file beside one that aria2 is downloading.
 
 That one has its full size from the beginning.
@@ -33,17 +33,17 @@ _OTHER_CONTENTS = {
 """Descriptions and ways out by the first bytes of a file."""
 
 
-def check_is_downloaded(folder: str, names: Sequence[str], present: Sequence[str]) -> None:
+def check_is_downloaded(folder: str, names: Sequence[str], present: Set[str]) -> None:
     """Refuse files whose download has not ended.
 
-    They hold zeros where bytes are to come.
+    They hold zeros where bytes are to come. `present` are the names in the folder.
     """
     for name in names:
-        if name + _CONTROL_FILE in present:
+        if name + CONTROL_SUFFIX in present:
             path = locations.join(folder, name)
             raise CorruptCheckpointError(
-                f"{path!r} is still being downloaded, since {name + _CONTROL_FILE!r} is beside it: "
-                "wait until aria2 has ended, or start it again (it goes on where it was)."
+                f"{path!r} is still being downloaded, since {name + CONTROL_SUFFIX!r} is beside "
+                "it: wait until aria2 has ended, or start it again (it goes on where it was)."
             )
 
 

@@ -23,6 +23,7 @@ from distckpt._base.messages import natural_order, summarize_keys
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
 from distckpt._foreign.directory_faults import (
+    CONTROL_SUFFIX,
     check_all_are_there,
     check_copies,
     check_is_downloaded,
@@ -186,11 +187,12 @@ def _pieces_in(
 def _find_files(location: str) -> _Files:
     if _is_single_file(location):
         folder, name = locations.split(location)
-        check_is_downloaded(folder, [name], _names(folder) if locations.is_local(folder) else ())
+        if locations.is_local(location) and locations.exists(location + CONTROL_SUFFIX):
+            check_is_downloaded(folder, [name], {name + CONTROL_SUFFIX})
         return _Files(folder, [name], is_alone=True)
     present = _names(location)
     at_top = _safetensors_names(present)
-    check_is_downloaded(location, at_top, present)
+    check_is_downloaded(location, at_top, set(present))
     index = _index_among(present)
     if index is None:
         return _Files(location, at_top)
