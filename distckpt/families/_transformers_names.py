@@ -134,9 +134,7 @@ def _recorders(shapes: Shapes) -> dict[str, _Recorder]:
 def _saved(model: Any, shapes: Shapes) -> dict[str, MappedTensor]:
     """Return the tensors that transformers makes when it saves a model."""
     try:
-        converted = _module("core_model_loading").revert_weight_conversion(
-            model, _recorders(shapes)
-        )
+        converted = _core_model_loading().revert_weight_conversion(model, _recorders(shapes))
     except (RuntimeError, TypeError) as error:
         raise CheckpointingException(
             f"transformers' conversion of {model.config.model_type!r} cannot be followed: {error}"
@@ -165,7 +163,7 @@ def _loaded(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) -> dict
 
 def _conversions(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) -> dict[str, Any]:
     """Return transformers' conversions of files, by a name in memory."""
-    loading = _module("core_model_loading")
+    loading = _core_model_loading()
     steps = _loading_steps(model, quantizer)
     by_pattern = {pattern: step for step in steps[1] for pattern in step.source_patterns}
     recorders = _recorders(on_disk)
@@ -183,8 +181,8 @@ def _conversions(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) ->
 
 def _loading_steps(model: Any, quantizer: Any) -> tuple[list[Any], list[Any]]:
     """Return the renamings and the converters of a model."""
-    loading = _module("core_model_loading")
-    mapping = _module("conversion_mapping")
+    loading = _core_model_loading()
+    mapping = importlib.import_module("transformers.conversion_mapping")
     steps = mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)
     return (
         [step for step in steps if isinstance(step, loading.WeightRenaming)],
@@ -196,7 +194,7 @@ def _renamed(
     name: str, steps: tuple[list[Any], list[Any]], prefix: str, shapes: Shapes
 ) -> tuple[str, Any]:
     """Return a stored tensor's name in memory, and its converter's pattern."""
-    rename = _module("core_model_loading").rename_source_key
+    rename = _core_model_loading().rename_source_key
     key, pattern = rename(name, *steps, prefix, shapes)
     if key not in shapes and name in shapes:
         # It has its name in memory in the file.
@@ -204,8 +202,8 @@ def _renamed(
     return key, pattern
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(f"transformers.{name}")
+def _core_model_loading() -> Any:
+    return importlib.import_module("transformers.core_model_loading")
 
 
 def _make_model(config: Mapping[str, Any]) -> Any:
@@ -239,8 +237,9 @@ def _quantize(model: Any, settings: Any) -> Any:
     """
     if not settings:
         return None
+    quantizers = importlib.import_module("transformers.quantizers")
     try:
-        quantizer = _module("quantizers").AutoHfQuantizer.from_config(
+        quantizer = quantizers.AutoHfQuantizer.from_config(
             copy.deepcopy(settings), pre_quantized=True
         )
         quantizer.preprocess_model(model)
