@@ -285,7 +285,7 @@ def test_a_head_is_put_on_a_directory_without_one(tmp_path):
 
 @pytest.fixture
 def quantized(request, tmp_path):
-    """A directory with FP8 blocks, and the class of its model."""
+    """A directory with FP8 blocks, or MXFP4, and the class of its model."""
     saved = make_model(make_config(request.param)).bfloat16()
     saved.save_pretrained(tmp_path / "saved")
     distckpt.save({"model": saved}, tmp_path / "checkpoint")
@@ -293,7 +293,7 @@ def quantized(request, tmp_path):
     distckpt.consolidate(
         tmp_path / "checkpoint",
         exported,
-        quantize="fp8-block",
+        quantize="mxfp4" if request.param == "gpt_oss" else "fp8-block",
         family="auto",
         like=tmp_path / "saved",
         extra_files_from=tmp_path / "saved",
@@ -304,10 +304,12 @@ def quantized(request, tmp_path):
 FP8 = ["llama", "deepseek_v3", "qwen3_moe", "qwen2_5_vl"]
 
 
-@pytest.mark.parametrize("quantized", FP8, indirect=True)
+@pytest.mark.parametrize("quantized", [*FP8, "gpt_oss"], indirect=True)
 def test_codes_become_values_in_a_plain_model(quantized):
     path, kind = quantized
-    settings = transformers.FineGrainedFP8Config(dequantize=True)
+    is_fp8 = kind is not transformers.GptOssForCausalLM
+    config = transformers.FineGrainedFP8Config if is_fp8 else transformers.Mxfp4Config
+    settings = config(dequantize=True)
     expected = kind.from_pretrained(
         path, dtype=torch.bfloat16, attn_implementation="eager", quantization_config=settings
     )
