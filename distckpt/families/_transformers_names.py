@@ -46,10 +46,7 @@ def transformers_rules(
             "transformers knows how it names the tensors of a model in memory, and it is not "
             "installed: `pip install transformers`."
         )
-    model = _make_model(config)
-    quantizer = None
-    if not _shapes(model).keys() >= set(keys):
-        quantizer = _quantize(model, config.get("quantization_config"))
+    model, quantizer = _model_with(keys, config)
     shapes = _shapes(model)
     tied = _tied(model, shapes)
     own: dict[str, MappedTensor] = {}
@@ -230,22 +227,27 @@ def _make_model(config: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _quantize(model: Any, settings: Any) -> Any:
-    """Give a model modules for codes and scales; return transformers' quantizer.
+def _model_with(keys: Collection[str], config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Make the model with certain tensors, and transformers' quantizer or None.
 
-    None if `settings` has none, or for a format that transformers cannot prepare here.
+    The model has modules for codes and scales if some of these are among the keys.
     """
-    if not settings:
-        return None
-    quantizers = importlib.import_module("transformers.quantizers")
-    try:
-        quantizer = quantizers.AutoHfQuantizer.from_config(
-            copy.deepcopy(settings), pre_quantized=True
-        )
-        quantizer.preprocess_model(model)
-    except Exception:  # of any class: packages and devices that it asks for
-        return None
-    return quantizer
+    model = _make_model(config)
+    others = set(keys) - model.state_dict().keys()
+    settings = config.get("quantization_config")
+    if others and settings:
+        quantized = _make_model(config)
+        quantizers = importlib.import_module("transformers.quantizers")
+        try:
+            quantizer = quantizers.AutoHfQuantizer.from_config(
+                copy.deepcopy(settings), pre_quantized=True
+            )
+            quantizer.preprocess_model(quantized)
+        except Exception:  # of any class: packages and devices that it asks for
+            return model, None
+        if others & quantized.state_dict().keys():
+            return quantized, quantizer
+    return model, None
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import distckpt
-from distckpt import LoadMismatchError
+from distckpt import LoadMismatchError, ShardedTensor
+from distckpt.rules import Drop
 from tests.support.hf_folders import read_export, same_bytes
 from tests.support.tiny_models import (
     COMPOSED,
@@ -340,6 +341,18 @@ def test_codes_stay_codes_in_a_model_that_has_them(quantized, monkeypatch):
     expected = kind.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager")
     assert torch.float8_e4m3fn in {parameter.dtype for parameter in expected.parameters()}
     assert is_same(model, expected)
+
+
+@pytest.mark.parametrize("quantized", ["qwen3_moe"], indirect=True)
+def test_a_model_without_codes_is_exported_like_a_directory_with_codes(quantized, tmp_path):
+    path, _ = quantized
+    model = started(path, torch.bfloat16)
+    more = ShardedTensor.from_rank_offsets("more", torch.zeros(2))
+    distckpt.save({"model": model, "more": more}, tmp_path / "more")
+    distckpt.consolidate(
+        tmp_path / "more", tmp_path / "values", family="auto", like=path, rules=[Drop("more")]
+    )
+    assert same_bytes(opened(tmp_path / "values", torch.bfloat16).state_dict(), model.state_dict())
 
 
 # --- dtypes ---------------------------------------------------------------------------------------
