@@ -46,10 +46,7 @@ def transformers_rules(
             "transformers knows how it names the tensors of a model in memory, and it is not "
             "installed: `pip install transformers`."
         )
-    model = _make_model(config)
-    quantizer = None
-    if not _shapes(model).keys() >= set(keys):
-        quantizer = _quantize(model, config.get("quantization_config"))
+    model, quantizer = _model_with(keys, config)
     shapes = _shapes(model)
     tied = _tied(model, shapes)
     own: dict[str, MappedTensor] = {}
@@ -134,9 +131,7 @@ def _recorders(shapes: Shapes) -> dict[str, _Recorder]:
 def _saved(model: Any, shapes: Shapes) -> dict[str, MappedTensor]:
     """Return the tensors that transformers makes when it saves a model."""
     try:
-        converted = _module("core_model_loading").revert_weight_conversion(
-            model, _recorders(shapes)
-        )
+        converted = _core_model_loading().revert_weight_conversion(model, _recorders(shapes))
     except (RuntimeError, TypeError) as error:
         raise CheckpointingException(
             f"transformers' conversion of {model.config.model_type!r} cannot be followed: {error}"
@@ -165,7 +160,7 @@ def _loaded(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) -> dict
 
 def _conversions(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) -> dict[str, Any]:
     """Return transformers' conversions of files, by a name in memory."""
-    loading = _module("core_model_loading")
+    loading = _core_model_loading()
     steps = _loading_steps(model, quantizer)
     by_pattern = {pattern: step for step in steps[1] for pattern in step.source_patterns}
     recorders = _recorders(on_disk)
@@ -183,8 +178,8 @@ def _conversions(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) ->
 
 def _loading_steps(model: Any, quantizer: Any) -> tuple[list[Any], list[Any]]:
     """Return the renamings and the converters of a model."""
-    loading = _module("core_model_loading")
-    mapping = _module("conversion_mapping")
+    loading = _core_model_loading()
+    mapping = importlib.import_module("transformers.conversion_mapping")
     steps = mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)
     return (
         [step for step in steps if isinstance(step, loading.WeightRenaming)],
@@ -196,7 +191,7 @@ def _renamed(
     name: str, steps: tuple[list[Any], list[Any]], prefix: str, shapes: Shapes
 ) -> tuple[str, Any]:
     """Return a stored tensor's name in memory, and its converter's pattern."""
-    rename = _module("core_model_loading").rename_source_key
+    rename = _core_model_loading().rename_source_key
     key, pattern = rename(name, *steps, prefix, shapes)
     if key not in shapes and name in shapes:
         # It has its name in memory in the file.
@@ -204,8 +199,8 @@ def _renamed(
     return key, pattern
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(f"transformers.{name}")
+def _core_model_loading() -> Any:
+    return importlib.import_module("transformers.core_model_loading")
 
 
 def _make_model(config: Mapping[str, Any]) -> Any:
@@ -232,21 +227,27 @@ def _make_model(config: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _quantize(model: Any, settings: Any) -> Any:
-    """Give a model modules for codes and scales; return transformers' quantizer.
+def _model_with(keys: Collection[str], config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Make the model with certain tensors, and transformers' quantizer or None.
 
-    None if `settings` has none, or for a format that transformers cannot prepare here.
+    The model has modules for codes and scales if some of these are among the keys.
     """
-    if not settings:
-        return None
-    try:
-        quantizer = _module("quantizers").AutoHfQuantizer.from_config(
-            copy.deepcopy(settings), pre_quantized=True
-        )
-        quantizer.preprocess_model(model)
-    except Exception:  # of any class: packages and devices that it asks for
-        return None
-    return quantizer
+    model = _make_model(config)
+    others = set(keys) - model.state_dict().keys()
+    settings = config.get("quantization_config")
+    if others and settings:
+        quantized = _make_model(config)
+        quantizers = importlib.import_module("transformers.quantizers")
+        try:
+            quantizer = quantizers.AutoHfQuantizer.from_config(
+                copy.deepcopy(settings), pre_quantized=True
+            )
+            quantizer.preprocess_model(quantized)
+        except Exception:  # of any class: packages and devices that it asks for
+            return model, None
+        if others & quantized.state_dict().keys():
+            return quantized, quantizer
+    return model, None
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:

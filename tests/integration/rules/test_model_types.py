@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import distckpt
-from distckpt import LoadMismatchError
+from distckpt import LoadMismatchError, ShardedTensor
+from distckpt.rules import Drop
 from tests.support.hf_folders import read_export, same_bytes
 from tests.support.tiny_models import (
     COMPOSED,
@@ -285,7 +286,7 @@ def test_a_head_is_put_on_a_directory_without_one(tmp_path):
 
 @pytest.fixture
 def quantized(request, tmp_path):
-    """A directory with FP8 blocks, and the class of its model."""
+    """A directory with FP8 blocks, or MXFP4, and the class of its model."""
     saved = make_model(make_config(request.param)).bfloat16()
     saved.save_pretrained(tmp_path / "saved")
     distckpt.save({"model": saved}, tmp_path / "checkpoint")
@@ -293,7 +294,7 @@ def quantized(request, tmp_path):
     distckpt.consolidate(
         tmp_path / "checkpoint",
         exported,
-        quantize="fp8-block",
+        quantize="mxfp4" if request.param == "gpt_oss" else "fp8-block",
         family="auto",
         like=tmp_path / "saved",
         extra_files_from=tmp_path / "saved",
@@ -304,10 +305,12 @@ def quantized(request, tmp_path):
 FP8 = ["llama", "deepseek_v3", "qwen3_moe", "qwen2_5_vl"]
 
 
-@pytest.mark.parametrize("quantized", FP8, indirect=True)
+@pytest.mark.parametrize("quantized", [*FP8, "gpt_oss"], indirect=True)
 def test_codes_become_values_in_a_plain_model(quantized):
     path, kind = quantized
-    settings = transformers.FineGrainedFP8Config(dequantize=True)
+    is_fp8 = kind is not transformers.GptOssForCausalLM
+    config = transformers.FineGrainedFP8Config if is_fp8 else transformers.Mxfp4Config
+    settings = config(dequantize=True)
     expected = kind.from_pretrained(
         path, dtype=torch.bfloat16, attn_implementation="eager", quantization_config=settings
     )
@@ -338,6 +341,18 @@ def test_codes_stay_codes_in_a_model_that_has_them(quantized, monkeypatch):
     expected = kind.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager")
     assert torch.float8_e4m3fn in {parameter.dtype for parameter in expected.parameters()}
     assert is_same(model, expected)
+
+
+@pytest.mark.parametrize("quantized", ["qwen3_moe"], indirect=True)
+def test_a_model_without_codes_is_exported_like_a_directory_with_codes(quantized, tmp_path):
+    path, _ = quantized
+    model = started(path, torch.bfloat16)
+    more = ShardedTensor.from_rank_offsets("more", torch.zeros(2))
+    distckpt.save({"model": model, "more": more}, tmp_path / "more")
+    distckpt.consolidate(
+        tmp_path / "more", tmp_path / "values", family="auto", like=path, rules=[Drop("more")]
+    )
+    assert same_bytes(opened(tmp_path / "values", torch.bfloat16).state_dict(), model.state_dict())
 
 
 # --- dtypes ---------------------------------------------------------------------------------------
