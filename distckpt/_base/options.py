@@ -343,13 +343,14 @@ class LoadReport(_Report):
     unexpected: frozenset[str] = frozenset()
     """Keys that some rank requested and the checkpoint does not have; they were left out."""
     sent_bytes: int = 0
-    """Bytes that ranks sent to others, which did not read them, see `LoadOptions.share_reads`."""
+    """Bytes that ranks sent to each other, see `LoadOptions.share_reads`."""
     read_rate: float = 0.0
-    """Bytes per second that a rank read from storage when `share_reads="auto"` compared it with
-    sending, on the slowest rank; 0 where it did not.
+    """Bytes per second that the slowest rank read from storage.
+
+    Measured with a sample where `share_reads="auto"` compares it with `send_rate`, else 0.
     """
     send_rate: float = 0.0
-    """Bytes per second that a rank sent to another machine then, on the slowest rank."""
+    """Bytes per second that the slowest rank sent to another machine."""
     _verb = "loaded"
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,13 +52,13 @@ MIN_SHARED_BYTES = 64 << 20
 ranks.
 """
 SAMPLE_BYTES = 8 << 20
-"""Size of the samples that mode "auto" reads and sends on each rank, to compare their speed."""
+"""Size of the samples that each rank reads and sends in mode "auto"."""
 HELD_SHARE = 8
 """Share of the in-flight memory, 1 / 8, for other ranks' values. These are the values that do not
 lie in a target. Two waves are under way at a time.
 """
 _RATES = struct.Struct("<dd")
-"""Bytes per second that are read from storage, and sent to other machines; 0 if not measured."""
+"""Bytes per second of reading and of sending; 0 if not measured."""
 
 Read: TypeAlias = Callable[[Sequence[Copy], Sequence[torch.Tensor], int], None]
 """Function that fills the targets of copies, within a memory limit."""
@@ -105,10 +105,10 @@ def read_shared(
     ranks = sharing.ranks
     sending = 0.0
     if sharing.is_auto:
-        ring = _ring_of_ranks(sharing, targets)
-        if not ring:
+        members = _large_readers(sharing, targets)
+        if not members:
             return copies
-        sending = _sample_sending(ranks, ring[sharing.group])
+        sending = _sample_sending(ranks, members[sharing.group])
     with ranks.telling("describe the reads", answer_each=True) as message:
         costs = ReadCosts(stored.manifest, sharing.is_local and not stored.verifies)
         divided = divide(costs.manifest, copies, unit_bytes_for(sharing.most_bytes))
@@ -131,56 +131,66 @@ def read_shared(
     plan = SharePlan.from_bytes(data[_RATES.size :])
     if plan.num_waves and not (sharing.is_auto and plan.most_bytes < MIN_SHARED_BYTES):
         sharing.figures.update(sent_bytes=plan.sent_bytes)
-        own = OwnUnits(plan, [divided.units[i] for i in left.tolist()], targets)
-
-        def read_wave(wave: Wave, max_bytes: int) -> None:
-            direct = pieces.join(left[wave.direct_units])
-            held, memories = wave.held_copies(len(targets))
-            read([*direct, *held], [*targets, *memories], max_bytes)
-            wave.fill_own()
-
-        _read_in_waves(sharing, own, read_wave)
+        _read_planned(sharing, plan, pieces, left, targets, read)
         left = left[plan.readers < 0]
     return pieces.join(left)
 
 
-def _ring_of_ranks(sharing: Sharing, targets: Sequence[torch.Tensor]) -> dict[int, list[int]]:
-    """Return the ranks that request much, by group; none if sharing cannot pay.
+def _read_planned(
+    sharing: Sharing,
+    plan: SharePlan,
+    pieces: _Pieces,
+    left: IntArray,
+    targets: Sequence[torch.Tensor],
+    read: Read,
+) -> None:
+    """Read and exchange the shared ones of the units that are `left`."""
+    own = OwnUnits(plan, [pieces.divided.units[i] for i in left.tolist()], targets)
 
-    Neighbors are on different machines if possible.
+    def read_wave(wave: Wave, max_bytes: int) -> None:
+        direct = pieces.join(left[wave.direct_units])
+        held, memories = wave.held_copies(len(targets))
+        read([*direct, *held], [*targets, *memories], max_bytes)
+        wave.fill_own()
+
+    _read_in_waves(sharing, own, read_wave)
+
+
+def _large_readers(
+    sharing: Sharing, targets: Sequence[torch.Tensor]
+) -> dict[int, list[tuple[int, int]]]:
+    """Return the hosts and ranks that request much, by group.
+
+    There are none if sharing cannot pay.
     """
     if sharing.most_bytes < MIN_REQUESTED_BYTES:
         return {}
     requested = sum(target.nbytes for target in targets)
     table = sharing.ranks.all_gather_numbers([host_number(), sharing.group, requested])
-    members: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    count: Counter[tuple[int, int]] = Counter()
+    members: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    places: dict[int, set[int]] = defaultdict(set)
     for rank, (host, group, num_bytes) in enumerate(table.tolist()):
         if num_bytes >= MIN_REQUESTED_BYTES:
-            members[group].append((count[host, group], host, rank))
-            count[host, group] += 1
-    may_pay = False
-    for of_group in members.values():
-        places = {host if sharing.is_local else rank for _, host, rank in of_group}
-        may_pay |= len(places) > 1
-    if not may_pay:
+            members[group].append((host, rank))
+            places[group].add(host if sharing.is_local else rank)
+    if max(map(len, places.values()), default=0) < 2:
         return {}
-    rings: dict[int, list[int]] = defaultdict(list)
-    for group, of_group in members.items():
-        rings[group] = [rank for _, _, rank in sorted(of_group)]
-    return rings
+    return members
 
 
-def _sample_sending(ranks: Ranks, ring: Sequence[int]) -> float:
-    """Send a sample from each rank of a ring to the next one.
+def _sample_sending(ranks: Ranks, members: Sequence[tuple[int, int]]) -> float:
+    """Send a sample to one of the members, and receive one.
 
     Return the bytes per second, 0 on other ranks.
     """
+    ring = [rank for _, rank in sorted(members)]
     if ranks.rank not in ring or len(ring) == 1:
         return 0.0
     position = ring.index(ranks.rank)
-    receiver = ring[(position + 1) % len(ring)]
-    sender = ring[position - 1]
+    # Half of the ring away is another machine.
+    distance = len(ring) // 2
+    receiver = ring[(position + distance) % len(ring)]
+    sender = ring[position - distance]
     sent, received = torch.zeros((2, SAMPLE_BYTES), dtype=torch.uint8, device="cpu")
     started = 0.0
     # The first round connects the ranks.
@@ -208,9 +218,9 @@ def host_number() -> int:
 def _plan_together(
     sharing: Sharing, payloads: Sequence[bytes], costs: ReadCosts
 ) -> Sequence[bytes]:
-    """Return the slowest ranks' rates, and each rank's reads and messages, given all ranks' units.
+    """Return the slowest ranks' rates, and each rank's plan.
 
-    There are only the rates where ranks read from storage faster than they send.
+    There are no plans where ranks read from storage faster than they send.
     """
     columns = zip(*map(_RATES.unpack_from, payloads), strict=True)
     reading, sending = (min(filter(None, column), default=0.0) for column in columns)

@@ -32,7 +32,7 @@ one sent when nothing is left to read.
 MIN_SAVED = 1 / 8
 """Smallest saving, relative to the shared read, for which units are shared."""
 NUM_SWEEPS = 6
-"""Times that loads are evened out: regions with other holders change them again."""
+"""Times that loads are evened out. Lines that have ranks in common change each other's."""
 PART_ROWS = 1 << 17
 """Approximate number of rows processed at a time, which bounds the memory."""
 
