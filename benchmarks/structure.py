@@ -86,12 +86,12 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 404_500,
-    "classes": 460,
-    "functions": 4_190,
+    "tokens": 411_400,
+    "classes": 468,
+    "functions": 4_250,
     "kernel: modules": 121,
     "kernel: lines": 34_400,
-    "kernel: tokens": 186_200,
+    "kernel: tokens": 186_300,
     "kernel, on demand: modules": 149,
     "kernel, on demand: lines": 41_700,
     "modules imported by save": 81,
