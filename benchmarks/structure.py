@@ -86,9 +86,9 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 405_900,
-    "classes": 460,
-    "functions": 4_205,
+    "tokens": 411_400,
+    "classes": 468,
+    "functions": 4_250,
     "kernel: modules": 121,
     "kernel: lines": 34_420,
     "kernel: tokens": 186_750,

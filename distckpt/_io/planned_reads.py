@@ -18,7 +18,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
 from distckpt._geometry.units import Span
 from distckpt._io.read import PIECE_BYTES, Reading, are_near, in_file_order, runs_of
-from distckpt._io.read_parts import NOT_PLAIN, ReadPart, parts_of
+from distckpt._io.read_parts import NOT_PLAIN, PartTable, ReadPart, parts_of
 from distckpt._plan.decoded import plan_decoding
 from distckpt._plan.load import Copy
 from distckpt._storage.open_files import OpenFiles
@@ -27,7 +27,7 @@ _FILE_BYTES = 1 << 44
 """Distance of the first bytes of two files from each other: more than a file has."""
 
 
-class PlannedReads(NamedTuple):
+class ReadFigures(NamedTuple):
     """The requests of reads, without data.
 
     Attributes:
@@ -45,7 +45,7 @@ class PlannedReads(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def joined(cls, reads: Iterable[PlannedReads]) -> PlannedReads:
+    def joined(cls, reads: Iterable[ReadFigures]) -> ReadFigures:
         """Return the requests of several reads."""
         none = np.zeros(0, np.int64)
         columns = zip(cls(none, none, Counter(), 0), *reads, strict=True)
@@ -54,11 +54,6 @@ class PlannedReads(NamedTuple):
         for counts in sizes:
             total.update(counts)
         return cls(np.concatenate(starts), np.concatenate(stops), total, sum(num_bytes))
-
-    @property
-    def num_requests(self) -> int:
-        """The number of requests."""
-        return self.sizes.total()
 
     def num_different_bytes(self) -> int:
         """Count the bytes that leave the storage once."""
@@ -76,7 +71,7 @@ def planned_reads(
     copies: Sequence[Copy],
     targets: Sequence[torch.Tensor],
     chunks: Sequence[int] = (),
-) -> PlannedReads:
+) -> ReadFigures:
     """Return the requests of `read_copies`; targets may be on the meta device."""
     plain = [copy for copy in copies if copy.chunk not in stored.quantized]
     parts = parts_of(stored, plain, targets, Copier(()))
@@ -90,7 +85,7 @@ def planned_reads(
 
 
 def _parts_of_codes(stored: StoredCheckpoint, copies: Sequence[Copy]) -> Iterator[list[ReadPart]]:
-    """Yield the parts of each piece of a quantized tensor, which is read by itself."""
+    """Yield the parts of each piece of a quantized tensor."""
     for piece in plan_decoding(stored, copies):
         targets = []
         for role, region in piece.parts.items():
@@ -99,23 +94,28 @@ def _parts_of_codes(stored: StoredCheckpoint, copies: Sequence[Copy]) -> Iterato
         yield parts_of(stored, piece.copies, targets, Copier(()))
 
 
-def _reads_of_groups(
-    stored: StoredCheckpoint, groups: Sequence[Sequence[ReadPart]]
-) -> PlannedReads:
-    """Return the requests of a call of `read_parts` for each group."""
+def _table_of(stored: StoredCheckpoint, groups: Sequence[Sequence[ReadPart]]) -> PartTable:
+    """Return the parts of several calls of `read_parts`.
+
+    The same file in two groups counts as two, so that nothing is read together.
+    """
     # Parts have the blocks of checksums already.
     plain = replace(stored, verify=False)
     table = in_file_order(plain, Copier(()), list(itertools.chain(*groups)))
     group_of = {id(part): number for number, group in enumerate(groups) for part in group}
     of_parts = np.array([group_of[id(part)] for part in table.parts], np.int64)
     order = np.argsort(of_parts, kind="stable")
-    num_files = len(stored.manifest.files)
-    # The same file in two groups counts as two: nothing is read together.
-    table = table._replace(
+    return table._replace(
         parts=[table.parts[i] for i in order.tolist()],
-        files=(table.files + of_parts * num_files)[order],
+        files=(table.files + of_parts * len(stored.manifest.files))[order],
         positions=table.positions[order],
     )
+
+
+def _reads_of_groups(stored: StoredCheckpoint, groups: Sequence[Sequence[ReadPart]]) -> ReadFigures:
+    """Return the requests of a call of `read_parts` for each group."""
+    table = _table_of(stored, groups)
+    num_files = len(stored.manifest.files)
     reading = Reading(table, OpenFiles())
     if not reading.is_local:
         ranges = np.array([reading.range_of(units) for units in reading.near_units()], np.int64)
@@ -133,22 +133,22 @@ def _reads_of_groups(
     starts = starts + table.positions[numbers]
     piece_bytes = PIECE_BYTES if stored.verifies else UNIT_BYTES
     dense = _reads_of_ranges(table.files[numbers] % num_files, starts, num_bytes, piece_bytes)
-    return PlannedReads.joined([dense, *sparse])
+    return ReadFigures.joined([dense, *sparse])
 
 
 def _reads_of_ranges(
     files: IntArray, starts: IntArray, num_bytes: IntArray, piece_bytes: int = 1 << 62
-) -> PlannedReads:
+) -> ReadFigures:
     """Return the requests for ranges of files, of at most `piece_bytes` each."""
     last_pieces, counts = np.unique(num_bytes % piece_bytes, return_counts=True)
     sizes = Counter(dict(zip(last_pieces.tolist(), counts.tolist(), strict=True)))
     sizes[piece_bytes] += int((num_bytes // piece_bytes).sum())
     del sizes[0]
     starts = starts + files * _FILE_BYTES
-    return PlannedReads(starts, starts + num_bytes, +sizes, int(num_bytes.sum()))
+    return ReadFigures(starts, starts + num_bytes, +sizes, int(num_bytes.sum()))
 
 
-def _reads_of_runs(reading: Reading, unit: list[Span]) -> PlannedReads:
+def _reads_of_runs(reading: Reading, unit: list[Span]) -> ReadFigures:
     """Return the requests for the runs of a sparse part."""
     part = reading.table.parts[unit[0].chunk]
     starts, run = runs_of(reading.stored, part)
@@ -159,4 +159,4 @@ def _reads_of_runs(reading: Reading, unit: list[Span]) -> PlannedReads:
         return reads._replace(num_bytes=run * len(starts))
     starts += file * _FILE_BYTES
     sizes = Counter({run: len(starts)})
-    return PlannedReads(starts, starts + run, sizes, run * len(starts))
+    return ReadFigures(starts, starts + run, sizes, run * len(starts))

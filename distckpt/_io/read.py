@@ -21,7 +21,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import numpy as np
 
@@ -151,14 +150,6 @@ def in_file_order(stored: StoredCheckpoint, copier: Copier, parts: Sequence[Read
     order = np.lexsort((positions, files))
     in_order = [parts[i] for i in order.tolist()]
     return PartTable(stored, copier, in_order, files[order], positions[order])
-
-
-class FileRange(NamedTuple):
-    """Bytes [start, stop) of a file."""
-
-    file: int
-    start: int
-    stop: int
 
 
 class Reading:
@@ -313,10 +304,10 @@ class Reading:
         """Return the position of a unit in its file."""
         return int(self.table.positions[unit[0].chunk]) + unit[0].start
 
-    def range_of(self, units: list[list[Span]]) -> FileRange:
-        """Return the range of bytes that units of a file lie in."""
+    def range_of(self, units: list[list[Span]]) -> tuple[int, int, int]:
+        """Return the file and the range of bytes of some units."""
         stop = max(self._position(unit) + sum(span.num_bytes for span in unit) for unit in units)
-        return FileRange(self.file_of(units[0]), self._position(units[0]), stop)
+        return self.file_of(units[0]), self._position(units[0]), stop
 
     def file_of(self, unit: list[Span]) -> int:
         """Return the number of the file of a unit."""
@@ -356,7 +347,7 @@ def _read_runs(reading: Reading, part: ReadPart) -> None:
 
 
 def runs_of(stored: StoredCheckpoint, part: ReadPart) -> tuple[IntArray, int]:
-    """Return where the runs of a sparse part begin in their file, and their size in bytes."""
+    """Return the positions and the size of a sparse part's runs."""
     shape = stored.manifest.chunk_region(part.chunk).shape
     item = stored.dtype_of(part.chunk).itemsize
     first_byte = int(stored.manifest.first_bytes[part.chunk])
@@ -365,7 +356,7 @@ def runs_of(stored: StoredCheckpoint, part: ReadPart) -> tuple[IntArray, int]:
 
 
 def are_near(part: ReadPart, num_runs: int) -> bool:
-    """Whether the runs of a sparse part are fetched with the gaps between them."""
+    """Whether a sparse part is fetched with its gaps."""
     return part.stop - part.start < num_runs * FETCH_PITCH_BYTES
 
 

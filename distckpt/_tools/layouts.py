@@ -152,23 +152,32 @@ class DividedTensor(NamedTuple):
     num_blocks: int
 
     def regions(self, layout: Layout, place: Place) -> list[Region]:
-        """Return the regions that the ranks of a place hold, without empty ones."""
+        """Return the regions that the ranks of a place hold."""
         if place.stage not in self.stages or self.expert not in (None, place.expert):
             return []
+        region = self._part_of_stacks(layout, place)
+        regions = [region]
+        if self.axis is not None and not (self.is_expert and layout.ep > 1):
+            regions = list(_parts(region, self.axis, place.tensor, layout.tp, self.num_blocks))
+        shards = [self._shard_of(region, layout, place) for region in regions]
+        return [shard for shard in shards if shard.num_elements]
+
+    def _part_of_stacks(self, layout: Layout, place: Place) -> Region:
+        """Return the part along the axes of layers and experts."""
         region = whole(self.spec.shape)
         if self.is_stacked:
             region = _part(region, 0, place.stage, layout.pp)
         if self.expert_axis is not None:
             region = _part(region, self.expert_axis, place.expert, layout.ep)
-        regions = [region]
-        if self.axis is not None and not (self.is_expert and layout.ep > 1):
-            regions = list(_parts(region, self.axis, place.tensor, layout.tp, self.num_blocks))
-        shard, num_shards = place.shard, layout.fsdp
+        return region
+
+    def _shard_of(self, region: Region, layout: Layout, place: Place) -> Region:
+        """Return the shard of FSDP of a region."""
+        if not region.shape:
+            return region
         if self.is_expert:
-            shard, num_shards = place.expert_shard, layout.expert_fsdp
-        if num_shards > 1 and self.spec.shape:
-            regions = [_part(region, 0, shard, num_shards) for region in regions]
-        return [region for region in regions if region.num_elements]
+            return _part(region, 0, place.expert_shard, layout.expert_fsdp)
+        return _part(region, 0, place.shard, layout.fsdp)
 
 
 def _parts(
@@ -192,42 +201,45 @@ def _part(region: Region, axis: int, part: int, num_parts: int) -> Region:
 
 
 def divide_tensors(tensors: Mapping[str, TensorSpec], layout: Layout) -> list[DividedTensor]:
-    """Divide tensors by their names in models of transformers, torchtitan and Megatron Core."""
+    """Divide tensors by their names in transformers, torchtitan and Megatron."""
     num_layers: dict[str, int] = {}
     num_experts = 1
+    has_output = False
     for key in tensors:
         if match := _LAYER.match(key):
             num_layers[match[0]] = max(num_layers.get(match[0], 0), int(match[1]) + 1)
         if match := _EXPERT.search(key):
             num_experts = max(num_experts, int(match[1]) + 1)
-    has_output = any(_OUTPUTS & _modules_outside(key) for key in tensors)
+        has_output = has_output or bool(_OUTPUTS & _modules_outside(key))
     divided = []
     for key, spec in tensors.items():
-        ndim = len(spec.shape)
-        is_stacked = ndim > 1 and bool(_STACKED_LAYERS.search(key))
-        expert_axis = None
-        if ndim > 1 + is_stacked and _STACKED_EXPERTS.search(key):
-            expert_axis = int(is_stacked)
-        number = _EXPERT.search(key)
-        expert = None
-        if number:
-            expert = int(number[1]) * layout.ep // num_experts
-        ndim_of_layer = ndim - is_stacked - (expert_axis is not None)
-        axis = _axis_of(key, ndim, ndim_of_layer)
-        divided.append(
-            DividedTensor(
-                key,
-                spec,
-                range(layout.pp) if is_stacked else _stages_of(key, num_layers, layout, has_output),
-                is_stacked,
-                is_expert=number is not None or expert_axis is not None,
-                expert=expert,
-                expert_axis=expert_axis,
-                axis=axis,
-                num_blocks=1 + (expert_axis is not None and key.endswith(_PACKED)),
-            )
-        )
+        stages = _stages_of(key, num_layers, layout, has_output)
+        divided.append(_divide(key, spec, stages, layout, num_experts))
     return divided
+
+
+def _divide(
+    key: str, spec: TensorSpec, stages: Sequence[int], layout: Layout, num_experts: int
+) -> DividedTensor:
+    ndim = len(spec.shape)
+    is_stacked = ndim > 1 and bool(_STACKED_LAYERS.search(key))
+    expert_axis = None
+    if ndim > 1 + is_stacked and _STACKED_EXPERTS.search(key):
+        expert_axis = int(is_stacked)
+    expert = None
+    if number := _EXPERT.search(key):
+        expert = int(number[1]) * layout.ep // num_experts
+    return DividedTensor(
+        key,
+        spec,
+        stages=range(layout.pp) if is_stacked else stages,
+        is_stacked=is_stacked,
+        is_expert=(expert, expert_axis) != (None, None),
+        expert=expert,
+        expert_axis=expert_axis,
+        axis=_axis_of(key, ndim, ndim - is_stacked - (expert_axis is not None)),
+        num_blocks=1 + (expert_axis is not None and key.endswith(_PACKED)),
+    )
 
 
 def _modules_outside(key: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""The costs of a load and a save under a layout, from the plans that ranks would make.
+"""The costs of a load and a save under a layout.
 
 One process takes the place of all ranks, one after the other, and calls what they call to plan.
 Tensors are on the meta device, and nothing is read but what opening the checkpoint reads.
@@ -22,7 +22,7 @@ from distckpt._checkpoint.stored_values import COMMON_STATE, find_objects
 from distckpt._format.manifest import OBJECT
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
-from distckpt._io.planned_reads import PlannedReads, planned_reads
+from distckpt._io.planned_reads import ReadFigures, planned_reads
 from distckpt._io.planned_shards import plan_for_all
 from distckpt._io.shared_read import HELD_SHARE, OwnUnits, Pieces, Wave
 from distckpt._plan.decoded import decoded, hidden_keys
@@ -55,17 +55,13 @@ class NodeLoad(NamedTuple):
     Attributes:
         storage_bytes: the bytes that leave the storage. The cache of a file system has those that
             several ranks of the node read.
-        read_bytes: the bytes that its ranks ask for.
         sizes: how many requests there are of each size.
-        rank_bytes: the bytes that each of its ranks asks for.
-        rank_requests: the requests of each of its ranks.
+        ranks: the bytes that each of its ranks asks for, and the requests.
     """
 
     storage_bytes: int
-    read_bytes: int
     sizes: Counter[int]
-    rank_bytes: list[int]
-    rank_requests: list[int]
+    ranks: list[tuple[int, int]]
 
 
 class LoadCosts(NamedTuple):
@@ -82,13 +78,6 @@ class LoadCosts(NamedTuple):
     tensor_bytes: list[int]
     inflight_bytes: int
     num_parallel: int
-
-
-class SaveCosts(NamedTuple):
-    """The costs of a save: the bytes and the files of tensors that each rank writes."""
-
-    num_bytes: Sequence[int]
-    num_files: Sequence[int]
 
 
 def tensors_in_memory(
@@ -114,7 +103,7 @@ def tensors_in_memory(
 
 
 def _sources_of(rule: Assemble, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """Describe the tensors that a rule reads, with the dtypes that the new ones are stored in."""
+    """Describe the tensors that a rule reads."""
     dtypes = {}
     for name, mapped in rule.tensors.items():
         for part in mapped.parts:
@@ -189,23 +178,14 @@ def load_costs(
     )
 
 
-def _node_load(reads: Sequence[PlannedReads], is_local: bool) -> NodeLoad:
+def _node_load(reads: Sequence[ReadFigures], is_local: bool) -> NodeLoad:
     """Sum up the reads of the ranks of a node."""
-    of_node = PlannedReads.joined(reads)
+    of_node = ReadFigures.joined(reads)
     return NodeLoad(
         of_node.num_different_bytes() if is_local else of_node.num_bytes,
-        of_node.num_bytes,
         of_node.sizes,
-        [each.num_bytes for each in reads],
-        [each.num_requests for each in reads],
+        [(each.num_bytes, each.sizes.total()) for each in reads],
     )
-
-
-class _PlannedLoad(NamedTuple):
-    """The reads of a rank before they are shared: copies into targets."""
-
-    copies: list[Copy]
-    targets: Sequence[torch.Tensor]
 
 
 class _LoadingRanks:
@@ -234,7 +214,7 @@ class _LoadingRanks:
             reads = []
             for place, has_objects in zip(places, objects, strict=True):
                 own = [self._reads_at(place), self._reads_of_objects(has_objects)]
-                reads.append(PlannedReads.joined(own))
+                reads.append(ReadFigures.joined(own))
             return _node_load(reads, self.is_local)
 
         for ranks in self._job.nodes:
@@ -262,11 +242,11 @@ class _LoadingRanks:
             reads = []
             for rank in ranks:
                 plan = SharePlan.from_bytes(next(plans))
-                reads.append(PlannedReads.joined(self._reads_of_plan(rank, plan, unit_bytes)))
+                reads.append(ReadFigures.joined(self._reads_of_plan(rank, plan, unit_bytes)))
             yield _node_load(reads, self.is_local)
 
-    def _reads_of_plan(self, rank: int, plan: SharePlan, unit_bytes: int) -> Iterator[PlannedReads]:
-        """Yield the requests of each wave, and those of the units that are not shared."""
+    def _reads_of_plan(self, rank: int, plan: SharePlan, unit_bytes: int) -> Iterator[ReadFigures]:
+        """Yield the requests of each wave and of units not shared."""
         yield self._reads_of_objects(self._reads_objects(rank))
         place = self._job.places[rank]
         if not plan.num_waves:
@@ -284,23 +264,24 @@ class _LoadingRanks:
         left = np.flatnonzero(plan.readers < 0)
         yield planned_reads(self.view, pieces.join(left), targets)
 
-    def _plan_at(self, place: Place) -> _PlannedLoad:
+    def _plan_at(self, place: Place) -> tuple[list[Copy], Sequence[torch.Tensor]]:
+        """Return the copies of a rank, into targets, before they are shared."""
         planned = plan_requests(self.view, self._job.shards_at(place), self._settings)
-        return _PlannedLoad(planned.copies, planned.targets)
+        return planned.copies, planned.targets
 
     def _reads_objects(self, rank: int) -> bool:
-        """Whether a rank reads common state, as one rank alone does from an object store."""
+        """Whether a rank reads common state; from a store, one does."""
         return self.is_local or rank == 0
 
-    def _reads_of_objects(self, has_objects: bool) -> PlannedReads:
+    def _reads_of_objects(self, has_objects: bool) -> ReadFigures:
         return planned_reads(self.view, [], [], self._common_chunks if has_objects else [])
 
 
 # --- Save -----------------------------------------------------------------------------------------
 
 
-def save_costs(job: Job) -> SaveCosts:
-    """Plan a save of the tensors of all ranks."""
+def save_costs(job: Job) -> list[tuple[int, int]]:
+    """Plan a save; return the bytes and the files of tensors that each rank writes."""
     num_holders: Counter[tuple[str, Region]] = Counter()
     tables: list[ShardTable] = []
     for place in job.places:
@@ -314,11 +295,10 @@ def save_costs(job: Job) -> SaveCosts:
         else:
             table = shard_table(shards, {})
         tables.append(table._replace(is_main=np.array(is_main, np.bool_)))
-    num_bytes = []
-    num_files = []
+    costs = []
     shares = plan_for_all(list(tables), SaveOptions())[0]
     for rank, (table, share) in enumerate(zip(tables, shares, strict=True)):
         files, _ = lay_out_files(rank, table, share.pieces)
-        num_bytes.append(sum(len(file.header) + sum(file.chunk_bytes) for file in files))
-        num_files.append(len(files))
-    return SaveCosts(num_bytes, num_files)
+        num_bytes = sum(len(file.header) + sum(file.chunk_bytes) for file in files)
+        costs.append((num_bytes, len(files)))
+    return costs

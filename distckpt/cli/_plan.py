@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from distckpt._tools.layouts import Layout, divide_tensors, layout_of, whole_key
 from distckpt._tools.planned_costs import (
     Job,
     LoadCosts,
-    SaveCosts,
     load_costs,
     save_costs,
     tensors_in_memory,
@@ -24,9 +24,11 @@ from distckpt.cli._selection import opened_at
 from distckpt.families._config import config_for, rules_for
 from distckpt.rules._rule import Rule
 
+_LOAD_FACTS = ("storage_bytes", "read_bytes", "requests")
+
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Print the costs of a load, with shared reads or not, and of a save."""
+    """Print the costs of a load and a save."""
     layout = layout_of(arguments.ranks, arguments.layout)
     with opened_at(arguments.path) as stored:
         rules = _rules_of(stored, arguments.family)
@@ -56,40 +58,60 @@ def _rules_of(stored: StoredCheckpoint, family: str | None) -> Sequence[Rule]:
 
 
 def _load_facts(costs: LoadCosts, storage: tuple[int, float] | None) -> dict[str, Any]:
-    of_nodes = []
+    nodes = []
     sizes = Counter[int]()
+    ranks = list(itertools.chain(*(node.ranks for node in costs.nodes)))
     for node in costs.nodes:
         sizes.update(node.sizes)
-        of_nodes.append(
-            {
-                "storage_bytes": node.storage_bytes,
-                "read_bytes": node.read_bytes,
-                "requests": node.sizes.total(),
-            }
-        )
+        read_bytes = sum(num_bytes for num_bytes, _ in node.ranks)
+        facts = (node.storage_bytes, read_bytes, node.sizes.total())
+        nodes.append(dict(zip(_LOAD_FACTS, facts, strict=True)))
     tensor_bytes = max(costs.tensor_bytes)
-    facts: dict[str, Any] = {
-        "storage_bytes": sum(node["storage_bytes"] for node in of_nodes),
-        "read_bytes": sum(node["read_bytes"] for node in of_nodes),
-        "requests": sum(node["requests"] for node in of_nodes),
-        "median_request_bytes": _median(sizes),
-        "largest_node": {
-            name: max(node[name] for node in of_nodes)
-            for name in ("storage_bytes", "read_bytes", "requests")
-        },
-        "largest_rank": {
-            "read_bytes": max(max(node.rank_bytes) for node in costs.nodes),
-            "requests": max(max(node.rank_requests) for node in costs.nodes),
-            "tensor_bytes": tensor_bytes,
-            "memory_bytes": tensor_bytes + costs.inflight_bytes,
-        },
-        "nodes": of_nodes,
+    of_rank = {
+        "read_bytes": max(num_bytes for num_bytes, _ in ranks),
+        "requests": max(num_requests for _, num_requests in ranks),
+        "tensor_bytes": tensor_bytes,
+        "memory_bytes": tensor_bytes + costs.inflight_bytes,
     }
-    if storage is not None:
-        bandwidth, latency = storage
-        waiting = facts["largest_rank"]["requests"] * latency / costs.num_parallel
-        facts["seconds"] = max(facts["largest_node"]["storage_bytes"] / bandwidth, waiting)
-    return facts
+    waiting = of_rank["requests"] / costs.num_parallel
+    return {
+        **_of_nodes(nodes),
+        "median_request_bytes": _median(sizes),
+        "largest_rank": of_rank,
+        **_seconds(max(node["storage_bytes"] for node in nodes), waiting, storage),
+    }
+
+
+def _save_facts(
+    costs: Sequence[tuple[int, int]], nodes: Sequence[range], storage: tuple[int, float] | None
+) -> dict[str, Any]:
+    of_nodes = []
+    for ranks in nodes:
+        num_bytes, num_files = map(sum, zip(*(costs[rank] for rank in ranks), strict=True))
+        of_nodes.append({"bytes": num_bytes, "files": num_files})
+    num_bytes, num_files = map(max, zip(*costs, strict=True))
+    return {
+        **_of_nodes(of_nodes),
+        "largest_rank": {"bytes": num_bytes, "files": num_files},
+        **_seconds(max(node["bytes"] for node in of_nodes), num_files, storage),
+    }
+
+
+def _of_nodes(nodes: Sequence[dict[str, int]]) -> dict[str, Any]:
+    """Return the sums and maxima of the figures of nodes."""
+    facts: dict[str, Any] = {name: sum(node[name] for node in nodes) for name in nodes[0]}
+    facts["largest_node"] = {name: max(node[name] for node in nodes) for name in nodes[0]}
+    return {**facts, "nodes": nodes}
+
+
+def _seconds(
+    num_bytes: int, num_waits: float, storage: tuple[int, float] | None
+) -> dict[str, float]:
+    """Return the longer time: of bytes, or of requests in turn."""
+    if storage is None:
+        return {}
+    bandwidth, latency = storage
+    return {"seconds": max(num_bytes / bandwidth, num_waits * latency)}
 
 
 def _median(sizes: Counter[int]) -> int:
@@ -100,27 +122,6 @@ def _median(sizes: Counter[int]) -> int:
         if left < 0:
             return size
     return 0
-
-
-def _save_facts(
-    costs: SaveCosts, nodes: Sequence[range], storage: tuple[int, float] | None
-) -> dict[str, Any]:
-    of_nodes = []
-    for ranks in nodes:
-        num_bytes = sum(costs.num_bytes[rank] for rank in ranks)
-        of_nodes.append({"bytes": num_bytes, "files": sum(costs.num_files[rank] for rank in ranks)})
-    facts: dict[str, Any] = {
-        "bytes": sum(costs.num_bytes),
-        "files": sum(costs.num_files),
-        "largest_node": {name: max(node[name] for node in of_nodes) for name in ("bytes", "files")},
-        "largest_rank": {"bytes": max(costs.num_bytes), "files": max(costs.num_files)},
-        "nodes": of_nodes,
-    }
-    if storage is not None:
-        bandwidth, latency = storage
-        waiting = facts["largest_rank"]["files"] * latency
-        facts["seconds"] = max(facts["largest_node"]["bytes"] / bandwidth, waiting)
-    return facts
 
 
 # --- Table ----------------------------------------------------------------------------------------
