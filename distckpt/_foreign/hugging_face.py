@@ -154,12 +154,10 @@ def read_directory(
 def _read_files(files: _Files) -> list[_ReadFile]:
     """Read the headers, without variants in another precision."""
     by_name: dict[str, _ReadFile] = {}
-
-    def read_one(name: str) -> None:
-        by_name[name] = _read_file(files, name)
-
-    # Paths that look local may be on storage of a network, where each answer takes a while.
-    run_threads(read_one, files.names, NUM_REQUESTS)
+    # Storage of a network, which may be at a local path, answers each request after a while.
+    run_threads(
+        lambda name: by_name.update({name: _read_file(files, name)}), files.names, NUM_REQUESTS
+    )
     read = [by_name[name] for name in files.names]
     if files.weight_map is None and not files.is_alone:
         return _without_variants(read)
@@ -324,10 +322,10 @@ def _read_index(location: str, index: str) -> dict[str, str]:
         raise missing_file(location, index) from error
     try:
         weight_map = safetensors_file.parse_json(content)["weight_map"]
-        names = list(map(str, weight_map.values()))
+        names = set(map(str, weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged_index(path, content, error) from error
-    for name in set(names):
+    for name in names:
         if not name.endswith(SUFFIX) or not locations.is_inner_name(name, max_parts=4):
             raise CorruptCheckpointError(
                 f"The index {path!r} names {name!r:.300}, which is not a safetensors file beside "

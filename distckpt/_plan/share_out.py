@@ -23,11 +23,9 @@ from distckpt._plan.share import ReadCosts, SharePlan, UnitMessage, item_bytes_o
 
 WAVE_BYTES = 64 << 20
 """Most bytes that each rank reads in a wave."""
-MIN_WAVE_BYTES = 4 << 20
-"""Size of waves below which their exchanges of outcomes would take long beside their reads."""
 MIN_WAVES = 16
-"""Waves of a load that is not small. The first one is read before anything is sent, and the last
-one sent when nothing is left to read.
+"""Waves of a load, unless they would have less than a 16th of `WAVE_BYTES`. The first one is read
+before anything is sent, and the last one sent when nothing is left to read.
 """
 MIN_SAVED = 1 / 8
 """Smallest saving, relative to the shared read, for which units are shared."""
@@ -357,9 +355,8 @@ def _put_in_order(readers: Column, turns: Column, weights: IntArray) -> tuple[In
     starts = _run_starts(readers[by_reader])
     position = np.empty(len(weights), np.int64)
     position[by_reader] = before - np.repeat(before[starts[:-1]], np.diff(starts))
-    even_bytes = int(position.max(initial=0)) // MIN_WAVES + 1
-    wave_bytes = min(WAVE_BYTES, max(MIN_WAVE_BYTES, even_bytes))
-    return np.lexsort((turns, readers, position)), narrow(position // wave_bytes)
+    size = (position.max(initial=0) // MIN_WAVES + 1).clip(WAVE_BYTES // MIN_WAVES, WAVE_BYTES)
+    return np.lexsort((turns, readers, position)), narrow(position // size)
 
 
 def _whole_rows(units: _AllUnits, regions: _Regions, readers: Column) -> Column:
