@@ -139,7 +139,7 @@ def read_shared(
 def _read_planned(
     sharing: Sharing,
     plan: SharePlan,
-    pieces: _Pieces,
+    pieces: Pieces,
     left: IntArray,
     targets: Sequence[torch.Tensor],
     read: Read,
