@@ -96,25 +96,20 @@ def build_manifest(
     _check_tiling(location, by_key, shapes, (key_ids, offsets, extents))
     if files is None:
         files = _look_up_files(location, in_order)
-    chunks = _chunk_table(in_order, files, key_ids)._replace(offsets=offsets, shapes=extents)
+    file_ids = {file.name: i for i, file in enumerate(files)}
+    chunks = ChunkTable.empty()._replace(
+        files=list(files),
+        key_ids=key_ids,
+        file_ids=np.array([file_ids[piece.file] for piece in in_order], np.int64),
+        first_bytes=np.array([piece.first_byte for piece in in_order], np.int64),
+        num_bytes=np.array([piece.num_bytes for piece in in_order], np.int64),
+        offsets=offsets,
+        shapes=extents,
+    )
     _check_positions(location, in_order, chunks)
     origin = {**(fields or {}), "format": format_name}
     return Manifest(
         list(groups), dtypes, shapes, chunks, aliases or {}, has_checksums=False, origin=origin
-    )
-
-
-def _chunk_table(
-    pieces: Sequence[StoredPiece], files: Sequence[ShardFile], key_ids: IntArray
-) -> ChunkTable:
-    """Return the table of the pieces, without their regions."""
-    file_ids = {file.name: i for i, file in enumerate(files)}
-    return ChunkTable.empty()._replace(
-        files=list(files),
-        key_ids=key_ids,
-        file_ids=np.array([file_ids[piece.file] for piece in pieces], np.int64),
-        first_bytes=np.array([piece.first_byte for piece in pieces], np.int64),
-        num_bytes=np.array([piece.num_bytes for piece in pieces], np.int64),
     )
 
 
@@ -135,7 +130,7 @@ def _check_each(format_name: str, location: str, pieces: Sequence[StoredPiece]) 
 
 
 def _are_ordinary(pieces: Sequence[StoredPiece]) -> bool:
-    """Whether all pieces consist of strings, and integers from 0 on in tuples.
+    """Whether pieces have nothing but strings, and tuples of positive integers.
 
     Other values are checked in each piece: 1.0 and True equal 1, and are no sizes.
     """
@@ -209,7 +204,13 @@ def _global_shapes(location: str, groups: Sequence[Sequence[StoredPiece]]) -> li
         shapes.append(tuple(shape))
     for shape in set(shapes):
         if math.prod([n + 1 for n in shape]) > _MAX_ELEMENTS:
-            raise _too_large(location, groups[shapes.index(shape)], shape)
+            pieces = groups[shapes.index(shape)]
+            farthest = max(pieces, key=lambda piece: max(map(operator.add, *piece.region)))
+            raise CorruptCheckpointError(
+                f"Key {farthest.key!r} in {location!r} would have the global shape {shape}, larger "
+                f"than any storage: {farthest.file!r}, which holds {farthest.region} of it, is "
+                "damaged. Restore the file from a copy."
+            )
     return shapes
 
 
@@ -228,17 +229,6 @@ def _united_shape(location: str, pieces: Sequence[StoredPiece]) -> tuple[int, ..
         return first.global_shape
     ends = [map(operator.add, *piece.region) for piece in pieces]
     return tuple(map(max, zip(*ends, strict=True)))
-
-
-def _too_large(
-    location: str, pieces: Sequence[StoredPiece], shape: tuple[int, ...]
-) -> CorruptCheckpointError:
-    farthest = max(pieces, key=lambda piece: max(map(operator.add, *piece.region)))
-    return CorruptCheckpointError(
-        f"Key {farthest.key!r} in {location!r} would have the global shape {shape}, larger than "
-        f"any storage: {farthest.file!r}, which holds {farthest.region} of it, is damaged. "
-        "Restore the file from a copy."
-    )
 
 
 def _kind(piece: StoredPiece) -> str:

@@ -65,7 +65,7 @@ class HuggingFaceReader(Reader):
     name = HUGGING_FACE.name
 
     def detect(self, location: str, marker: Mapping[str, Any] | None) -> bool:
-        if _is_single_file(location):
+        if location.endswith(SUFFIX) and locations.isfile(location):
             names = [locations.split(location)[1]]
         else:
             present = _names(location)
@@ -80,30 +80,20 @@ class HuggingFaceReader(Reader):
         return read_directory(location)
 
     def is_unchanged(self, stored: StoredCheckpoint) -> bool:
-        # The whole look names what is missing or damaged.
-        with contextlib.suppress(OSError, ValueError):
-            if _have_same_headers(stored):
+        """Compare the headers; where these do not suffice, the descriptions."""
+        described = []
+        files = _find_files(stored.location)
+        if files.weight_map is None and not any(map(may_be_codes, set(stored.manifest.dtypes))):
+            # The look below names what is missing or damaged.
+            with contextlib.suppress(OSError, ValueError):
+                for name in files.names:
+                    path = locations.join(files.folder, name)
+                    size, head = safetensors_file.read_header_bytes(path)
+                    described.append(ShardFile(name, size, len(head), checksum(head)))
+            if described == stored.manifest.files:
                 return True
         again = read_directory(stored.location, warns=False)
         return again.to_bytes() == stored.manifest.to_bytes()
-
-
-def _have_same_headers(stored: StoredCheckpoint) -> bool:
-    """Whether headers, from which alone a folder was described, are as they were.
-
-    An index, or settings of codes, have a say in other folders.
-    """
-    manifest = stored.manifest
-    files = _find_files(stored.location)
-    if files.weight_map is not None or any(map(may_be_codes, set(manifest.dtypes))):
-        return False
-    if files.names != [file.name for file in manifest.files]:
-        return False
-    for file in manifest.files:
-        size, head = safetensors_file.read_header_bytes(locations.join(files.folder, file.name))
-        if file != (file.name, size, len(head), checksum(head)):
-            return False
-    return True
 
 
 class _Files(NamedTuple):
@@ -183,7 +173,7 @@ def _pieces_in(
 
 
 def _find_files(location: str) -> _Files:
-    if _is_single_file(location):
+    if location.endswith(SUFFIX) and locations.isfile(location):
         folder, name = locations.split(location)
         if locations.is_local(location) and locations.exists(location + CONTROL_SUFFIX):
             check_is_downloaded(folder, [name], {name + CONTROL_SUFFIX})
@@ -235,13 +225,6 @@ def _index_of_variant(names: Sequence[str]) -> str | None:
     if not all(mark in name for name in names if name.endswith(SUFFIX)):
         return None
     return matches[0].string
-
-
-def _is_single_file(location: str) -> bool:
-    """Whether a location is a safetensors file, not a directory."""
-    if not location.endswith(SUFFIX):
-        return False
-    return locations.isfile(location)
 
 
 def _names(location: str) -> list[str]:
@@ -409,9 +392,8 @@ def _pieces_of_file(file: str, header: Header, has_info: bool) -> list[StoredPie
 def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
     """Check and return an offset or a shape from untrusted metadata."""
     is_fitting = type(values) is list and len(values) == len(entry.shape)
-    # One call for all numbers, of which there may be many.
-    is_fitting = is_fitting and {int}.issuperset(map(type, values))
-    if is_fitting and 0 <= min(values, default=0) <= max(values, default=0) < _MAX_ELEMENTS:
+    are_integers = is_fitting and {int}.issuperset(map(type, values))
+    if are_integers and 0 <= min(values, default=0) <= max(values, default=0) < _MAX_ELEMENTS:
         return tuple(values)
     raise ValueError(
         f"offset or global shape {values!s:.99} of {entry.name!r:.99} do not fit its shape "

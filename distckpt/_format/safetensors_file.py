@@ -242,34 +242,26 @@ def _stored_entries(members: Mapping[str, Any], data_start: int) -> list[Entry]:
 
     Many tensors have the same dtype and shape, which are checked once.
     """
-    stored_shapes: dict[Any, tuple[int, ...]] = {}
+    kinds: dict[Any, tuple[int, ...]] = {}
     entries = []
     for name, member in members.items():
         first, end = member["data_offsets"]
-        dtype = member["dtype"]
         shape = tuple(member["shape"])
+        kind = (member["dtype"], shape, end - first)
         # 1.0 and True equal 1, and are no sizes.
-        if not _INTEGER.issuperset(map(type, (first, end, *shape))):
-            raise _no_position(name)
-        num_bytes = end - first
-        kind = (dtype, shape, num_bytes)
-        stored = stored_shapes.get(kind)
-        if stored is None:
-            stored = stored_shapes[kind] = _shape_in_items(name, *kind)
-        entries.append(Entry(name, dtype, stored, num_bytes, data_start + first))
+        are_integers = _INTEGER.issuperset(map(type, (first, end, *shape)))
+        if not are_integers or kind not in kinds:
+            kinds[kind] = _shape_in_items(name, *kind, are_integers)
+        entries.append(Entry(name, kind[0], kinds[kind], kind[2], data_start + first))
     return entries
 
 
-def _no_position(name: str) -> ValueError:
-    return ValueError(f"the entry {name[:50]!r} has no proper shape and position")
-
-
 def _shape_in_items(
-    name: str, dtype: str, shape: tuple[int, ...], num_bytes: int
+    name: str, dtype: str, shape: tuple[int, ...], num_bytes: int, are_integers: bool
 ) -> tuple[int, ...]:
-    """Check dtype, shape and size of an entry, and return its shape in torch items."""
-    if not 0 <= min((num_bytes, *shape)) <= max((num_bytes, *shape)) < 2**62:
-        raise _no_position(name)
+    """Return an entry's shape in torch items, after checking its kind."""
+    if not are_integers or not 0 <= min((num_bytes, *shape)) <= max((num_bytes, *shape)) < 2**62:
+        raise ValueError(f"the entry {name[:50]!r} has no proper shape and position")
     if not is_known(dtype):
         raise ValueError(
             f"the entry {name[:50]!r} has the dtype {dtype!r:.50}, which torch does not have"

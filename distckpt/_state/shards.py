@@ -431,8 +431,11 @@ def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
     Return the index of each -> the index of the first. The memory is the same part of the same
     memory.
     """
-    pointers = list(map(_pointer_of, shards))
-    addresses = [pointer for pointer in pointers if pointer]
+    pointers = []
+    for shard in shards:
+        has_memory = isinstance(shard, ShardedTensor) and shard.data is not None
+        pointers.append(shard.data.data_ptr() if has_memory else 0)
+    addresses = list(filter(None, pointers))
     if len(set(addresses)) == len(addresses):
         return {}
     num_at = Counter(addresses)
@@ -445,13 +448,6 @@ def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
             if identity is not None and first.setdefault(identity, index) != index:
                 ties[index] = first[identity]
     return ties
-
-
-def _pointer_of(shard: Shard) -> int:
-    """Return the address of a shard's data, 0 without memory."""
-    if isinstance(shard, ShardedTensor) and shard.data is not None:
-        return shard.data.data_ptr()
-    return 0
 
 
 def _memory_identity(shard: Shard) -> Any:
