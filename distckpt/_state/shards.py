@@ -433,8 +433,10 @@ def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
     """
     pointers = []
     for shard in shards:
-        has_memory = isinstance(shard, ShardedTensor) and shard.data is not None
-        pointers.append(shard.data.data_ptr() if has_memory else 0)
+        pointer = 0
+        if isinstance(shard, ShardedTensor) and shard.data is not None:
+            pointer = shard.data.data_ptr()
+        pointers.append(pointer)
     addresses = list(filter(None, pointers))
     if len(set(addresses)) == len(addresses):
         return {}
