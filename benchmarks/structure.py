@@ -86,14 +86,14 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 404_500,
-    "classes": 460,
-    "functions": 4_190,
+    "tokens": 405_100,
+    "classes": 461,
+    "functions": 4_194,
     "kernel: modules": 121,
-    "kernel: lines": 34_400,
-    "kernel: tokens": 186_200,
+    "kernel: lines": 34_410,
+    "kernel: tokens": 186_800,
     "kernel, on demand: modules": 149,
-    "kernel, on demand: lines": 41_700,
+    "kernel, on demand: lines": 41_720,
     "modules imported by save": 81,
     "save of a plain tensor: files": 44,
     "save of a plain tensor: changes of file": 229,
