@@ -91,7 +91,7 @@ BUDGETS = {
     "functions": 4_250,
     "kernel: modules": 121,
     "kernel: lines": 34_420,
-    "kernel: tokens": 186_750,
+    "kernel: tokens": 186_800,
     "kernel, on demand: modules": 149,
     "kernel, on demand: lines": 41_780,
     "modules imported by save": 81,

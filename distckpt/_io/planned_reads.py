@@ -121,19 +121,22 @@ def _reads_of_groups(stored: StoredCheckpoint, groups: Sequence[Sequence[ReadPar
         ranges = np.array([reading.range_of(units) for units in reading.near_units()], np.int64)
         files, starts, stops = ranges.reshape(-1, 3).T
         return _reads_of_ranges(files % num_files, starts, stops - starts)
-    sparse = []
-    spans = []
+    figures = []
+    spans: dict[int, list[tuple[int, int, int]]] = {PIECE_BYTES: [], UNIT_BYTES: []}
     for unit in reading.units():
         first = unit[0]
         if table.parts[first.chunk].is_sparse:
-            sparse.append(_reads_of_runs(reading, unit))
-        else:
-            spans.append((first.chunk, first.start, sum(span.stop - span.start for span in unit)))
-    numbers, starts, num_bytes = np.array(spans, np.int64).reshape(-1, 3).T
-    starts = starts + table.positions[numbers]
-    piece_bytes = PIECE_BYTES if stored.verifies else UNIT_BYTES
-    dense = _reads_of_ranges(table.files[numbers] % num_files, starts, num_bytes, piece_bytes)
-    return ReadFigures.joined([dense, *sparse])
+            figures.append(_reads_of_runs(reading, unit))
+            continue
+        has_windows = stored.verifies or even_runs(table, unit) is not None
+        of_size = spans[PIECE_BYTES if has_windows else UNIT_BYTES]
+        of_size.append((first.chunk, first.start, sum(span.num_bytes for span in unit)))
+    for piece_bytes, of_size in spans.items():
+        numbers, starts, num_bytes = np.array(of_size, np.int64).reshape(-1, 3).T
+        starts = starts + table.positions[numbers]
+        files = table.files[numbers] % num_files
+        figures.append(_reads_of_ranges(files, starts, num_bytes, piece_bytes))
+    return ReadFigures.joined(figures)
 
 
 def _reads_of_ranges(

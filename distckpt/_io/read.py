@@ -7,7 +7,8 @@ The steps of a read:
 2. Units: `in_file_order` sorts the parts by file and position, and `units` joins neighbors. A
    thread reads one unit at a time.
 3. Contents: `content_for` chooses the memory of a unit: large plain targets directly, and scratch
-   memory for all other bytes.
+   memory for all other bytes. Short runs of columns (`even_runs`) leave a window of it at once,
+   while it is in cache.
 4. Finish: `_verify` compares a unit with its checksums while it is in cache, and `deliver` copies,
    converts or scatters the bytes in scratch memory to their targets.
 
@@ -39,27 +40,30 @@ from distckpt._format.stored_checkpoint import (
 from distckpt._geometry.region import IntArray, num_outer_axes, run_starts
 from distckpt._geometry.units import Span, units_of
 from distckpt._io.read_parts import (
+    LONG_PITCH_BYTES,
+    NOT_PLAIN,
     REQUEST_BYTES,
     Content,
     PartTable,
     ReadPart,
+    Runs,
     content_for,
     copy_from_scratch,
     deliver,
+    even_runs,
     useful_bytes,
 )
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations, object_store
 from distckpt._storage.open_files import OpenFiles
 
-PIECE_BYTES = 512 << 10
+PIECE_BYTES = 1 << 20
 """Bytes that one call reads from a local file: few enough to be in cache still when their checksums
-are computed. A unit has several pieces, since the overhead of a unit would slow them down.
+are computed, and when runs are copied from them. A unit has several pieces, since the overhead of
+a unit would slow them down.
 """
 _FEW_FILES = 2
 """Files that one thread reads if they have a piece to read: tensors and objects of one rank."""
-FETCH_PITCH_BYTES = 64 << 10
-"""Read runs closer than this with the gaps: one by one is slower."""
 MAX_GAP_BYTES = 256 << 10
 """Merge reads whose gap is smaller: fetching the gap is cheaper than another request."""
 
@@ -175,19 +179,23 @@ class Reading:
     def units(self) -> Iterator[list[Span]]:
         """Divide neighboring parts of a file into units for threads.
 
-        Spans have the numbers of parts, and positions in them. A sparse part is a unit.
+        Spans have the numbers of parts, and positions in them. A sparse part is a unit; units of a
+        large scattered part have no others.
         """
         parts = self.table.parts
         files = self.table.files
         positions = self.table.positions
         sizes = [part.stop - part.start for part in parts]
-        is_sparse = np.array([part.is_sparse for part in parts], np.bool_)
+        is_alone = np.zeros(len(parts), np.bool_)
+        for number, part in enumerate(parts):
+            if part.lead == NOT_PLAIN:
+                is_alone[number] = part.is_sparse or sizes[number] > PIECE_BYTES
         begins_run = np.ones(len(parts), np.bool_)
         begins_run[1:] = (
             (files[1:] != files[:-1])
             | (positions[1:] != (positions + sizes)[:-1])
-            | is_sparse[1:]
-            | is_sparse[:-1]
+            | is_alone[1:]
+            | is_alone[:-1]
         )
         unit_bytes = UNIT_BYTES if self.is_local else REQUEST_BYTES
         block_bytes = self.stored.manifest.block_bytes
@@ -226,9 +234,17 @@ class Reading:
                 _read_runs(self, part)
             self._count(unit)
             return
+        runs = even_runs(self.table, unit)
+        path = self._path(unit)
+        if runs is not None:
+            with self._naming(unit, unit[0].num_bytes), self.open(path) as fd:
+                self._verify(unit, self._read_by_windows(unit, runs, fd))
+            self._count(unit)
+            return
         content = content_for(self.table, unit)
-        with self._naming(unit, len(content.scratch)), self.open(self._path(unit)) as fd:
-            self._verify(unit, self._read_pieces(unit, content.buffers, fd))
+        with self._naming(unit, len(content.scratch)), self.open(path) as fd:
+            piece_bytes = PIECE_BYTES if self.verifies else UNIT_BYTES
+            self._verify(unit, self._read_pieces(unit, content.buffers, fd, piece_bytes))
         self._finish(unit, content)
 
     def open(self, path: str) -> AbstractContextManager[int]:
@@ -249,10 +265,11 @@ class Reading:
             self._verify(unit, content.buffers)
             self._finish(unit, content)
 
-    def _read_pieces(self, unit: list[Span], buffers: Sequence[Bytes], fd: int) -> Iterator[Bytes]:
+    def _read_pieces(
+        self, unit: list[Span], buffers: Sequence[Bytes], fd: int, piece_bytes: int
+    ) -> Iterator[Bytes]:
         """Fill the buffers of a unit in order, and yield them."""
         position = begin = self._position(unit)
-        piece_bytes = PIECE_BYTES if self.verifies else UNIT_BYTES
         for piece, num_bytes in pieces_of(buffers, piece_bytes):
             num_read = read_into(fd, piece, position)
             position += num_read
@@ -260,18 +277,30 @@ class Reading:
                 raise _cut_off(self, unit, begin, position - begin)
             yield from piece
 
+    def _read_by_windows(self, unit: list[Span], runs: Runs, fd: int) -> Iterator[Bytes]:
+        """Yield the bytes of a unit, from which runs are then copied."""
+        (span,) = unit
+        window = bounce_buffer("read", min(PIECE_BYTES, span.num_bytes))
+        num_whole, rest = divmod(span.num_bytes, len(window))
+        buffers = [window] * num_whole + [window[:rest]] * bool(rest)
+        start = self.table.parts[span.chunk].start + span.start
+        for piece in self._read_pieces(unit, buffers, fd, len(window)):
+            yield piece
+            runs.copy_from(piece, start)
+            start += len(piece)
+
     def _verify(self, unit: list[Span], filled: Iterable[Bytes]) -> None:
         """Compare the blocks of a unit with their checksums; the bytes come piece by piece."""
-        if not self.verifies:
-            collections.deque(filled, maxlen=0)
-            return
-        block = self.stored.manifest.block_bytes
-        actual = block_checksums([span.stop - span.start for span in unit], filled, block)
-        first = int(self._first_expected[unit[0].chunk]) + unit[0].start // block
-        expected: list[int] = self._expected[first : first + len(actual)].tolist()
-        if actual != expected:
-            pairs = zip(actual, expected, strict=True)
-            raise _mismatch(self, unit, next(i for i, (a, b) in enumerate(pairs) if a != b))
+        if self.verifies:
+            block = self.stored.manifest.block_bytes
+            actual = block_checksums([span.stop - span.start for span in unit], filled, block)
+            first = int(self._first_expected[unit[0].chunk]) + unit[0].start // block
+            expected: list[int] = self._expected[first : first + len(actual)].tolist()
+            if actual != expected:
+                pairs = zip(actual, expected, strict=True)
+                raise _mismatch(self, unit, next(i for i, (a, b) in enumerate(pairs) if a != b))
+        # The rest, and what follows the last piece.
+        collections.deque(filled, maxlen=0)
 
     def _finish(self, unit: list[Span], content: Content) -> None:
         """Copy a unit to its targets, and count it."""
@@ -357,7 +386,7 @@ def runs_of(stored: StoredCheckpoint, part: ReadPart) -> tuple[IntArray, int]:
 
 def are_near(part: ReadPart, num_runs: int) -> bool:
     """Whether a sparse part is fetched with its gaps."""
-    return part.stop - part.start < num_runs * FETCH_PITCH_BYTES
+    return part.stop - part.start < num_runs * LONG_PITCH_BYTES
 
 
 def pieces_of(buffers: Sequence[Bytes], max_bytes: int) -> Iterator[tuple[list[Bytes], int]]:

@@ -15,7 +15,14 @@ import numpy as np
 from distckpt._base.dtypes import FROM_NAME, as_integers
 from distckpt._base.lazy import torch
 from distckpt._base.libc import copy_bytes
-from distckpt._base.memory import Bytes, Copier, bounce_buffer, is_plain_memory, memory_at
+from distckpt._base.memory import (
+    Bytes,
+    Copier,
+    blocks_at,
+    bounce_buffer,
+    is_plain_memory,
+    memory_at,
+)
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import (
     IntArray,
@@ -42,12 +49,18 @@ PITCH_BYTES = 8 << 10
 """Mean distance from which on runs are read one by one. Closer runs take less time with the gaps
 between them.
 """
+SHORT_RUN_BYTES = 4 << 10
+"""Read shorter runs with the gaps, up to `LONG_PITCH_BYTES`: most pages have bytes of some run."""
+LONG_PITCH_BYTES = 64 << 10
+"""Mean distance from which on runs of any size are read one by one."""
 SMALL_BYTES = 32 << 10
 """Copy smaller pieces through scratch memory: a copy costs less than a buffer of its own."""
 LONG_GOAL_BYTES = 256 << 10
 """Read longer runs of a scattered region straight into targets. Shorter ones, copied together out
 of scratch memory, take less time: threads hash pieces of blocks by turns.
 """
+MIN_RUN_BYTES = 64
+"""Copy shorter runs as elements: byte by byte takes longer."""
 NOT_PLAIN = -1
 """The `lead` of parts that are not copied as bytes."""
 
@@ -147,7 +160,8 @@ def _is_sparse(shape: tuple[int, ...], region: Region, item: int) -> bool:
     if num_runs <= 1 or not 0 < run < REACH_BYTES:
         return False
     first_to_last = covering_elements(shape, region) * item - run
-    return first_to_last >= (num_runs - 1) * PITCH_BYTES
+    pitch = LONG_PITCH_BYTES if run < SHORT_RUN_BYTES else PITCH_BYTES
+    return first_to_last >= (num_runs - 1) * pitch
 
 
 def _byte_range(shape: tuple[int, ...], region: Region, item: int) -> tuple[int, int]:
@@ -278,26 +292,74 @@ def _long_runs(table: PartTable, span: Span, place: int) -> list[_Goal]:
     values are converted.
     """
     part = table.parts[span.chunk]
+    if part.target.nbytes < LONG_GOAL_BYTES:
+        return []
+    runs = _runs_of(table, part)
+    if runs is None or runs.num_bytes < LONG_GOAL_BYTES:
+        return []
+    begins = runs.begins + (place - part.start - span.start)
+    places = begins.clip(place, place + span.num_bytes)
+    sizes = (begins + runs.num_bytes).clip(place, place + span.num_bytes) - places
+    rows = np.stack([runs.addresses + places - begins, places, sizes], axis=1)[sizes > 0]
+    return [_Goal(*row) for row in rows.tolist()]
+
+
+class Runs(NamedTuple):
+    """Contiguous runs of a scattered part, in the file and in memory.
+
+    They begin at the bytes `begins` of the chunk, and at `addresses`. Each has `num_bytes`.
+    """
+
+    begins: IntArray
+    addresses: IntArray
+    num_bytes: int
+
+    def copy_from(self, content: Bytes, start: int) -> None:
+        """Copy from the bytes of the chunk behind `start`; runs are even."""
+        begins, addresses, size = self
+        stop = start + len(content)
+        edges = (start - size + 1, start, stop - size + 1, stop)
+        first, low, high, end = begins.searchsorted(edges).tolist()
+        high = max(low, high)
+        source = content.ctypes.data - start
+        # The content has these only in part.
+        for number in (*range(first, low), *range(high, end)):
+            begin = int(begins[number])
+            skipped = max(start - begin, 0)
+            address = int(addresses[number]) + skipped
+            copy_bytes(address, source + begin + skipped, min(size, stop - begin) - skipped)
+        if low < high:
+            begin = source + int(begins[low])
+            whole = blocks_at(begin, high - low, size, int(begins[1] - begins[0]))
+            pitch = int(addresses[1] - addresses[0])
+            np.copyto(blocks_at(int(addresses[low]), high - low, size, pitch), whole)
+
+
+def _runs_of(table: PartTable, part: ReadPart) -> Runs | None:
+    """Return the runs of a scattered part, None if values are converted."""
     target = part.target
     dtype = table.stored.dtype_of(part.chunk)
-    is_long = target.nbytes >= LONG_GOAL_BYTES and target.dtype == dtype
-    if not is_long or table.copier.is_away(target):
-        return []
+    if target.dtype != dtype or table.copier.is_away(target):
+        return None
     shape = table.stored.manifest.chunk_region(part.chunk).shape
-    # Runs are contiguous both in the file and in memory.
     outer = num_outer_axes(shape, part.region)
     while not is_plain_memory(target[(0,) * outer]) and outer < target.dim():
         outer += 1
     num_bytes = math.prod(target.shape[outer:]) * dtype.itemsize
-    if num_bytes < LONG_GOAL_BYTES:
-        return []
-    unit_offset = place - part.start - span.start
-    begins = run_starts(shape, part.region, outer) * dtype.itemsize + unit_offset
-    places = begins.clip(place, place + span.num_bytes)
-    sizes = (begins + num_bytes).clip(place, place + span.num_bytes) - places
-    addresses = _run_addresses(target, outer) + places - begins
-    rows = np.stack([addresses, places, sizes], axis=1)[sizes > 0]
-    return [_Goal(*row) for row in rows.tolist()]
+    begins = run_starts(shape, part.region, outer) * dtype.itemsize
+    return Runs(begins, _run_addresses(target, outer), num_bytes)
+
+
+def even_runs(table: PartTable, unit: list[Span]) -> Runs | None:
+    """Return the runs of a unit, if short and at equal distances."""
+    part = table.parts[unit[0].chunk]
+    if len(unit) > 1 or part.lead != NOT_PLAIN:
+        return None
+    runs = _runs_of(table, part)
+    if runs is None or len(runs.begins) < 2:
+        return None
+    is_even = all((np.diff(places, 2) == 0).all() for places in runs[:2])
+    return runs if is_even and MIN_RUN_BYTES <= runs.num_bytes < LONG_GOAL_BYTES else None
 
 
 def _run_addresses(target: torch.Tensor, num_outer: int) -> IntArray:

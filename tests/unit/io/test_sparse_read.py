@@ -152,6 +152,58 @@ def test_blocks_of_a_checkpoint_are_read_whole_where_they_are_verified(tmp_path)
     assert 0 <= load(verify=False) < HEADER_BYTES
 
 
+# ---- short runs, which go through scratch memory
+
+WINDOWS = {
+    "columns": numbered(2600, 700, dtype=torch.int16),
+    "experts": numbered(3, 800, 600, dtype=torch.int16),
+    "wide": numbered(90, 20_000, dtype=torch.int16),
+}
+"""Tensors of several MB: more than is read at once, and none has rows of a power of two."""
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory):
+    own = tmp_path_factory.mktemp("own") / "c"
+    shards = {k: ShardedTensor.from_rank_offsets(k, v) for k, v in WINDOWS.items()}
+    distckpt.save(shards, own)
+    plain = tmp_path_factory.mktemp("plain")
+    write_plain(plain / "model.safetensors", WINDOWS)
+    return [(own, True), (own, False), (plain, True)]
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_short_runs_of_any_region(windows, data):
+    key = data.draw(st.sampled_from(sorted(WINDOWS)), "key")
+    values = WINDOWS[key].numpy()
+    width = values.shape[-1]
+    first = data.draw(st.integers(0, width - 1), "first column")
+    num_columns = data.draw(st.integers(1, min(width - first, 2000)), "columns")
+    rows = sorted(data.draw(st.tuples(st.integers(0, 40), st.integers(60, values.shape[-2]))))
+    spans = [(0, n) for n in values.shape[:-2]] + [tuple(rows), (first, first + num_columns)]
+    expected = values[tuple(slice(*span) for span in spans)]
+    for path, verify in windows:
+        target = strided(data.draw, expected.shape, torch.int16)
+        distckpt.load({"w": asked_for(key, WINDOWS[key], spans, target)}, path, verify=verify)
+        assert np.array_equal(target.numpy(), expected)
+        if target._base is not None and target._base.shape != target.shape[::-1]:
+            target.fill_(-1)
+            assert (target._base == -1).all(), "nothing is written beside the target"
+
+
+def test_a_file_is_cut_off_while_short_runs_are_read(tmp_path):
+    values = numbered(20_000, 700, dtype=torch.int16)
+    write_plain(tmp_path / "model.safetensors", {"w": values})
+    part = ShardedTensor.from_rank_offsets("w", torch.zeros(20_000, 350).short(), (1, 1, 2))
+
+    def cut(num_bytes, total):
+        os.truncate(tmp_path / "model.safetensors", 10_000)
+
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
+        distckpt.load({"w": part}, tmp_path, progress=cut)
+
+
 # ---- files that fail
 
 
