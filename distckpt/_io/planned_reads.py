@@ -18,7 +18,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
 from distckpt._geometry.units import Span
 from distckpt._io.read import PIECE_BYTES, Reading, are_near, in_file_order, runs_of
-from distckpt._io.read_parts import NOT_PLAIN, PartTable, ReadPart, parts_of
+from distckpt._io.read_parts import NOT_PLAIN, PartTable, ReadPart, even_runs, parts_of
 from distckpt._plan.decoded import plan_decoding
 from distckpt._plan.load import Copy
 from distckpt._storage.open_files import OpenFiles
