@@ -433,8 +433,8 @@ def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
     """
     pointers = []
     for shard in shards:
-        has_memory = isinstance(shard, ShardedTensor) and shard.data is not None
-        pointers.append(shard.data.data_ptr() if has_memory else 0)
+        data = shard.data if isinstance(shard, ShardedTensor) else None
+        pointers.append(0 if data is None else data.data_ptr())
     addresses = list(filter(None, pointers))
     if len(set(addresses)) == len(addresses):
         return {}
