@@ -294,8 +294,8 @@ def _long_runs(table: PartTable, span: Span, place: int) -> list[_Goal]:
     part = table.parts[span.chunk]
     if part.target.nbytes < LONG_GOAL_BYTES:
         return []
-    runs = _runs_of(table, part)
-    if runs is None or runs.num_bytes < LONG_GOAL_BYTES:
+    runs = _runs_of(table, part, LONG_GOAL_BYTES)
+    if runs is None:
         return []
     begins = runs.begins + (place - part.start - span.start)
     places = begins.clip(place, place + span.num_bytes)
@@ -335,8 +335,11 @@ class Runs(NamedTuple):
             np.copyto(blocks_at(int(addresses[low]), high - low, size, pitch), whole)
 
 
-def _runs_of(table: PartTable, part: ReadPart) -> Runs | None:
-    """Return the runs of a scattered part, None if values are converted."""
+def _runs_of(table: PartTable, part: ReadPart, min_bytes: int) -> Runs | None:
+    """Return the runs of a scattered part.
+
+    None if they have fewer bytes, or values are converted.
+    """
     target = part.target
     dtype = table.stored.dtype_of(part.chunk)
     if target.dtype != dtype or table.copier.is_away(target):
@@ -346,6 +349,8 @@ def _runs_of(table: PartTable, part: ReadPart) -> Runs | None:
     while not is_plain_memory(target[(0,) * outer]) and outer < target.dim():
         outer += 1
     num_bytes = math.prod(target.shape[outer:]) * dtype.itemsize
+    if num_bytes < min_bytes:
+        return None
     begins = run_starts(shape, part.region, outer) * dtype.itemsize
     return Runs(begins, _run_addresses(target, outer), num_bytes)
 
@@ -355,11 +360,11 @@ def even_runs(table: PartTable, unit: list[Span]) -> Runs | None:
     part = table.parts[unit[0].chunk]
     if len(unit) > 1 or part.lead != NOT_PLAIN:
         return None
-    runs = _runs_of(table, part)
-    if runs is None or len(runs.begins) < 2:
+    runs = _runs_of(table, part, MIN_RUN_BYTES)
+    if runs is None or len(runs.begins) < 2 or runs.num_bytes >= LONG_GOAL_BYTES:
         return None
     is_even = all((np.diff(places, 2) == 0).all() for places in runs[:2])
-    return runs if is_even and MIN_RUN_BYTES <= runs.num_bytes < LONG_GOAL_BYTES else None
+    return runs if is_even else None
 
 
 def _run_addresses(target: torch.Tensor, num_outer: int) -> IntArray:

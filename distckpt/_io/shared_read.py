@@ -52,7 +52,11 @@ MIN_SHARED_BYTES = 64 << 20
 ranks.
 """
 SAMPLE_BYTES = 8 << 20
-"""Size of the samples that each rank reads and sends in mode "auto"."""
+"""Size of the sample that each rank sends in mode "auto", and the largest one that it reads."""
+MIN_SAMPLE_BYTES = 1 << 20
+"""Size of the smallest sample that tells how fast a rank reads."""
+MAX_SAMPLES_SHARE = 64
+"""Share of a request, 1 / 64, that the samples of all ranks read: others may read it once more."""
 HELD_SHARE = 8
 """Share of the in-flight memory, 1 / 8, for other ranks' values. These are the values that do not
 lie in a target. Two waves are under way at a time.
@@ -267,7 +271,9 @@ def _read_sample(
     """
     ranks = sharing.ranks
     units = np.roll(np.arange(len(num_bytes)), -(len(num_bytes) * ranks.rank // ranks.size))
-    is_sample = np.cumsum(num_bytes[units]) - num_bytes[units] < SAMPLE_BYTES
+    limit = min(SAMPLE_BYTES, sharing.most_bytes // (MAX_SAMPLES_SHARE * ranks.size))
+    limit = max(MIN_SAMPLE_BYTES, limit)
+    is_sample = np.cumsum(num_bytes[units]) - num_bytes[units] <= limit
     sample_bytes = int(num_bytes[units[is_sample]].sum())
     started = time.perf_counter()
     read(pieces.join(units[is_sample]), targets, sharing.options.max_inflight_bytes)
