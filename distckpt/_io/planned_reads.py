@@ -27,6 +27,14 @@ _FILE_BYTES = 1 << 44
 """Distance of the first bytes of two files from each other: more than a file has."""
 
 
+class _MetaCopier(Copier):
+    """A copier to tensors on the meta device, which stand for those in host memory."""
+
+    def is_plain(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor is row-major."""
+        return tensor.is_contiguous()
+
+
 class ReadFigures(NamedTuple):
     """The requests of reads, without data.
 
@@ -74,7 +82,7 @@ def planned_reads(
 ) -> ReadFigures:
     """Return the requests of `read_copies`; targets may be on the meta device."""
     plain = [copy for copy in copies if copy.chunk not in stored.quantized]
-    parts = parts_of(stored, plain, targets, Copier(()))
+    parts = parts_of(stored, plain, targets, _MetaCopier(()))
     for chunk in chunks:
         size = int(stored.manifest.num_bytes[chunk])
         parts.append(ReadPart(chunk, 0, size, None, NOT_PLAIN))
@@ -91,7 +99,7 @@ def _parts_of_codes(stored: StoredCheckpoint, copies: Sequence[Copy]) -> Iterato
         for role, region in piece.parts.items():
             dtype = FROM_NAME[piece.quantized.parts[role].dtype]
             targets.append(torch.empty(region.shape, dtype=dtype, device="meta"))
-        yield parts_of(stored, piece.copies, targets, Copier(()))
+        yield parts_of(stored, piece.copies, targets, _MetaCopier(()))
 
 
 def _table_of(stored: StoredCheckpoint, groups: Sequence[Sequence[ReadPart]]) -> PartTable:
@@ -101,7 +109,7 @@ def _table_of(stored: StoredCheckpoint, groups: Sequence[Sequence[ReadPart]]) ->
     """
     # Parts have the blocks of checksums already.
     plain = replace(stored, verify=False)
-    table = in_file_order(plain, Copier(()), list(itertools.chain(*groups)))
+    table = in_file_order(plain, _MetaCopier(()), list(itertools.chain(*groups)))
     group_of = {id(part): number for number, group in enumerate(groups) for part in group}
     of_parts = np.array([group_of[id(part)] for part in table.parts], np.int64)
     order = np.argsort(of_parts, kind="stable")

@@ -20,7 +20,6 @@ from distckpt._base.memory import (
     Copier,
     blocks_at,
     bounce_buffer,
-    is_plain_memory,
     memory_at,
 )
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -346,7 +345,7 @@ def _runs_of(table: PartTable, part: ReadPart, min_bytes: int) -> Runs | None:
         return None
     shape = table.stored.manifest.chunk_region(part.chunk).shape
     outer = num_outer_axes(shape, part.region)
-    while not is_plain_memory(target[(0,) * outer]) and outer < target.dim():
+    while not table.copier.is_plain(target[(0,) * outer]) and outer < target.dim():
         outer += 1
     num_bytes = math.prod(target.shape[outer:]) * dtype.itemsize
     if num_bytes < min_bytes:
