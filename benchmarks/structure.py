@@ -86,14 +86,14 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 411_400,
-    "classes": 468,
-    "functions": 4_250,
+    "tokens": 416_300,
+    "classes": 470,
+    "functions": 4_285,
     "kernel: modules": 121,
-    "kernel: lines": 34_420,
-    "kernel: tokens": 186_800,
+    "kernel: lines": 34_690,
+    "kernel: tokens": 188_800,
     "kernel, on demand: modules": 149,
-    "kernel, on demand: lines": 41_780,
+    "kernel, on demand: lines": 42_180,
     "modules imported by save": 81,
     "save of a plain tensor: files": 44,
     "save of a plain tensor: changes of file": 229,

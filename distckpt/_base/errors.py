@@ -119,7 +119,7 @@ class RankFailedError(CheckpointingException):
 
 
 def add_to_message(error: Exception, text: str) -> None:
-    """Add a text to the message of an error of ours or of the system."""
+    """Add a text to the message of an error."""
     if isinstance(error, OSError) and error.errno is not None:
         error.strerror = f"{error.strerror} ({text})"
     else:

@@ -195,7 +195,7 @@ def _group_by_key(pieces: Iterable[StoredPiece]) -> dict[str, list[StoredPiece]]
 
 
 def _global_shapes(location: str, groups: Sequence[Sequence[StoredPiece]]) -> list[tuple[int, ...]]:
-    """Check that the pieces of each tensor agree, and return the global shapes."""
+    """Return the global shapes of tensors, whose pieces must agree."""
     shapes = []
     for pieces in groups:
         shape = pieces[0].global_shape

@@ -28,7 +28,7 @@ _FILE_BYTES = 1 << 44
 
 
 class _MetaCopier(Copier):
-    """A copier to tensors on the meta device, which stand for those in host memory."""
+    """A copier for which meta tensors stand for those in host memory."""
 
     def is_plain(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is row-major."""

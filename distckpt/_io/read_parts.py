@@ -51,7 +51,7 @@ between them.
 SHORT_RUN_BYTES = 4 << 10
 """Read shorter runs with the gaps, up to `LONG_PITCH_BYTES`: most pages have bytes of some run."""
 LONG_PITCH_BYTES = 64 << 10
-"""Mean distance from which on runs of any size are read one by one."""
+"""Mean distance from which on runs of any size are alone."""
 SMALL_BYTES = 32 << 10
 """Copy smaller pieces through scratch memory: a copy costs less than a buffer of its own."""
 LONG_GOAL_BYTES = 256 << 10

@@ -52,11 +52,11 @@ MIN_SHARED_BYTES = 64 << 20
 ranks.
 """
 SAMPLE_BYTES = 8 << 20
-"""Size of the sample that each rank sends in mode "auto", and the largest one that it reads."""
+"""Size of the sample that each rank sends; it reads as much at most."""
 MIN_SAMPLE_BYTES = 1 << 20
 """Size of the smallest sample that tells how fast a rank reads."""
 MAX_SAMPLES_SHARE = 64
-"""Share of a request, 1 / 64, that the samples of all ranks read: others may read it once more."""
+"""Share of a request, 1 / 64, for samples. Other ranks may read their bytes again."""
 HELD_SHARE = 8
 """Share of the in-flight memory, 1 / 8, for other ranks' values. These are the values that do not
 lie in a target. Two waves are under way at a time.

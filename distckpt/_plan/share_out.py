@@ -24,8 +24,9 @@ from distckpt._plan.share import ReadCosts, SharePlan, UnitMessage, item_bytes_o
 WAVE_BYTES = 64 << 20
 """Most bytes that each rank reads in a wave."""
 MIN_WAVES = 16
-"""Waves of a load, unless they would have less than a 16th of `WAVE_BYTES`. The first one is read
-before anything is sent, and the last one sent when nothing is left to read.
+"""Number of waves, unless they would have less than a 16th of `WAVE_BYTES`.
+
+The first one is read before anything is sent, and the last one sent when nothing is left to read.
 """
 MIN_SAVED = 1 / 8
 """Smallest saving, relative to the shared read, for which units are shared."""

@@ -66,7 +66,7 @@ def transformers_rules(
 
 
 def _head_rules(prefix: str, keys: Collection[str], shapes: Shapes) -> list[Rule]:
-    """Return the rule for a model that lacks the head, or adds one."""
+    """Return the rule for a model without the head, or with one."""
     if not prefix or any(key in shapes for key in keys):
         return []
     if any(f"{prefix}.{key}" in shapes for key in keys):
