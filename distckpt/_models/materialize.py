@@ -39,12 +39,19 @@ def materialize_module(module: torch.nn.Module, device: Any) -> list[Made]:
 
     Raises:
         CheckpointingException: neither computes some of them.
+        ValueError: the device is the meta device.
     """
     tied_places = _places_on_meta(module)
     if not tied_places:
         return []
-    # Before the parameters have memory: initializing these would take longer than loading them.
-    _compute_unsaved(module, tied_places, device)
+    if torch.device(device).type == "meta":
+        raise ValueError(
+            "materialize='meta' gives no memory: give a device that has some, as 'cpu'"
+        )
+    # Before the parameters have memory: initializing these would take longer than loading them. On
+    # this device, even where the caller's default is the meta device.
+    with torch.device(device):
+        _compute_unsaved(module, tied_places, device)
     made = []
     for owner, name in itertools.chain.from_iterable(tied_places):
         tensor = getattr(owner, name)

@@ -36,6 +36,7 @@ class Coverage(NamedTuple):
 def coverage_of(
     description: Description,
     requested: Collection[str],
+    codes: Collection[str],
     entries: Mapping[str, StoredEntry],
     wanted: Collection[str],
     names: Collection[str],
@@ -43,15 +44,16 @@ def coverage_of(
 ) -> Coverage:
     """Find the keys that a rank leaves out of its objects.
 
-    `wanted` are keys that are not left out on purpose; `optimizer_keys` returns those of
-    optimizers, where that is of interest.
+    `codes` are the requested keys whose tensors have 8 bits: as codes of a quantized tensor, they
+    do not take its scales. `wanted` are keys that are not left out on purpose; `optimizer_keys`
+    returns those of optimizers, where that is of interest.
 
     Keys begin with the path of the object. The module at `model` has no path in its keys. It is
     taken to have the keys whose first name is among `names`, which it was saved with, and keys that
     begin like a requested one, as `layers.9.weight` begins like `layers.0.weight`.
     """
     taken = set(requested)
-    for key in entries.keys() & taken:
+    for key in entries.keys() & (taken - set(codes)):
         taken.update(entries[key].parts)
     left = _without_taken(wanted, taken, entries)
     of_optimizers = _below(_prefixes(description, Kind.OPTIMIZER), left)
@@ -157,14 +159,18 @@ def _left_out_of_modules(
     or_quantized = ""
     if scales:
         or_quantized = f", or a quantized one in a form that distckpt does not decode ({scales!r})"
-    besides = ""
+    besides = other_names = ""
     if absent:
         besides = f", and does not hold {summarize_keys(absent)}, which they have"
+        other_names = (
+            " Names of another program need rules=, or family='auto' for those of Megatron Core and "
+            "transformers."
+        )
     return LoadMismatchError(
         f"The checkpoint {location!r} holds {summarize_keys(left_out)}, which the objects of the "
         f"state dict do not have{besides}: was a larger model saved{or_quantized}? Create the "
         "objects that were saved; to leave the rest out, pass strict='report' ('raise_unexpected' "
-        "in distckpt.megatron).",
+        f"in distckpt.megatron).{other_names}",
         left_out,
         absent,
     )

@@ -410,18 +410,23 @@ def _coverage(targets: Targets, requested: Collection[str]) -> Coverage:
         names=names_of_module(source.marker),
         optimizer_keys=source.optimizer_keys,
     )
+    codes = _shapes_of(filter(_may_be_codes, targets.split.shards))
     if not rules or not compared:
-        return find(requested)
+        return find(requested, codes)
     config_shapes: dict[str, tuple[int, ...]] = {}
     for rule in rules:
         if isinstance(rule, Assemble):
             config_shapes.update(rule.sources)
     taken = stored_names(rules, targets.shapes)
-    coverage = find(taken)
+    coverage = find(taken, stored_names(rules, codes))
     known = stored_names(rules, config_shapes) & coverage.of_modules
     return coverage._replace(
         of_modules=known, unclaimed=coverage.unclaimed | (coverage.of_modules - known)
     )
+
+
+def _may_be_codes(shard: Shard) -> bool:
+    return isinstance(shard, ShardedTensor) and shard.dtype.itemsize == 1
 
 
 def absent_ties(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import distckpt
-from distckpt import CheckpointingException, LoadMismatchError
+from distckpt import CheckpointingException, InvalidShardingError, LoadMismatchError
 
 
 class Buffers(torch.nn.Embedding):
@@ -77,6 +77,35 @@ def test_the_nearest_module_around_a_buffer_computes_it(tmp_path):
             torch.testing.assert_close(
                 layer[0].get_buffer(name), value, rtol=0, atol=0, equal_nan=True
             )
+
+
+def test_buffers_are_computed_where_the_default_device_is_meta(tmp_path):
+    saved = Computing()
+    distckpt.save({"model": saved}, tmp_path / "saved")
+    with torch.device("meta"):
+        loaded = Computing()
+        distckpt.load({"model": loaded}, tmp_path / "saved", materialize="cpu")
+    for layer in loaded.layers:
+        assert torch.equal(layer[0].positions, Buffers.values()["positions"])
+
+
+@pytest.mark.parametrize("device", ["meta", torch.device("meta")])
+def test_the_meta_device_has_no_memory(device, tmp_path):
+    distckpt.save({"model": Computing()}, tmp_path / "saved")
+    loaded = on_meta(Computing)
+    with pytest.raises(ValueError, match="materialize='meta' gives no memory"):
+        distckpt.load({"model": loaded}, tmp_path / "saved", materialize=device)
+    assert all(buffer.is_meta for buffer in loaded.buffers())
+
+
+def test_an_optimizer_that_was_made_before_the_load_is_refused(tmp_path):
+    distckpt.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "saved")
+    with torch.device("meta"):
+        loaded = torch.nn.Linear(2, 2)
+    state = {"model": loaded, "optimizer": torch.optim.AdamW(loaded.parameters())}
+    with pytest.raises(InvalidShardingError, match="before a load with materialize=.*afterwards"):
+        distckpt.load(state, tmp_path / "saved", materialize="cpu")
+    assert loaded.weight.is_meta
 
 
 @pytest.mark.parametrize("kind", [Plain, Failing, Buffers])

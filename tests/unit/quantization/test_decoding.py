@@ -17,7 +17,7 @@ import torch
 import distckpt
 from distckpt import CorruptCheckpointError, LoadMismatchError, ShardedTensor
 from distckpt._format.lazy_columns import LazyColumn
-from distckpt.rules import Split, Transpose
+from distckpt.rules import Rename, Split, Transpose
 from tests.support.hf_folders import INDEX, same_bytes, write_indexed
 from tests.support.manifests import set_limits
 from tests.support.quantized_models import (
@@ -199,6 +199,32 @@ def test_strict_loads_miss_neither_scales_nor_codes(model, folder):
     assert missing
     assert all(name.startswith(key.removesuffix("weight")) for name in missing)
     assert unexpected == {"x"}
+
+
+class Codes(torch.nn.Module):
+    """A layer with the codes of FP8 blocks, and no scales."""
+
+    def __init__(self, shape):
+        super().__init__()
+        weight = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def test_codes_whose_scales_a_module_lacks_are_refused_or_named(tmp_path, caplog):
+    folder = tmp_path / "model"
+    weight = torch.randn(128, 256)
+    distckpt.save({"model": {"up.weight": request("up.weight", weight.shape)}}, tmp_path / "saved")
+    distckpt.consolidate(tmp_path / "saved", folder, quantize="fp8-block")
+    model = torch.nn.ModuleDict({"up": Codes(weight.shape)})
+    with pytest.raises(
+        LoadMismatchError, match=r"'up\.weight_scale_inv', which the objects of the"
+    ):
+        distckpt.load({"model": model}, folder)
+    distckpt.load({"model": model}, folder, rules=[Rename("up.weight", "up.weight")])
+    assert "holds 'up.weight_scale_inv', which no module of the state dict has" in caplog.text
+    model.up.weight_scale_inv = torch.nn.Parameter(torch.zeros(1, 2))
+    distckpt.load({"model": model}, folder)
+    assert (model.up.weight_scale_inv > 0).all()
 
 
 def test_a_store_is_read_by_slices(model, memory):
