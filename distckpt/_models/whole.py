@@ -163,8 +163,8 @@ def _left_out_of_modules(
     if absent:
         besides = f", and does not hold {summarize_keys(absent)}, which they have"
         other_names = (
-            " Names of another program need rules=, or family='auto' for those of Megatron Core and "
-            "transformers."
+            " Names of another program need rules=, or family='auto' for those of Megatron Core "
+            "and transformers."
         )
     return LoadMismatchError(
         f"The checkpoint {location!r} holds {summarize_keys(left_out)}, which the objects of the "

@@ -104,7 +104,7 @@ class LoadRequest:
             "validate_access_integrity": options.validate_access_integrity,
             # Ranks exchange more where there are some. Their type is checked afterwards.
             "number of rules": length_hint(self.rules),
-            "has a family": self.family is not None,
+            "use of family=": self.family is not None,
         }
 
 

@@ -387,10 +387,10 @@ def shards_of_parameters(optimizer: Any, model: Iterable[Any]) -> dict[int, Tens
             raise InvalidShardingError(
                 f"parameter {position} of the optimizer, of shape {tuple(param.shape)}, has no "
                 "shard in the state dict of the model: put the module that has it there. "
-                "An optimizer that was made before fully_shard, before a load with materialize=, or "
-                "for another model, has other parameters: make it afterwards. One that was made after a forward has the "
-                "gathered parameters of FSDP2, and trains these in vain: call model.reshard() "
-                f"before making it.{KEEP_VARS_HINT}"
+                "An optimizer that was made before fully_shard, before a load with materialize=, "
+                "or for another model, has other parameters: make it afterwards. One that was made "
+                "after a forward has the gathered parameters of FSDP2, and trains these in vain: "
+                f"call model.reshard() before making it.{KEEP_VARS_HINT}"
             )
     return shards
 

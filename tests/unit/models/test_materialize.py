@@ -103,7 +103,7 @@ def test_an_optimizer_that_was_made_before_the_load_is_refused(tmp_path):
     with torch.device("meta"):
         loaded = torch.nn.Linear(2, 2)
     state = {"model": loaded, "optimizer": torch.optim.AdamW(loaded.parameters())}
-    with pytest.raises(InvalidShardingError, match="before a load with materialize=.*afterwards"):
+    with pytest.raises(InvalidShardingError, match=r"before a load with materialize=.*afterwards"):
         distckpt.load(state, tmp_path / "saved", materialize="cpu")
     assert loaded.weight.is_meta
 
