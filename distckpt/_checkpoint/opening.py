@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -31,6 +32,8 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 from distckpt._storage.file_state import FileState
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "safetensors"
 VERSION = 1
@@ -214,10 +217,12 @@ def check_is_unchanged(stored: StoredCheckpoint) -> None:
     check_files(stored)
 
 
-def check_is_same(rank: int, location: str, manifest_checksum: str | None) -> None:
+def check_is_same(rank: int, location: str, manifest_checksum: str | None, of_first: str) -> None:
     """Check that a rank sees the checkpoint that rank 0 has opened.
 
-    A format without a manifest checksum (None) only has to exist.
+    A format without a manifest checksum (None) only has to exist. A warning names a directory that
+    is another one than that of rank 0 (`of_first`), where both are in sight: it may be a copy, but
+    nothing tells.
 
     Only on local paths: nodes may have disks of their own, an object store is the same one for all.
     """
@@ -225,12 +230,27 @@ def check_is_same(rank: int, location: str, manifest_checksum: str | None) -> No
         return
     state = _difference(location, manifest_checksum)
     if state is None:
+        if manifest_checksum is None and not _is_same_place(location, of_first):
+            logger.warning(
+                "rank %d reads %r, and rank 0 reads %r: unless one is a copy of the other, tensors "
+                "of two models are mixed; give all ranks the same location",
+                rank,
+                location,
+                of_first,
+            )
         return
     raise CheckpointingException(
         f"{location!r} on rank {rank} (host {os.uname().nodename!r}) {state}. Give all ranks the "
         "same location, on storage that all nodes share, or copy the checkpoint to every node, "
         "all its files included."
     )
+
+
+def _is_same_place(location: str, other: str) -> bool:
+    """Return whether two paths are the same, as far as can be seen from here."""
+    if location == other or not locations.is_local(other) or not os.path.exists(other):
+        return True
+    return os.path.samefile(location, other)
 
 
 def _difference(location: str, manifest_checksum: str | None) -> str | None:
@@ -286,16 +306,16 @@ def find_checkpoint(
             data = _describe(location, fields, states).to_bytes()
         elif is_built_in(fields):
             data = manifest_bytes(location, fields)
-        return json.dumps(fields).encode() + b"\n" + data
+        return json.dumps([location, fields]).encode() + b"\n" + data
 
     text, _, data = ranks.decide("find the checkpoint", read).partition(b"\n")
     with ranks.phase("open the checkpoint"):
-        fields = json.loads(text)
+        of_first, fields = json.loads(text)
         manifest = fields.get("manifest", {})
         manifest_checksum = manifest.get("checksum") if isinstance(manifest, dict) else None
         # A strategy of the user may place its files anywhere.
         if ranks.size > 1 and (manifest_checksum is not None or is_built_in(fields)):
-            check_is_same(ranks.rank, location, manifest_checksum)
+            check_is_same(ranks.rank, location, manifest_checksum, of_first)
         if not is_built_in(fields):
             return StoredCheckpoint(location, NO_CONTENT, marker=fields)
         return StoredCheckpoint(

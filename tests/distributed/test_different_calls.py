@@ -6,10 +6,12 @@ import re
 from functools import partial
 
 import torch
+from safetensors.torch import save_file
 
 from distckpt import (
     CheckpointManager,
     PreemptionGuard,
+    ShardedTensor,
     async_save,
     consolidate,
     dcp,
@@ -20,7 +22,7 @@ from distckpt import (
     save,
 )
 from distckpt.rules import Rename
-from tests.support.harness import error_of, sum_over_ranks
+from tests.support.harness import error_of, run, sum_over_ranks
 from tests.support.states import state_of, value_of
 
 
@@ -140,3 +142,20 @@ def test_all_ranks_raise_at_once_and_may_go_on(run, tmp_path):
                 name,
                 message,
             )
+
+
+def load_a_folder_each(rank, paths):
+    tensor = torch.zeros(4)
+    load({"w": ShardedTensor.from_rank_offsets("w", tensor, replica_id=rank)}, paths[rank])
+
+
+def test_a_directory_beside_the_one_of_rank_0_is_named(tmp_path, caplog):
+    first, other, link = (tmp_path / name for name in ("first", "other", "link"))
+    for number, folder in enumerate((first, other)):
+        folder.mkdir()
+        save_file({"w": torch.full((4,), float(number))}, folder / "model.safetensors")
+    link.symlink_to(first)
+    run(load_a_folder_each, 2, (str(first), str(link)))
+    assert "mixed" not in caplog.text
+    run(load_a_folder_each, 2, (str(first), str(other)))
+    assert f"rank 1 reads {str(other)!r}, and rank 0 reads {str(first)!r}" in caplog.text
