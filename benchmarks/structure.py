@@ -86,14 +86,14 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 416_300,
+    "tokens": 416_450,
     "classes": 470,
-    "functions": 4_285,
+    "functions": 4_287,
     "kernel: modules": 121,
-    "kernel: lines": 34_690,
-    "kernel: tokens": 188_800,
+    "kernel: lines": 34_716,
+    "kernel: tokens": 188_950,
     "kernel, on demand: modules": 149,
-    "kernel, on demand: lines": 42_180,
+    "kernel, on demand: lines": 42_209,
     "modules imported by save": 81,
     "save of a plain tensor: files": 44,
     "save of a plain tensor: changes of file": 229,
@@ -102,7 +102,7 @@ BUDGETS = {
     "load of a plain tensor: files": 58,
     "load of a plain tensor: changes of file": 342,
     "load of a ShardedTensor: files": 59,
-    "load of a ShardedTensor: changes of file": 362,
+    "load of a ShardedTensor: changes of file": 363,
     "load: frames to where it waits or reads": 13,
     "classes named ...Plan...": 14,
     'free "what" per 1,000 words': 0.1,

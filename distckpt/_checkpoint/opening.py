@@ -247,7 +247,7 @@ def check_is_same(rank: int, location: str, manifest_checksum: str | None, of_fi
 
 
 def _is_same_place(location: str, other: str) -> bool:
-    """Return whether two paths are the same, as far as can be seen from here."""
+    """Return whether two paths are the same, or cannot be compared."""
     if location == other or not locations.is_local(other) or not os.path.exists(other):
         return True
     return os.path.samefile(location, other)
