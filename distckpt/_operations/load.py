@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -206,6 +206,8 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
             with timer.phase("read") as details:
                 read = read_targets(ranks, targets, differences)
                 details["bytes"] = read.num_bytes
+        # After a change, ranks may see different files for a while: each reads its own.
+        options = replace(options, share_reads="off")
     with filling():
         restored = restore(ranks, state_dict, read, timer)
     report = LoadReport(

@@ -233,22 +233,22 @@ def test_short_reads_and_writes(tmp_path):
 
 
 def test_reads_of_runs_fail_and_are_short(tmp_path):
-    distckpt.save(weight_state(1, (300, 16_000)), tmp_path / "large")
+    distckpt.save(weight_state(1, (300, 32_000)), tmp_path / "large")
     limit = 100
 
     def interfere(call, moment):
-        if call.name == "preadv" and call.length == 4000 and moment == "before":
+        if call.name == "preadv" and call.length == 8000 and moment == "before":
             if limit is None:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return limit
         return None
 
     def load():
-        part = ShardedTensor.from_rank_offsets("w", torch.zeros(300, 1000), (1, 1, 16))
+        part = ShardedTensor.from_rank_offsets("w", torch.zeros(300, 2000), (1, 1, 16))
         return distckpt.load({"w": part}, tmp_path / "large", verify=False)["w"]
 
     with watched(tmp_path, interfere):
-        assert torch.equal(load(), weight_state(1, (300, 16_000))["w"].data[:, 1000:2000])
+        assert torch.equal(load(), weight_state(1, (300, 32_000))["w"].data[:, 2000:4000])
         limit = None
         with pytest.raises(OSError, match=r"Input/output error.*safetensors"):
             load()

@@ -300,7 +300,15 @@ def test_all_scripts_run(tmp_path, run_script):
 
 BENCHMARKS = ROOT / "benchmarks"
 OTHERS = {
-    *("cold_start_throttled", "fingerprints", "moving", "parts", "second_load", "store_limits"),
+    *(
+        "cold_start_throttled",
+        "fingerprints",
+        "local_directory",
+        "moving",
+        "parts",
+        "second_load",
+        "store_limits",
+    ),
     *("store_requests", "throttled_mount"),
 }
 FOR_DEVELOPERS = {"structure", "structure_calls", "ab", "ab_run", *OTHERS}
