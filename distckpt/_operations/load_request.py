@@ -410,7 +410,7 @@ def _coverage(targets: Targets, requested: Collection[str]) -> Coverage:
         names=names_of_module(source.marker),
         optimizer_keys=source.optimizer_keys,
     )
-    codes = _shapes_of(filter(_may_be_codes, targets.split.shards))
+    codes = _shapes_of(filter(may_be_codes, targets.split.shards))
     if not rules or not compared:
         return find(requested, codes)
     config_shapes: dict[str, tuple[int, ...]] = {}
@@ -425,7 +425,8 @@ def _coverage(targets: Targets, requested: Collection[str]) -> Coverage:
     )
 
 
-def _may_be_codes(shard: Shard) -> bool:
+def may_be_codes(shard: Shard) -> bool:
+    """Whether a shard has 8 bits, as codes of a quantized tensor have."""
     return isinstance(shard, ShardedTensor) and shard.dtype.itemsize == 1
 
 

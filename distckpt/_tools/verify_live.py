@@ -27,7 +27,7 @@ from distckpt._io.read import num_threads_at
 from distckpt._io.read_values import read_requests
 from distckpt._models.whole import coverage_of, left_out_of_all
 from distckpt._operations.file_checks import Problem
-from distckpt._operations.load_request import absent_ties
+from distckpt._operations.load_request import absent_ties, may_be_codes
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._operations.save import LocalSave, describe_shards
 from distckpt._operations.shard_source import entries_of
@@ -173,8 +173,9 @@ def _absent_in_memory(
         if entry.dtype is not None:
             tensors.append(key)
     in_memory = {shard.key for shard in described.shards}
+    codes = {shard.key for shard in filter(may_be_codes, described.shards)}
     names = names_of_module(stored.marker)
-    coverage = coverage_of(described.objects, in_memory, entries, tensors, names, set)
+    coverage = coverage_of(described.objects, in_memory, codes, entries, tensors, names, set)
     module_keys, optimizer_keys, _ = left_out_of_all(ranks, coverage, entries)
     text = "no rank has it in memory, as a part of the object that it was saved for"
     return [Problem(stored.location, text, key) for key in (*module_keys, *optimizer_keys)]
