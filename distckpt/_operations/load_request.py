@@ -426,7 +426,7 @@ def _coverage(targets: Targets, requested: Collection[str]) -> Coverage:
 
 
 def may_be_codes(shard: Shard) -> bool:
-    """Whether a shard has 8 bits, as codes of a quantized tensor have."""
+    """Whether a shard has 8 bits, as quantized codes have."""
     return isinstance(shard, ShardedTensor) and shard.dtype.itemsize == 1
 
 
