@@ -248,7 +248,9 @@ def check_is_same(rank: int, location: str, manifest_checksum: str | None, of_fi
 
 def _is_same_place(location: str, other: str) -> bool:
     """Return whether two paths are the same, or cannot be compared."""
-    if location == other or not locations.is_local(other) or not os.path.exists(other):
+    if location == other:
+        return True
+    if not all(locations.is_local(place) and os.path.exists(place) for place in (location, other)):
         return True
     return os.path.samefile(location, other)
 
