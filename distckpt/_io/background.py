@@ -1,6 +1,6 @@
-"""Tasks that run one after the other in this process's background thread.
+"""Tasks that run one after the other in a background thread of this process.
 
-Tasks that are unfinished when the process ends are waited for.
+All saves share one thread. Tasks that are unfinished when the process ends are waited for.
 
 A thread rather than a process: it shares memory, leaves nothing in /dev/shm, and hardly ever holds
 the interpreter's lock while it moves bytes.
@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -102,15 +103,20 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-class _Worker:
-    def __init__(self) -> None:
+class Worker:
+    """A background thread, which starts with its first task."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self.lock = threading.Lock()
         self.pending: list[Task[Any]] = []
         self._queue: queue.SimpleQueue[Task[Any]] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         self.is_closed = False
+        _workers.add(self)
 
     def submit(self, task: Task[Any]) -> None:
+        """Run a task after all earlier tasks."""
         with self.lock:
             earlier = list(self.pending)
             self.pending.append(task)
@@ -133,7 +139,7 @@ class _Worker:
 
     def _start_thread(self) -> bool:
         # As a daemon it does not keep the process from ending.
-        thread = threading.Thread(target=self._work, name="distckpt-background", daemon=True)
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         try:
             thread.start()
         except (RuntimeError, MemoryError) as error:
@@ -151,8 +157,20 @@ class _Worker:
         with self.lock:
             self.pending.remove(task)
 
+    def unfinished(self) -> list[Task[Any]]:
+        """Return the unfinished tasks in order.
 
-_worker = _Worker()
+        The list is empty in the thread itself, which cannot wait for itself.
+        """
+        if threading.current_thread() is self.thread:
+            return []
+        with self.lock:
+            return [task for task in self.pending if not task.done()]
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+"""All workers: the end of the process waits for their tasks."""
+_worker = Worker("distckpt-background")
 
 
 def submit(task: Task[Any]) -> None:
@@ -174,14 +192,8 @@ def run_in_order(
 
 
 def pending_tasks() -> list[Task[Any]]:
-    """Return the unfinished tasks in order.
-
-    The list is empty in the background thread, which cannot wait for itself.
-    """
-    if threading.current_thread() is _worker.thread:
-        return []
-    with _worker.lock:
-        return [task for task in _worker.pending if not task.done()]
+    """Return the unfinished saves in order, none in their own thread."""
+    return _worker.unfinished()
 
 
 def wait_for_location(location: str) -> None:
@@ -215,8 +227,9 @@ _exit_code = _ExitCode()
 def _at_exit() -> None:
     """Wait for unfinished tasks, each up to its `exit_timeout`; abandon the rest."""
     started = time.monotonic()
-    _worker.close()
-    tasks = pending_tasks()
+    for worker in _workers:
+        worker.close()
+    tasks = _all_unfinished()
     try:
         for task in tasks:
             if task.exit_timeout > 0:
@@ -229,7 +242,7 @@ def _at_exit() -> None:
                 [task], max(0.0, started + task.exit_timeout - time.monotonic())
             )
     finally:
-        abandoned = pending_tasks()
+        abandoned = _all_unfinished()
         for task in abandoned:
             # Other tasks are not saves: nothing is lost with them.
             if task.exit_timeout > 0 or task.location is not None:
@@ -244,12 +257,24 @@ def _at_exit() -> None:
                 _exit_code.is_failure = True
 
 
+def _all_unfinished() -> list[Task[Any]]:
+    tasks = _worker.unfinished()
+    for worker in _workers:
+        if worker is not _worker:
+            tasks += worker.unfinished()
+    return tasks
+
+
 def _forget_after_fork() -> None:
     # A forked process does not have its parent's threads, and does not do their work.
     global _worker
-    for task in _worker.pending:
-        task.disown()
-    _worker = _Worker()
+    for worker in list(_workers):
+        for task in worker.pending:
+            task.disown()
+        # Its lock may be taken for ever.
+        worker.is_closed = True
+        worker.pending.clear()
+    _worker = Worker("distckpt-background")
     _exit_code.is_failure = False
 
 

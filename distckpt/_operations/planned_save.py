@@ -156,7 +156,7 @@ def write_and_commit_to(ranks: Ranks, save: PlannedSave, output: Output) -> Save
                 figures, reports = zip(*map(unpack_parts, exchange.payloads), strict=True)
                 _commit(save, output, reports)
                 exchange.answer = json.dumps(timer.united(figures, "write")).encode()
-    return _report(ranks, save, tuple(json.loads(exchange.answer)))
+    return report_save(ranks, save, tuple(json.loads(exchange.answer)))
 
 
 def _write_own(ranks: Ranks, prepared: PreparedSave, output: Output) -> bytes:
@@ -170,16 +170,24 @@ def _write_own(ranks: Ranks, prepared: PreparedSave, output: Output) -> bytes:
 
 
 def _commit(save: PlannedSave, output: Output, reports: Sequence[bytes]) -> None:
-    fields = save.prepared.complete(output.location, reports) or {}
+    fields = complete_marker(save, output.location, reports)
     if save.source is not None:
         _check_source(save)
+    output.commit(fields, save.prepared.written)
+
+
+def complete_marker(save: PlannedSave, directory: str, reports: Sequence[bytes]) -> dict[str, Any]:
+    """Write the manifest into the directory of a save; return the fields of the marker.
+
+    It is for the coordinator. `reports` has the result of `PreparedSave.write_own` on each rank.
+    """
+    fields = save.prepared.complete(directory, reports) or {}
     duration = {}
     # Saves other than steps have no duration, so that equal states have equal bytes.
     if save.request.is_step:
         # A fixed length, so that markers of equal saves have the same size.
         duration["seconds"] = f"{save.timer.seconds:012.3f}"
-    notes = {**duration, **save.request.notes}
-    output.commit({**notes, **fields, **config_fields(save.config)}, save.prepared.written)
+    return {**duration, **save.request.notes, **fields, **config_fields(save.config)}
 
 
 def _check_source(save: PlannedSave) -> None:
@@ -207,7 +215,8 @@ def aim(
     output.aim(location, settings)
 
 
-def _report(ranks: Ranks, save: PlannedSave, figures: Figures) -> SaveReport:
+def report_save(ranks: Ranks, save: PlannedSave, figures: Figures) -> SaveReport:
+    """Return the report of a committed save, and publish it."""
     report = SaveReport(save.location, *figures, save.prepared.plan_reused)
     if ranks.is_coordinator:
         logger.info("%s", report)

@@ -9,15 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
-from distckpt._base.interrupts import paused_garbage_collection
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.interrupts import paused_garbage_collection, run_operation
 from distckpt._base.messages import check_choice
 from distckpt._base.options import LoadOptions, SaveOptions, SaveReport, with_changes
 from distckpt._base.public import SaysOtherNames
 from distckpt._commit import posix
-from distckpt._commit.presence import absence
 from distckpt._io import background
 from distckpt._operations import background_save
 from distckpt._operations.async_save import reserve_for
@@ -35,11 +34,16 @@ from distckpt._ranks.collectives import Ranks, collective
 from distckpt._storage import locations
 from distckpt.manager import _removal as removal
 from distckpt.manager import _steps as steps
+from distckpt.manager._newest import find_newest, load_newest
 from distckpt.manager._removal import Retention, surplus
 from distckpt.manager._seen_steps import SeenSteps
 from distckpt.manager._steps import encode_note, united_note
 from distckpt.mapping._wrappers import ShardedStateDict, StateDict
 from distckpt.rules._rule import Rule
+
+if TYPE_CHECKING:
+    from distckpt.manager._tiers._meeting import StepState
+    from distckpt.manager._tiers._tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +86,20 @@ class CheckpointManager(SaysOtherNames):
             The error is logged, is in `failures`, and only the handle of that save raises it.
             Invalid arguments and shards, and a lost rank, are always raised.
         async_save: save in the background; with False a save is complete when `save` returns.
+        local: a directory of each host, on its own disk or in its memory (`/dev/shm/run`). A step
+            is committed when every rank's bytes are there, and uploaded to the root afterwards,
+            see [Fast tiers](tiers.md). All calls of `steps` and `latest` are collective operations
+            then.
+        peers: with 1, another host keeps a copy of each file, so that the newest step survives the
+            loss of any one host.
+        keep_local: number of newest steps in the local directories; steps that wait for their
+            upload stay, too.
+        upload_every: upload every n-th step; the first and the last one of a job are uploaded, too.
+        hosts: failure domains of hosts by host name; copies go to another domain. By default each
+            host is one of its own.
+        peer_bandwidth: bytes per second that each rank sends to other hosts at most.
+        upload_bandwidth: bytes per second that each rank uploads at most.
+        stall_timeout: seconds without progress after which a warning names an upload.
         process_group: the ranks that save and load together; None for the default group, or for
             this process alone when torch.distributed is not initialized.
         options: options of all saves.
@@ -105,6 +123,14 @@ class CheckpointManager(SaysOtherNames):
         keep_best: int = 1,
         on_failure: Literal["raise", "log"] = "raise",
         async_save: bool = True,
+        local: str | os.PathLike[str] | None = None,
+        peers: int = 0,
+        keep_local: int = 2,
+        upload_every: int = 1,
+        hosts: Mapping[str, str] | None = None,
+        peer_bandwidth: float | None = None,
+        upload_bandwidth: float | None = None,
+        stall_timeout: float = 120.0,
         process_group: Any = None,
         options: SaveOptions | None = None,
         **changes: Any,
@@ -133,13 +159,40 @@ class CheckpointManager(SaysOtherNames):
         # A save in which nothing happens for longer has lost a rank, and fails.
         patience = 2 * self._request.options.timeout
         self._seen = SeenSteps(root, self.root, patience, removes_steps=keep_last is not None)
+        self._tiers: Tiers | None = None
+        tier_settings = {
+            "peers": peers,
+            "keep_local": keep_local,
+            "upload_every": upload_every,
+            "hosts": hosts or {},
+            "peer_bandwidth": peer_bandwidth,
+            "upload_bandwidth": upload_bandwidth,
+            "stall_timeout": stall_timeout,
+        }
+        if local is not None:
+            self._tiers = self._make_tiers(os.fspath(local), tier_settings)
+        elif peers or hosts or upload_every != 1:
+            raise ValueError("peers, hosts and upload_every need the directory of each host: local")
         self._handles: list[SaveHandle] = []
         self._has_planned = False
         self._is_closed = False
 
+    def _make_tiers(self, local: str, settings: Mapping[str, Any]) -> Tiers:
+        # Imported when it is needed: most programs save to one place.
+        from distckpt.manager._tiers._meeting import TierSettings
+        from distckpt.manager._tiers._tiers import Tiers
+
+        self._of_all_ranks |= settings
+        return Tiers(TierSettings(local=local, **settings), self._request, self._after_upload)
+
     def location(self, step: int) -> str:
-        """Return the location of a step, whether it exists or not."""
+        """Return the location of a step in the root, whether it exists or not."""
         return steps.step_location(self.root, step)
+
+    @property
+    def states(self) -> Mapping[int, StepState]:
+        """The tiers that each step of this job has reached, by step; empty without `local`."""
+        return {} if self._tiers is None else self._tiers.states
 
     # --- Save
 
@@ -191,9 +244,13 @@ class CheckpointManager(SaysOtherNames):
             same = {"step": step, "overwrite": overwrite, **self._of_all_ranks}
             with ranks.phase("check the step", same=same):
                 note = encode_note(metrics or {}, pinned)
+            location = self.location(step)
+            if self._tiers is not None:
+                location = self._tiers.location(ranks, step)
+            with ranks.phase("prepare the request"):
                 request = replace(
                     self._request,
-                    path=self.location(step),
+                    path=location,
                     overwrite=overwrite,
                     content_metadata=content_metadata,
                 )
@@ -265,14 +322,19 @@ class CheckpointManager(SaysOtherNames):
 
     def _begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
         """Return the request with all ranks' notes, after checking for the step."""
-        self._seen.warn_about_restart(step)
         note = united_note(notes)
+        if self._tiers is not None:
+            # The root may not answer, and training goes on.
+            self._seen.look_if_it_answers()
+        else:
+            self._seen.warn_about_restart(step)
         name = self._seen.begin_save(step, note.names, self._policy.best_metric)
         fields = {"step": step, "save": name, "metrics": note.metrics, "pinned": note.pinned}
+        directory = locations.split(os.fspath(request.path))[0]
         return replace(
             request,
             notes={steps.NOTE: fields},
-            overwrite=request.overwrite or steps.must_replace(self.root, step),
+            overwrite=request.overwrite or steps.must_replace(directory, step),
         )
 
     def _note_failure(self, step: int, handle: Future[SaveReport]) -> None:
@@ -282,13 +344,22 @@ class CheckpointManager(SaysOtherNames):
             self.failures[step] = f"{type(error).__name__}: {error}"
 
     def _write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
+        if self._tiers is not None:
+            return self._tiers.write(step, ranks, save)
         if ranks.is_coordinator:
-            with locations.only_logging(f"clear up in {self.root}"):
-                removal.clear_leftovers(self.root, self._seen.is_abandoned)
+            self._clear_leftovers()
         report = write_and_commit(ranks, save)
         if ranks.is_coordinator:
             self._after_commit(step)
         return report
+
+    def _clear_leftovers(self) -> None:
+        with locations.only_logging(f"clear up in {self.root}"):
+            removal.clear_leftovers(self.root, self._seen.is_abandoned)
+
+    def _after_upload(self, step: int) -> None:
+        self._clear_leftovers()
+        self._after_commit(step)
 
     def _after_commit(self, step: int) -> None:
         """Update the tracker file and remove surplus steps.
@@ -355,10 +426,10 @@ class CheckpointManager(SaysOtherNames):
             if step is not None:
                 steps.step_name(step)
 
-        def read(step: int) -> StateDict:
+        def read(location: str) -> StateDict:
             return load(
                 state_dict,
-                self.location(step),
+                location,
                 strict=strict,
                 rules=rules,
                 family=family,
@@ -366,47 +437,14 @@ class CheckpointManager(SaysOtherNames):
                 options=options,
             )
 
+        if self._tiers is not None:
+            loaded: StateDict
+            loaded, self.skipped = self._tiers.load(ranks, read, step)
+            return loaded
         if step is None:
-            return self._load_newest(ranks, read)
-        return read(step)
-
-    def _load_newest(self, ranks: Ranks, read: Callable[[int], StateDict]) -> StateDict:
-        self.skipped = {}
-        is_partly_filled = False
-        while True:
-            newest, skipped = ranks.decide_json("find the latest checkpoint", self._find_newest)
-            self.skipped |= dict(skipped)
-            if newest is None:
-                raise self._nothing_to_load(is_partly_filled)
-            judge = partial(steps.is_damage_of, self.location(newest))
-            try:
-                return read(newest)
-            except BaseException as error:
-                if not steps.all_find(ranks, error, judge):
-                    raise
-                # It was complete when it was found.
-                is_gone = isinstance(error, CheckpointNotFoundError)
-                reason = steps.REMOVED
-                if not is_gone:
-                    reason = f"{type(error).__name__}: {error}"
-                self.skipped[newest] = reason
-            is_partly_filled = True
-            if ranks.is_coordinator:
-                self._log_skipped(newest, self.skipped[newest])
-
-    def _nothing_to_load(self, is_partly_filled: bool) -> CheckpointNotFoundError:
-        advice = ""
-        if not self.skipped:
-            advice = " A run that begins has none: call load() only if manager.steps() has any."
-        if not locations.exists(self.root):
-            advice += f" {absence(self.root)}"
-        elif is_partly_filled:
-            advice = (
-                " What the given tensors hold now is undefined: some were filled before the damage "
-                "was found."
-            )
-        reasons = "".join(f"\n  {step}: {reason}" for step, reason in self.skipped.items())
-        return CheckpointNotFoundError(f"No step in {self.root!r} can be loaded.{advice}{reasons}")
+            self.skipped = {}
+            return load_newest(ranks, self.root, self.skipped, read)
+        return read(self.location(step))
 
     def latest(self) -> int | None:
         """Return the newest complete step, or None if there is none.
@@ -415,32 +453,35 @@ class CheckpointManager(SaysOtherNames):
 
         Checks the marker, the manifest, and the sizes and headers of all files. Saves in progress
         do not count. Each rank looks for itself: in a job, let one rank call this, or just call
-        `load`, which decides for all ranks.
+        `load`, which decides for all ranks. With `local`, this is a collective operation: all
+        ranks must call it.
         """
-        self.skipped = {}
-        newest, skipped = self._find_newest()
-        self.skipped = dict(skipped)
+        if self._tiers is not None:
+            _, newest, self.skipped = self._known()
+            return newest
+        newest, self.skipped = find_newest(self.root, {})
         return newest
 
-    def _find_newest(self) -> tuple[int | None, list[tuple[int, str]]]:
-        """Return the newest complete step outside `skipped`, and newer ones' problems."""
-        newest, problems = steps.newest_complete_step(self.root, self.skipped)
-        for step, problem in problems.items():
-            if step not in self.skipped:
-                self._log_skipped(step, problem)
-        return newest, list(problems.items())
-
-    def _log_skipped(self, step: int, reason: str) -> None:
-        logger.warning("step %d in %s is passed over: %s", step, self.root, reason)
-
     def steps(self) -> list[int]:
-        """Return the committed steps in ascending order, without checking them."""
+        """Return the committed steps in ascending order, without checking them.
+
+        With `local`, this is a collective operation, and whole steps on hosts count.
+        """
+        if self._tiers is not None:
+            return self._known()[0]
         return steps.committed_steps(self.root)
+
+    def _known(self) -> tuple[list[int], int | None, dict[int, str]]:
+        assert self._tiers is not None
+        return run_operation("look for steps", partial(self._tiers.known, self._ranks()))
 
     # --- End
 
-    def wait(self) -> None:
+    def wait(self, uploaded: bool = False) -> None:
         """Wait until all saves have ended and old checkpoints are removed.
+
+        Args:
+            uploaded: with `local`, wait for copies and uploads, too; `states` has their outcome.
 
         Raises:
             CheckpointingException: a save failed, and its result has not been asked for yet; not
@@ -449,9 +490,17 @@ class CheckpointManager(SaysOtherNames):
         for handle in self._handles:
             handle.error()
         raise_unseen_error(self._handles)
+        if uploaded and self._tiers is not None:
+            self._tiers.wait()
 
     def close(self) -> None:
-        """Wait as `wait` does, and free the memory that saves used. Further calls do nothing."""
+        """Wait as `wait` does, and free the memory that saves used. Further calls do nothing.
+
+        With `local`, the newest step is uploaded, for at most `exit_timeout` seconds.
+        """
+        self._close(has_failed=False)
+
+    def _close(self, has_failed: bool) -> None:
         if self._is_closed:
             return
         self._is_closed = True
@@ -459,6 +508,8 @@ class CheckpointManager(SaysOtherNames):
             self.wait()
         finally:
             release_staging_memory()
+            if self._tiers is not None:
+                self._tiers.close(has_failed)
 
     def __enter__(self) -> CheckpointManager:
         """Return the manager."""
@@ -470,7 +521,7 @@ class CheckpointManager(SaysOtherNames):
             self.close()
             return
         with contextlib.suppress(Exception):  # it was logged when it happened
-            self.close()
+            self._close(has_failed=True)
 
     def _ranks(self) -> Ranks:
         return Ranks(self._request.process_group)

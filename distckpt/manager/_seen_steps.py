@@ -58,6 +58,16 @@ class SeenSteps:
             self._metrics.update(metric_names(saved))
         return self._saves
 
+    def look_if_it_answers(self) -> None:
+        """Look at the directory; if it does not answer, nothing there is known."""
+        try:
+            self.look()
+        except OSError as error:
+            logger.warning(
+                "%s cannot be listed, and no step there is removed: %s", self._root, error
+            )
+            self._saves = set()
+
     def begin_save(self, step: int, metrics: Collection[str], best_metric: str | None) -> str:
         """Return a name for a save of this manager.
 

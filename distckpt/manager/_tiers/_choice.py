@@ -1,0 +1,120 @@
+"""Choice of the step to load, over hosts and root together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distckpt._commit.conditional_put import SAVE
+from distckpt._format.marker import marker_of
+from distckpt._storage import locations
+from distckpt.manager import _steps as steps
+from distckpt.manager._tiers._local_steps import ATTEMPT
+from distckpt.manager._tiers._survey import SpreadStep
+
+logger = logging.getLogger(__name__)
+
+_NUM_ROOT_STEPS = 16
+"""Newest steps of the root whose markers are read: each takes a request."""
+
+
+@dataclass
+class Known:
+    """What is known about a step: who has its files, and whether the root has it.
+
+    Attributes:
+        spread: the hosts that have its files.
+        root_suffix: suffix of the folders of its files in the root; None if it is not there.
+    """
+
+    spread: SpreadStep
+    root_suffix: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields for other ranks."""
+        return {"spread": vars(self.spread), "root_suffix": self.root_suffix}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Known:
+        """Return the value of `as_json`."""
+        return cls(SpreadStep(**fields["spread"]), fields["root_suffix"])
+
+
+@dataclass
+class Passed:
+    """What a load has found unfit so far.
+
+    Attributes:
+        reasons: problems of steps that were passed over, by step.
+        damaged_in_root: saves whose copies in the root are damaged.
+    """
+
+    reasons: dict[int, str] = field(default_factory=dict)
+    damaged_in_root: set[str] = field(default_factory=set)
+
+
+def known_steps(found: Sequence[SpreadStep], root: str) -> list[Known]:
+    """Unite the steps of hosts and root; the newest one of the newest attempt comes first."""
+    known = {(spread.step, spread.save): Known(spread) for spread in found}
+    for spread, suffix in _steps_in_root(root):
+        known.setdefault((spread.step, spread.save), Known(spread)).root_suffix = suffix
+    return sorted(
+        known.values(), key=lambda item: (item.spread.attempt, item.spread.step), reverse=True
+    )
+
+
+def _steps_in_root(root: str) -> list[tuple[SpreadStep, str]]:
+    """Return the newest steps in the root, with the suffix of their folders."""
+    result = []
+    with locations.only_logging(f"look for steps in {root}"):
+        for step in steps.all_steps(root)[-_NUM_ROOT_STEPS:]:
+            marker = marker_of(steps.step_location(root, step))
+            if marker is None:
+                continue
+            note = steps.note_in(marker)
+            attempt = note.get(ATTEMPT)
+            if not isinstance(attempt, int):
+                attempt = 0
+            nonce = marker.get(SAVE)
+            suffix = f"-{nonce}" if isinstance(nonce, str) else ""
+            result.append((SpreadStep(step, str(note.get("save")), attempt), suffix))
+    return result
+
+
+def choose(
+    found: Sequence[SpreadStep], root: str, passed: Passed, wanted: int | None = None
+) -> tuple[Known | None, dict[int, str]]:
+    """Return the step to load, if any, and the problems of newer ones.
+
+    Args:
+        found: the steps that hosts have.
+        root: the location of uploaded steps.
+        passed: what was found unfit before.
+        wanted: a step by number; None for the newest.
+    """
+    problems: dict[int, str] = {}
+    for item in known_steps(found, root):
+        step = item.spread.step
+        if wanted not in (None, step):
+            continue
+        if item.spread.save in passed.damaged_in_root:
+            item.root_suffix = None
+        problem = passed.reasons.get(step) or _problem_with(item, root)
+        if problem is None:
+            return item, problems
+        problems.setdefault(step, problem)
+    return None, problems
+
+
+def _problem_with(item: Known, root: str) -> str | None:
+    spread = item.spread
+    if spread.hosts and spread.is_whole:
+        return None
+    if item.root_suffix is not None:
+        return steps.problem_with(root, spread.step)
+    return (
+        f"the hosts that are left have {len(spread.sizes)} of its {spread.num_files} files "
+        f"({sum(spread.sizes.values())} of {spread.num_bytes} bytes), and it is not in the root"
+    )

@@ -1,0 +1,131 @@
+"""The save of a step to the local directories of all hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.options import SaveReport
+from distckpt._commit import posix
+from distckpt._format.manifest import is_manifest_name
+from distckpt._format.marker import CONFIG_FNAME, encode_marker
+from distckpt._operations.planned_save import PlannedSave, complete_marker, report_save
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.exchanges import pack_parts, unpack_parts
+from distckpt._storage import locations
+from distckpt.manager import _steps as steps
+from distckpt.manager._tiers._local_steps import ATTEMPT, NUM_BYTES, NUM_FILES, RUN, LocalRoot
+
+
+@dataclass
+class HostSave:
+    """The part of one rank in a save to the hosts.
+
+    Attributes:
+        place: the local directory of its run.
+        step: the number of the step.
+        attempt: the start of the job, from 1.
+        is_leader: whether this rank acts for its host.
+    """
+
+    place: LocalRoot
+    step: int
+    attempt: int
+    is_leader: bool
+    _is_committed: bool = field(default=False, init=False)
+
+    def write(self, ranks: Ranks, save: PlannedSave) -> SaveReport:
+        """Write a planned save, and commit it on all hosts.
+
+        Collective operation: all ranks must call it. A host that fails fails the save: no host
+        keeps its files.
+        """
+        with contextlib.ExitStack() as cleaning:
+            with save.timer.phase("write") as details:
+                details["bytes"] = save.prepared.num_bytes
+                directory = self._begin(ranks, cleaning)
+                with ranks.telling("save to the hosts") as told:
+                    self._check_is_seen(directory)
+                    own = save.prepared.write_own(directory, ranks)
+                    self._sync(save, directory)
+                    figures = save.timer.figures(save.prepared.num_bytes)
+                    told.payload = pack_parts([figures, own])
+            with save.timer.phase("commit"):
+                with ranks.answering(told, "complete the manifest"):
+                    if ranks.is_coordinator:
+                        told.answer = self._complete(save, directory, told.payloads)
+                figures, marker, *manifests = unpack_parts(told.answer)
+                with ranks.phase("commit on the hosts"):
+                    if self.is_leader:
+                        self._commit(save, directory, marker, manifests)
+            cleaning.pop_all()
+        return report_save(ranks, save, tuple(json.loads(figures)))
+
+    def _begin(self, ranks: Ranks, cleaning: contextlib.ExitStack) -> str:
+        """Make the directory that is written into, on each host; return it."""
+        with ranks.telling("create directories on the hosts") as told:
+            if self.is_leader:
+                with locations.only_logging(f"clear up in {self.place.location}"):
+                    self.place.clear_leftovers()
+        with ranks.answering(told, "create directories on the hosts"):
+            told.answer = secrets.token_hex(8).encode()
+        directory = self.place.hidden(self.step, told.answer.decode())
+        if self.is_leader:
+            cleaning.callback(self._give_up, directory)
+        # Every rank makes them: the ones of a host do not wait for their leader.
+        for name in posix.SUBDIRECTORIES:
+            locations.make_directories(locations.join(directory, name))
+        return directory
+
+    def _give_up(self, directory: str) -> None:
+        """Remove the files of this host after a failure; another host may lack its own."""
+        locations.remove_tree(directory)
+        if self._is_committed:
+            self.place.remove(self.step)
+
+    def _check_is_seen(self, directory: str) -> None:
+        if not locations.isdir(directory):
+            raise CheckpointingException(
+                f"{directory!r} was removed while the step was written: leave the local directory "
+                "of a run alone, and save again."
+            )
+
+    def _sync(self, save: PlannedSave, directory: str) -> None:
+        if save.request.options.durable:
+            for name in posix.SUBDIRECTORIES:
+                locations.sync_directory(locations.join(directory, name))
+
+    def _complete(self, save: PlannedSave, directory: str, payloads: Sequence[bytes]) -> bytes:
+        """Return figures, marker and manifests for all hosts; for the coordinator."""
+        figures, reports = zip(*map(unpack_parts, payloads), strict=True)
+        fields = complete_marker(save, directory, reports)
+        files = [file for file in save.prepared.written if not is_manifest_name(file[0])]
+        note = {
+            **fields[steps.NOTE],
+            RUN: self.place.run,
+            ATTEMPT: self.attempt,
+            NUM_FILES: len(files),
+            NUM_BYTES: sum(size for _, size in files),
+        }
+        marker = encode_marker({**fields, steps.NOTE: note})
+        parts = [json.dumps(save.timer.united(figures, "write")).encode(), marker]
+        for name, _ in save.prepared.written:
+            if is_manifest_name(name):
+                content = locations.read_bytes(locations.join(directory, name))
+                parts += [name.encode(), content]
+        return pack_parts(parts)
+
+    def _commit(
+        self, save: PlannedSave, directory: str, marker: bytes, manifests: Sequence[bytes]
+    ) -> None:
+        durable = save.request.options.durable
+        for name, content in zip(manifests[::2], manifests[1::2], strict=True):
+            locations.write_bytes(locations.join(directory, name.decode()), content, durable)
+        locations.write_bytes(locations.join(directory, CONFIG_FNAME), marker, durable)
+        # What is there belongs to an earlier save of this step, by this run.
+        posix.commit(directory, self.place.step(self.step), overwrite=True, durable=durable)
+        self._is_committed = True

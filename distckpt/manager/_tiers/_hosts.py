@@ -1,0 +1,121 @@
+"""Hosts: the ranks that share a local directory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
+
+logger = logging.getLogger(__name__)
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a job, in the order of their lowest ranks.
+
+    Attributes:
+        of_rank: the host of each rank.
+        names: their names.
+        peers: for each host the one that keeps its copies; -1 without one.
+    """
+
+    of_rank: Sequence[int]
+    names: Sequence[str]
+    peers: Sequence[int]
+
+    def ranks_of(self, host: int) -> list[int]:
+        """Return the ranks of a host, ascending; the first one leads."""
+        return [rank for rank, other in enumerate(self.of_rank) if other == host]
+
+    def leads(self, rank: int) -> bool:
+        """Whether a rank is the lowest one of its host."""
+        return self.of_rank.index(self.of_rank[rank]) == rank
+
+
+def meet(ranks: Ranks, directory: str, domains: Mapping[str, str], num_peers: int) -> Hosts:
+    """Find out which ranks share a local directory.
+
+    Collective operation: all ranks must call it.
+
+    Args:
+        ranks: the ranks of the job.
+        directory: the local directory of this rank, which is made.
+        domains: failure domains of hosts by name; a host without one is a domain of its own.
+        num_peers: number of hosts that keep copies of another one's files, 0 or 1.
+    """
+    with ranks.telling("find the hosts") as told:
+        locations.make_directories(directory)
+        told.payload = json.dumps(_identity_of(directory)).encode()
+    with ranks.answering(told, "find the hosts"):
+        if ranks.is_coordinator:
+            told.answer = json.dumps(_grouped(told.payloads, domains, num_peers)).encode()
+    return Hosts(*json.loads(told.answer))
+
+
+def _identity_of(directory: str) -> list[str | int]:
+    """Return values that only ranks with the same directory have in common, the name first."""
+    status = os.stat(directory)
+    boot = ""
+    if _BOOT_ID.exists():
+        boot = _BOOT_ID.read_text()
+    return [os.uname().nodename, directory, boot, status.st_dev, status.st_ino]
+
+
+def _grouped(
+    payloads: Sequence[bytes], domains: Mapping[str, str], num_peers: int
+) -> tuple[list[int], list[str], list[int]]:
+    numbers: dict[bytes, int] = {}
+    of_rank = []
+    for payload in payloads:
+        name, _, *place = json.loads(payload)
+        of_rank.append(numbers.setdefault(json.dumps([name, *place]).encode(), len(numbers)))
+    firsts = [json.loads(payloads[of_rank.index(number)]) for number in range(len(numbers))]
+    times = Counter(name for name, *_ in firsts)
+    names = []
+    for name, directory, *_ in firsts:
+        # Containers and hosts of a test may have the same name.
+        names.append(name if times[name] == 1 else f"{name}:{directory}")
+    peers = [-1] * len(names)
+    if num_peers:
+        peers = peers_of([domains.get(name, f"host {name}") for name in names])
+        _warn_of_peers(names, peers)
+    return of_rank, names, peers
+
+
+def peers_of(domains: Sequence[str]) -> list[int]:
+    """Return for each host one in another failure domain, -1 if there is none.
+
+    Copies are spread evenly, unless one domain has more than half of the hosts.
+
+    Args:
+        domains: the failure domain of each host.
+    """
+    order = sorted(range(len(domains)), key=lambda host: (domains[host], host))
+    largest = max(Counter(domains).values())
+    peers = [-1] * len(domains)
+    for place, host in enumerate(order):
+        for distance in range(largest, largest + len(order)):
+            other = order[(place + distance) % len(order)]
+            if domains[other] != domains[host]:
+                peers[host] = other
+                break
+    return peers
+
+
+def _warn_of_peers(names: Sequence[str], peers: Sequence[int]) -> None:
+    alone = [name for name, peer in zip(names, peers, strict=True) if peer < 0]
+    if alone:
+        logger.warning(
+            "no other failure domain keeps copies of the files of %s: after its loss, steps are "
+            "loaded from the root",
+            ", ".join(alone),
+        )

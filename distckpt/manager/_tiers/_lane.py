@@ -1,0 +1,87 @@
+"""A thread with a process group of its own, for copies and uploads beside the saves."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.interrupts import run_operation
+from distckpt._io.background import Task, Worker
+from distckpt._ranks.collectives import Ranks
+
+logger = logging.getLogger(__name__)
+
+
+class Lane:
+    """A thread whose tasks all ranks run together, one after the other.
+
+    A failed task is logged and noted; the next one runs all the same, unless a rank was lost.
+
+    Attributes:
+        is_broken: whether a rank was lost, so that no task runs any more.
+    """
+
+    def __init__(self, name: str, ranks: Ranks, exit_timeout: float) -> None:
+        self._name = name
+        self._ranks = ranks
+        self._exit_timeout = exit_timeout
+        self._worker = Worker(f"distckpt-{name}")
+        self.is_broken = False
+
+    def submit(
+        self, work: Callable[[Ranks], None], title: str, note_problem: Callable[[str], None]
+    ) -> None:
+        """Run a collective task after all earlier ones."""
+        task = Task(
+            partial(self._run, work, title, note_problem),
+            f"{title} ({self._name})",
+            None,
+            self._exit_timeout,
+        )
+        self._worker.submit(task)
+
+    def _run(
+        self, work: Callable[[Ranks], None], title: str, note_problem: Callable[[str], None]
+    ) -> None:
+        try:
+            if self.is_broken:
+                raise CheckpointingException("not started: contact with a rank was lost before")
+            run_operation(title, partial(work, self._ranks))
+        except Exception as error:
+            self.is_broken |= not self._ranks.are_in_step_after(error)
+            logger.error("%s failed: %s: %s", title, type(error).__name__, error)
+            note_problem(f"{type(error).__name__}: {error}")
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for all tasks, None without a limit; return False if some are not done in time."""
+        return not concurrent.futures.wait(self._worker.unfinished(), seconds).not_done
+
+    def abandon(self) -> None:
+        """Let the running task stop as soon as it can, and start no other one."""
+        self.is_broken = True
+        self._ranks.stop.set()
+        for task in self._worker.unfinished():
+            task.is_abandoned.set()
+
+
+class Pace:
+    """A limit of bytes per second."""
+
+    def __init__(self, bytes_per_second: float | None) -> None:
+        self._rate = bytes_per_second
+        self._free_at = time.monotonic()
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> None:
+        """Wait until so many bytes may be moved."""
+        if self._rate is None:
+            return
+        with self._lock:
+            start = max(self._free_at, time.monotonic())
+            self._free_at = start + num_bytes / self._rate
+        time.sleep(max(0.0, start - time.monotonic()))

@@ -1,0 +1,227 @@
+"""Steps in the local directory of a host: some files of each, with marker and manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._commit import hidden_directories, posix
+from distckpt._format.manifest import is_manifest_name
+from distckpt._format.marker import CONFIG_FNAME, read_marker
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
+from distckpt.manager import _steps as steps
+from distckpt.manager._tiers._stored_files import check_stored, reading
+
+logger = logging.getLogger(__name__)
+
+RUN_FILE = "run.json"
+"""File that identifies a run, in its root and in each of its local directories."""
+RUN = "run"
+ATTEMPT = "attempt"
+NUM_FILES = "files"
+NUM_BYTES = "bytes"
+NUMBERS = (ATTEMPT, NUM_FILES, NUM_BYTES)
+"""Fields of the manager's note in the marker of a local step."""
+
+
+class HeldStep(NamedTuple):
+    """What a host has of a step.
+
+    Attributes:
+        step: its number.
+        save: names the save.
+        attempt: the start of the job that saved it, from 1.
+        num_files: number of files that the whole step has.
+        num_bytes: their size.
+        files: sizes of the files that are here, by name.
+    """
+
+    step: int
+    save: str
+    attempt: int
+    num_files: int
+    num_bytes: int
+    files: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class LocalRoot:
+    """The directory of one run on this host.
+
+    Attributes:
+        location: its path.
+        run: identity of the run.
+    """
+
+    location: str
+    run: str
+
+    def step(self, step: int) -> str:
+        """Return the directory of a step."""
+        return steps.step_location(self.location, step)
+
+    def hidden(self, step: int, nonce: str) -> str:
+        """Return the directory in which a step is written."""
+        return hidden_directories.beside(self.step(step), "tmp", nonce)
+
+    def make(self, root: str) -> None:
+        """Make the directory; `root` is where steps are uploaded."""
+        locations.make_directories(self.location)
+        path = locations.join(self.location, RUN_FILE)
+        if not locations.exists(path):
+            locations.write_bytes(path, encode_run(self.run, root))
+
+    def held(self) -> list[HeldStep]:
+        """Return the steps that are here, ascending."""
+        found = []
+        for step in steps.all_steps(self.location):
+            with locations.only_logging(f"look into {self.step(step)}"):
+                held = self._held(step)
+                if held is not None:
+                    found.append(held)
+        return found
+
+    def _held(self, step: int) -> HeldStep | None:
+        directory = self.step(step)
+        note = steps.note_in(read_marker(directory))
+        if note.get("step") != step or note.get(RUN) != self.run:
+            return None
+        attempt, num_files, num_bytes = (note.get(name) for name in NUMBERS)
+        if not isinstance(attempt, int) or not isinstance(num_files, int):
+            return None
+        return HeldStep(
+            step,
+            str(note.get("save")),
+            attempt,
+            num_files,
+            int(num_bytes or 0),
+            files_in(directory),
+        )
+
+    def has(self, step: int, save: str) -> bool:
+        """Whether a step of this save is here, at least marker and manifest."""
+        return any((held.step, held.save) == (step, save) for held in self.held())
+
+    def adopt(self, step: int, contents: Mapping[str, bytes]) -> None:
+        """Begin a step with marker and manifest of another host, for files that come later."""
+        self.remove(step)
+        directory = self.hidden(step, secrets.token_hex(8))
+        for name in posix.SUBDIRECTORIES:
+            locations.make_directories(locations.join(directory, name))
+        for name, content in contents.items():
+            locations.write_bytes(locations.join(directory, name), content)
+        posix.commit(directory, self.step(step), overwrite=True)
+
+    def drop_damaged(self, step: int) -> list[str]:
+        """Remove the files of a step that differ from their checksums; return their names."""
+        stored = open_checkpoint(Ranks.alone(), self.step(step))
+        dropped = []
+        for name in files_in(self.step(step)):
+            problem = _problem_with(stored, name)
+            if problem is not None:
+                dropped.append(name)
+                path = locations.join(self.step(step), name)
+                logger.warning("%s is damaged, and removed: %s", path, problem)
+                locations.remove_file(path)
+        return dropped
+
+    def remove(self, step: int) -> None:
+        """Remove a step; readers that have opened its files go on."""
+        trash = hidden_directories.beside(self.step(step), "trash")
+        with contextlib.suppress(FileNotFoundError):
+            locations.rename(self.step(step), trash, durable=False)
+            locations.remove_tree(trash)
+
+    def clear_leftovers(self) -> None:
+        """Remove what interrupted saves and removals have left; for the leader."""
+        for name in steps.list_root(self.location):
+            if steps.is_leftover(name) or steps.replaced_step(name) is not None:
+                locations.remove_tree(locations.join(self.location, name))
+
+
+def local_root(directory: str, run: str) -> LocalRoot:
+    """Return the directory of a run in the local directory of a host."""
+    return LocalRoot(locations.join(directory, f"run-{run}"), run)
+
+
+def runs_in(directory: str, root: str) -> list[str]:
+    """Return the runs with this root that have steps in a local directory."""
+    runs = []
+    for name in locations.list_names(directory):
+        if name.startswith("run-"):
+            run, of = _read_run(locations.join(directory, name, RUN_FILE))
+            if name == f"run-{run}" and of == root:
+                runs.append(run)
+    return runs
+
+
+def encode_run(run: str, root: str) -> bytes:
+    """Encode the content of a file that identifies a run."""
+    return json.dumps({RUN: run, "root": root}).encode()
+
+
+def _read_run(path: str) -> tuple[str, str]:
+    with contextlib.suppress(OSError, ValueError):
+        fields = json.loads(locations.read_bytes(path, 4096))
+        if isinstance(fields, dict) and fields.get(RUN):
+            return str(fields[RUN]), str(fields.get("root"))
+    return "", ""
+
+
+def run_of_root(root: str) -> str:
+    """Return the identity of the run of a root; a new one where it has none yet.
+
+    Raises:
+        OSError: the root cannot be read or written.
+    """
+    path = locations.join(root, RUN_FILE)
+    if not locations.exists(path):
+        locations.make_directories(root)
+        locations.create_bytes(path, encode_run(secrets.token_hex(8), root))
+    # Another job may have been faster.
+    content = locations.read_bytes(path, 4096)
+    fields = json.loads(content)
+    return str(fields[RUN])
+
+
+def files_in(directory: str) -> dict[str, int]:
+    """Return the sizes of the files of a step that are here, by name.
+
+    Marker and manifest are not among them, nor are copies that have not arrived whole.
+    """
+    sizes = {}
+    for folder in posix.SUBDIRECTORIES:
+        with contextlib.suppress(FileNotFoundError), os.scandir(f"{directory}/{folder}") as entries:
+            for entry in entries:
+                if not entry.name.startswith("."):
+                    sizes[f"{folder}/{entry.name}"] = entry.stat().st_size
+    return sizes
+
+
+def small_files(directory: str) -> dict[str, bytes]:
+    """Return the content of marker and manifest."""
+    contents = {}
+    for name in locations.list_names(directory):
+        if name == CONFIG_FNAME or is_manifest_name(name):
+            contents[name] = locations.read_bytes(locations.join(directory, name))
+    return contents
+
+
+def _problem_with(stored: StoredCheckpoint, name: str) -> str | None:
+    """Return the problem of a file of a step, if any."""
+    path = locations.join(stored.location, name)
+    try:
+        check_stored(stored, name, reading(path))
+    except (CheckpointingException, OSError) as error:
+        return str(error)
+    return None

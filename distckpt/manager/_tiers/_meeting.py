@@ -1,0 +1,125 @@
+"""Settings of the tiers of a manager, and what ranks agree about before they use them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from distckpt._base.messages import check_count
+from distckpt._base.options import check_seconds
+from distckpt._commit import posix
+from distckpt._operations.planned_save import SaveRequest
+from distckpt._ranks.collectives import Ranks
+from distckpt.manager._tiers._hosts import Hosts, meet
+from distckpt.manager._tiers._lane import Lane
+from distckpt.manager._tiers._local_steps import LocalRoot, local_root, run_of_root, runs_in
+from distckpt.manager._tiers._survey import held_by_hosts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSettings:
+    """Settings of the tiers of a manager, see `CheckpointManager`."""
+
+    local: str
+    peers: int = 0
+    keep_local: int = 2
+    upload_every: int = 1
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    peer_bandwidth: float | None = None
+    upload_bandwidth: float | None = None
+    stall_timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        check_count("keep_local", self.keep_local)
+        check_count("upload_every", self.upload_every)
+        if type(self.peers) is not int or self.peers not in (0, 1):
+            raise ValueError(f"peers is 0 or 1, the number of copies, got {self.peers!r}")
+        check_seconds("stall_timeout", self.stall_timeout)
+        for name in ("peer_bandwidth", "upload_bandwidth"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is a number of bytes per second, got {value!r}")
+
+
+@dataclass
+class StepState:
+    """The tiers that a step has reached.
+
+    Attributes:
+        is_local: committed on all hosts.
+        is_replicated: each file is on two hosts.
+        is_uploaded: committed in the root.
+        problem: the reason why a copy or an upload failed, or stands still.
+    """
+
+    is_local: bool = False
+    is_replicated: bool = False
+    is_uploaded: bool = False
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The facts that ranks have agreed about at their first save or load."""
+
+    hosts: Hosts
+    place: LocalRoot
+    attempt: int
+    copies: Lane
+    uploads: Lane
+
+
+def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting:
+    """Agree about hosts, run and attempt, and make the groups of copies and uploads.
+
+    Collective operation: all ranks must call it.
+    """
+    root = os.fspath(request.path)
+    directory = posix.resolve(settings.local)
+    hosts = meet(ranks, directory, settings.hosts, settings.peers)
+    with ranks.telling("find the run") as told:
+        if hosts.leads(ranks.rank):
+            told.payload = json.dumps(runs_in(directory, root)).encode()
+    with ranks.answering(told, "find the run"):
+        if ranks.is_coordinator:
+            told.answer = _run_of(root, told.payloads).encode()
+    place = local_root(directory, told.answer.decode())
+    with ranks.phase("open the local directories"):
+        place.make(root)
+    found = held_by_hosts(ranks, hosts, place)
+    last: int = ranks.decide_json(
+        "number the attempt", lambda: max((spread.attempt for spread in found), default=0)
+    )
+    lanes = []
+    for name in ("copies", "uploads"):
+        own = Ranks.in_background(request.process_group, request.options.timeout)
+        lanes.append(Lane(name, own, request.options.exit_timeout))
+    return Meeting(hosts, place, last + 1, *lanes)
+
+
+def _run_of(root: str, payloads: Sequence[bytes]) -> str:
+    """Return the identity of the run, which the root knows.
+
+    If the root does not answer, most local directories decide.
+    """
+    try:
+        return run_of_root(root)
+    except OSError as error:
+        known: list[str] = []
+        for payload in payloads:
+            known += json.loads(payload or b"[]")
+        run = max(known, key=known.count, default=secrets.token_hex(8))
+        logger.warning(
+            "%s does not answer (%s): the run is taken for %s, %s",
+            root,
+            error,
+            run,
+            "as local directories say" if known else "a new one",
+        )
+        return run

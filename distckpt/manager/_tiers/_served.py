@@ -1,0 +1,119 @@
+"""A step whose files are on several hosts, served to a load as one checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+
+from distckpt._format.marker import CONFIG_FNAME
+from distckpt._io.write import in_folder
+from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
+from distckpt.manager import _steps as steps
+from distckpt.manager._tiers._choice import Known
+from distckpt.manager._tiers._file_server import FileServer, FilesOfHost
+from distckpt.manager._tiers._hosts import Hosts
+from distckpt.manager._tiers._local_steps import LocalRoot
+from distckpt.manager._tiers._tier_files import (
+    FileOfHost,
+    OwnFile,
+    Source,
+    StoredFile,
+    TieredFile,
+    TieredFiles,
+    mounted,
+)
+from distckpt.manager._tiers._uploads import files_of_manifest
+
+SCHEME = "distckpt-tiers://"
+_ANSWER_SECONDS = 30.0
+"""Seconds without any bytes after which another host is no longer asked."""
+
+
+@contextlib.contextmanager
+def served(
+    ranks: Ranks,
+    hosts: Hosts,
+    place: LocalRoot,
+    known: Known,
+    in_root: str,
+    contents: Mapping[str, bytes],
+) -> Iterator[str]:
+    """Yield a URL of a step, whose files are read from the nearest tier that has them.
+
+    These are the directory of this host, the other hosts, and the root. Hosts serve their files
+    to each other for the body, which all ranks must leave together.
+
+    Collective operation: all ranks must call it.
+
+    Args:
+        ranks: the ranks of the job.
+        hosts: the hosts of the job.
+        place: the local directory of this host.
+        known: the step, and who has its files.
+        in_root: location of the step in the root.
+        contents: marker and manifest.
+    """
+    spread = known.spread
+    names_of = [spread.files_of(host) for host in range(len(hosts.names))]
+    numbers = [{name: number for number, name in enumerate(names)} for names in names_of]
+    own = hosts.of_rank[ranks.rank]
+    directory = place.step(spread.step)
+    token = ranks.decide("choose a token", lambda: secrets.token_bytes(32))
+    with contextlib.ExitStack() as serving:
+        with ranks.telling("serve files to other hosts") as told:
+            if hosts.leads(ranks.rank) and len(hosts.names) > 1:
+                paths = [locations.join(directory, name) for name in names_of[own]]
+                server = FileServer(paths, token)
+                serving.callback(server.close)
+                told.payload = json.dumps(server.address).encode()
+        with ranks.answering(told, "serve files to other hosts"):
+            if ranks.is_coordinator:
+                answers = [json.loads(payload or b"null") for payload in told.payloads]
+                told.answer = json.dumps(answers).encode()
+        addresses = json.loads(told.answer)
+        clients: dict[int, FilesOfHost] = {}
+        for host in range(len(hosts.names)):
+            address = addresses[hosts.ranks_of(host)[0]]
+            if host != own and address is not None:
+                clients[host] = FilesOfHost(tuple(address), token, _ANSWER_SECONDS)
+                serving.callback(clients[host].close)
+        files = {}
+        for name, num_bytes in spread.sizes.items():
+            sources: list[Source] = []
+            holders = spread.hosts[name]
+            if own in holders:
+                sources.append(OwnFile(locations.join(directory, name)))
+            for host in _spread_out(holders, ranks.rank):
+                if host in clients:
+                    number = numbers[host][name]
+                    sources.append(FileOfHost(clients[host], number))
+            files[name] = TieredFile(num_bytes, sources)
+        if known.root_suffix is not None:
+            _add_root(files, contents, in_root, known.root_suffix)
+        yield serving.enter_context(
+            mounted(TieredFiles(contents, files), steps.step_name(spread.step))
+        )
+
+
+def _spread_out(holders: Sequence[int], rank: int) -> list[int]:
+    """Return holders in an order in which ranks begin with different ones."""
+    first = rank % len(holders)
+    return [*holders[first:], *holders[:first]]
+
+
+def _add_root(
+    files: dict[str, TieredFile], contents: Mapping[str, bytes], in_root: str, suffix: str
+) -> None:
+    """Add the root as the last source of each file of the manifest."""
+    marker = json.loads(contents[CONFIG_FNAME])
+    data = contents[marker["manifest"]["name"]]
+    for file in files_of_manifest(data):
+        name = file.name
+        if suffix:
+            name = in_folder(name, suffix)
+        source = StoredFile(locations.join(in_root, name))
+        sources = [*files[file.name].sources, source] if file.name in files else [source]
+        files[file.name] = TieredFile(file.num_bytes, sources)

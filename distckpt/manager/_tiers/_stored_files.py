@@ -1,0 +1,172 @@
+"""Files of a stored step that are written again, and compared with their checksums meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from distckpt._base.errors import CorruptCheckpointError
+from distckpt._base.libc import read_into
+from distckpt._base.memory import Bytes
+from distckpt._format.checksum import checksum
+from distckpt._format.chunk_table import NO_CHECKSUMS
+from distckpt._format.stored_checkpoint import Checksums, StoredCheckpoint
+from distckpt._geometry.units import Span
+from distckpt._io.write import NewFile, WriteSettings, write_files
+from distckpt._operations.file_checks import list_blocks
+
+Read = Callable[[int, Bytes], None]
+"""Function that fills memory with the bytes of a file from a position on."""
+
+
+class StoredFile(NamedTuple):
+    """A file of a step.
+
+    Attributes:
+        name: its name in the step.
+        header_bytes: size of its header.
+        header_checksum: checksum of its header.
+        chunk_bytes: sizes of its chunks, which follow the header without gaps.
+        checksums: checksums of the blocks of all chunks.
+    """
+
+    name: str
+    header_bytes: int
+    header_checksum: int
+    chunk_bytes: Sequence[int]
+    checksums: Checksums
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self.header_bytes + sum(self.chunk_bytes)
+
+
+def stored_files(stored: StoredCheckpoint, names: Sequence[str]) -> dict[str, StoredFile]:
+    """Return some files of a step, in the order of its manifest.
+
+    Checksums that have a file of their own are read from the step.
+    """
+    manifest = stored.manifest
+    wanted = set(names)
+    found = {}
+    for file_ids in manifest.ranges_of_files():
+        mine = [file_id for file_id in file_ids if manifest.files[file_id].name in wanted]
+        if not mine:
+            continue
+        blocks = list_blocks(stored, file_ids, None, keeps_checksums=False)
+        for file_id in mine:
+            file = manifest.files[file_id]
+            _, chunks = manifest.in_file_order(np.array([file_id]))
+            found[file.name] = StoredFile(
+                file.name,
+                file.header_bytes,
+                file.header_checksum,
+                chunks.num_bytes.tolist(),
+                blocks.expected[blocks.file_ids == file_id],
+            )
+    for file in manifest.files:
+        # Files without chunks are all header.
+        if file.name in wanted and file.name not in found:
+            found[file.name] = StoredFile(
+                file.name, file.num_bytes, file.header_checksum, [], NO_CHECKSUMS
+            )
+    return found
+
+
+def rewrite(
+    files: Mapping[str, StoredFile],
+    reads: Mapping[str, Read],
+    block_bytes: int,
+    settings: WriteSettings,
+) -> None:
+    """Write files again, and compare all their bytes with their checksums.
+
+    Args:
+        files: the files by new location.
+        reads: functions that read them, by new location.
+        block_bytes: bytes per checksum.
+        settings: how to write.
+
+    Raises:
+        CorruptCheckpointError: bytes are not the ones that were saved.
+    """
+    new = []
+    for location, file in files.items():
+        header = np.empty(file.header_bytes, np.uint8)
+        reads[location](0, header)
+        if checksum(header) != file.header_checksum:
+            raise _damaged(file, "its header")
+        new.append(_new_file(location, file, header.tobytes(), reads[location]))
+    actual = write_files(new, settings)
+    first = 0
+    for file in files.values():
+        num_blocks = sum(-(-size // block_bytes) for size in file.chunk_bytes)
+        own = actual[first : first + num_blocks]
+        first += num_blocks
+        if len(own) != len(file.checksums) or (own != file.checksums).any():
+            raise _damaged(file, "a block")
+
+
+def check_stored(stored: StoredCheckpoint, name: str, read: Read) -> None:
+    """Compare a file of a step with its checksums.
+
+    Raises:
+        CorruptCheckpointError: bytes are not the ones that were saved.
+    """
+    file = stored_files(stored, [name]).get(name)
+    if file is None:
+        raise CorruptCheckpointError(f"{name!r} is not part of the step.")
+    block_bytes = stored.manifest.block_bytes
+    header = np.empty(file.header_bytes, np.uint8)
+    read(0, header)
+    if checksum(header) != file.header_checksum:
+        raise _damaged(file, "its header")
+    memory = np.empty(block_bytes, np.uint8)
+    position = file.header_bytes
+    expected = iter(file.checksums.tolist())
+    for size in file.chunk_bytes:
+        for start in range(0, size, block_bytes):
+            block = memory[: min(block_bytes, size - start)]
+            read(position + start, block)
+            if checksum(block) != next(expected, None):
+                raise _damaged(file, f"bytes from {position + start} on")
+        position += size
+
+
+def _new_file(location: str, file: StoredFile, header: bytes, read: Read) -> NewFile:
+    starts = np.cumsum([file.header_bytes, *file.chunk_bytes])
+
+    def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
+        # The spans of a unit follow one another in the file.
+        num_bytes = sum(span.num_bytes for span in unit)
+        read(int(starts[unit[0].chunk]) + unit[0].start, scratch[:num_bytes])
+        return [scratch[:num_bytes]]
+
+    return NewFile(location, header, file.chunk_bytes, fill)
+
+
+def _damaged(file: StoredFile, part: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{file.name!r} on host {os.uname().nodename!r} differs from its checksums ({part}): it "
+        "was damaged after the save."
+    )
+
+
+def reading(path: str) -> Read:
+    """Return a function that reads a local file."""
+
+    def read(position: int, memory: Bytes) -> None:
+        # Opened each time: a rank may have more files than it may have open.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            num_read = read_into(fd, [memory], position)
+        finally:
+            os.close(fd)
+        if num_read < len(memory):
+            raise CorruptCheckpointError(f"{path!r} ends at byte {position + num_read}.")
+
+    return read

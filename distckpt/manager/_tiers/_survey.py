@@ -1,0 +1,142 @@
+"""Search for steps over all hosts: which of them have the files of a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.exchanges import pack_parts, unpack_parts
+from distckpt.manager._tiers._hosts import Hosts
+from distckpt.manager._tiers._local_steps import HeldStep, LocalRoot, small_files
+
+
+@dataclass
+class SpreadStep:
+    """A step whose files are spread over hosts.
+
+    Attributes:
+        step: its number.
+        save: names the save.
+        attempt: the start of the job that saved it, from 1; 0 if it is in the root only.
+        num_files: number of files that the whole step has.
+        num_bytes: their size.
+        hosts: the hosts that have each file, by name.
+        sizes: sizes of the files.
+    """
+
+    step: int
+    save: str
+    attempt: int
+    num_files: int = 0
+    num_bytes: int = 0
+    hosts: dict[str, list[int]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the hosts have all files together."""
+        return len(self.sizes) == self.num_files and sum(self.sizes.values()) == self.num_bytes
+
+    def files_of(self, host: int) -> list[str]:
+        """Return the files that a host has, sorted."""
+        return sorted(name for name, hosts in self.hosts.items() if host in hosts)
+
+    def add(self, host: int, held: HeldStep) -> None:
+        """Add what a host has of the step."""
+        for name, size in held.files.items():
+            # One that was cut off is shorter than its copy.
+            known = self.sizes.get(name, -1)
+            if size > known:
+                self.sizes[name] = size
+                self.hosts[name] = []
+            if size >= known:
+                self.hosts[name].append(host)
+
+
+def held_by_hosts(ranks: Ranks, hosts: Hosts, place: LocalRoot) -> list[SpreadStep]:
+    """Return the steps that any host has, on the coordinator; the newest comes last.
+
+    Collective operation: all ranks must call it.
+    """
+    with ranks.telling("look for steps on the hosts") as told:
+        if hosts.leads(ranks.rank):
+            told.payload = json.dumps(place.held()).encode()
+    with ranks.answering(told, "look for steps on the hosts"):
+        pass
+    found: dict[tuple[int, int, str], SpreadStep] = {}
+    for rank, payload in enumerate(told.payloads):
+        for values in json.loads(payload or b"[]"):
+            held = HeldStep(*values)
+            key = (held.attempt, held.step, held.save)
+            new = SpreadStep(held.step, held.save, held.attempt, held.num_files, held.num_bytes)
+            found.setdefault(key, new).add(hosts.of_rank[rank], held)
+    return [found[key] for key in sorted(found)]
+
+
+def spread_step(
+    ranks: Ranks, hosts: Hosts, place: LocalRoot, step: int, save: str
+) -> SpreadStep | None:
+    """Return on all ranks which hosts have the files of a step; None if no host has any.
+
+    Collective operation: all ranks must call it.
+    """
+    found = held_by_hosts(ranks, hosts, place)
+
+    def encoded() -> dict[str, Any] | None:
+        for spread in found:
+            if (spread.step, spread.save) == (step, save):
+                return vars(spread)
+        return None
+
+    fields = ranks.decide_json("choose who has the files", encoded)
+    return None if fields is None else SpreadStep(**fields)
+
+
+def fetch_small_files(
+    ranks: Ranks, hosts: Hosts, place: LocalRoot, step: int, save: str
+) -> Mapping[str, bytes]:
+    """Return marker and manifest of a step on all ranks, from hosts that have them.
+
+    Collective operation: all ranks must call it.
+    """
+    with ranks.telling("find the manifest") as told:
+        has_it = place.has(step, save)
+        told.payload = bytes([has_it])
+    with ranks.answering(told, "find the manifest"):
+        if ranks.is_coordinator:
+            holder = -1
+            if b"\0" in told.payloads:
+                holder = told.payloads.index(b"\1")
+            told.answer = str(holder).encode()
+    holder = int(told.answer)
+    if holder < 0:
+        return small_files(place.step(step))
+    with ranks.telling("fetch the manifest") as told:
+        if ranks.rank == holder:
+            parts: list[bytes] = []
+            for name, content in small_files(place.step(step)).items():
+                parts += [name.encode(), content]
+            told.payload = pack_parts(parts)
+    with ranks.answering(told, "fetch the manifest"):
+        if ranks.is_coordinator:
+            told.answer = told.payloads[holder]
+    parts = unpack_parts(told.answer)
+    return {name.decode(): content for name, content in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def shared_out(files: Sequence[str], step: SpreadStep, hosts: Hosts) -> dict[str, int]:
+    """Choose a rank for each file, on a host that has it; each gets about the same bytes."""
+    loads = [0] * len(hosts.of_rank)
+    members = [hosts.ranks_of(host) for host in range(len(hosts.names))]
+    chosen = {}
+    for name in sorted(files, key=lambda name: -step.sizes[name]):
+        candidates = []
+        for host in step.hosts[name]:
+            candidates += members[host]
+        rank = min(candidates, key=loads.__getitem__)
+        loads[rank] += step.sizes[name]
+        chosen[name] = rank
+    return chosen

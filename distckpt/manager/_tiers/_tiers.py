@@ -1,0 +1,404 @@
+"""The tiers of a manager: what its saves, loads and waits do when it has a local directory."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from distckpt._base.errors import (
+    CheckpointingException,
+    CheckpointNotFoundError,
+    RankFailedError,
+)
+from distckpt._base.options import SaveReport
+from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
+from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
+from distckpt.manager import _steps as steps
+from distckpt.manager._tiers._choice import Known, Passed, choose
+from distckpt.manager._tiers._copies import copy_to_peers, deliveries
+from distckpt.manager._tiers._host_save import HostSave
+from distckpt.manager._tiers._lane import Pace
+from distckpt.manager._tiers._local_steps import LocalRoot
+from distckpt.manager._tiers._meeting import Meeting, StepState, TierSettings, agree
+from distckpt.manager._tiers._served import SCHEME, served
+from distckpt.manager._tiers._survey import (
+    SpreadStep,
+    fetch_small_files,
+    held_by_hosts,
+    shared_out,
+    spread_step,
+)
+from distckpt.manager._tiers._uploads import Progress, upload
+
+logger = logging.getLogger(__name__)
+
+
+class Tiers:
+    """The tiers of a manager: local directories, other hosts, and the root.
+
+    Attributes:
+        states: the state of each step that this job has saved, or resumed to upload.
+    """
+
+    def __init__(
+        self, settings: TierSettings, request: SaveRequest, after_upload: Callable[[int], None]
+    ) -> None:
+        """Start without a look at any tier.
+
+        Args:
+            settings: see `TierSettings`.
+            request: the request of all saves; its path is the root.
+            after_upload: called on the coordinator with a step that is committed in the root.
+        """
+        self._settings = settings
+        self._request = request
+        self._root = os.fspath(request.path)
+        self._options = request.options
+        self._after_upload = after_upload
+        self._met: Meeting | None = None
+        self._num_saves = 0
+        self._saves: dict[int, str] = {}
+        self._last_queued = -1
+        self._uploading = -1
+        self.states: dict[int, StepState] = {}
+        self._upload_pace = Pace(settings.upload_bandwidth)
+        self._peer_pace = Pace(settings.peer_bandwidth)
+
+    @property
+    def _meeting(self) -> Meeting:
+        assert self._met is not None, "ranks have not met yet"
+        return self._met
+
+    def meet(self, ranks: Ranks) -> Meeting:
+        """Agree about hosts, run and attempt, once.
+
+        Collective operation: all ranks must call it.
+        """
+        if self._met is None:
+            self._met = agree(ranks, self._settings, self._request)
+        return self._met
+
+    # --- Save
+
+    def location(self, ranks: Ranks, step: int) -> str:
+        """Return the local directory of a step on this host.
+
+        Collective operation: all ranks must call it.
+        """
+        return self.meet(ranks).place.step(step)
+
+    def write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
+        """Write a planned save to all hosts; copies and uploads follow in the background.
+
+        Where a local disk is full or broken, the step goes to the root at once.
+
+        Collective operation: all ranks must call it.
+        """
+        met = self._meeting
+        is_leader = met.hosts.leads(ranks.rank)
+        name = save.request.notes.get(steps.NOTE, {}).get("save")
+        save_name: str = ranks.decide_json("name the save", lambda: name)
+        try:
+            report = HostSave(met.place, step, met.attempt, is_leader).write(ranks, save)
+        except BaseException as error:
+            if not steps.all_find(ranks, error, steps.is_of_the_storage):
+                raise
+            return self._write_to_root(step, ranks, save, error)
+        self.states[step] = StepState(is_local=True)
+        self._saves[step] = save_name
+        is_due = self._num_saves % self._settings.upload_every == 0
+        self._num_saves += 1
+        if is_leader:
+            with locations.only_logging(f"remove old steps from {met.place.location}"):
+                self._remove_old(met.place, step)
+        self._queue(step, save_name, is_due)
+        return report
+
+    def _write_to_root(
+        self, step: int, ranks: Ranks, save: PlannedSave, error: BaseException
+    ) -> SaveReport:
+        if ranks.is_coordinator:
+            logger.warning(
+                "step %d is not saved to the hosts (%s: %s): it goes to %s at once",
+                step,
+                type(error).__name__,
+                error,
+                self._root,
+            )
+        location = steps.step_location(self._root, step)
+        report = write_and_commit(ranks, replace(save, location=location))
+        self.states[step] = StepState(is_uploaded=True)
+        if ranks.is_coordinator:
+            self._after_upload(step)
+        return report
+
+    def _remove_old(self, place: LocalRoot, last: int) -> None:
+        """Remove all but the newest local steps, and the ones to upload; for the leader."""
+        held = sorted(place.held(), key=lambda item: (item.attempt, item.step), reverse=True)
+        kept = {last, self._uploading, self._last_queued}
+        for item in held[: self._settings.keep_local]:
+            kept.add(item.step)
+        for item in held:
+            if item.step not in kept:
+                place.remove(item.step)
+
+    def _queue(self, step: int, save: str, is_due: bool) -> None:
+        """Queue the copies of a step, and its upload if that is due."""
+        met = self._meeting
+        state = self.states[step]
+
+        def note(problem: str) -> None:
+            state.problem = problem
+
+        if max(met.hosts.peers) >= 0:
+            met.copies.submit(partial(self._copy, step, save), f"the copies of step {step}", note)
+        if is_due:
+            self._last_queued = step
+            met.uploads.submit(
+                partial(self._upload, step, save), f"the upload of step {step}", note
+            )
+
+    # --- Copies and uploads, in their threads
+
+    def _copy(self, step: int, save: str, ranks: Ranks) -> None:
+        met = self._meeting
+        spread = spread_step(ranks, met.hosts, met.place, step, save)
+        if spread is None:
+            return
+        stored = self._opened(ranks, spread)
+        checksums = {
+            stored.manifest.files[number].name for number in stored.manifest.checksum_files
+        }
+        problems = []
+        # Files of checksums come first: the others are compared with them.
+        for is_first in (True, False):
+            planned = []
+            for delivery in deliveries(spread, met.hosts):
+                if (delivery.name in checksums) == is_first:
+                    planned.append(delivery)
+            if planned:
+                durable = self._options.durable
+                problems += copy_to_peers(ranks, stored, planned, durable, self._peer_pace)
+        if problems:
+            raise CheckpointingException(
+                f"{len(problems)} files of step {step} have no copy: {problems[0]}"
+            )
+        self.states[step].is_replicated = min(met.hosts.peers) >= 0
+
+    def _opened(self, ranks: Ranks, spread: SpreadStep) -> StoredCheckpoint:
+        """Open a step in the local directory, which gets marker and manifest if it has none.
+
+        Collective operation: all ranks must call it.
+        """
+        met = self._meeting
+        directory = met.place.step(spread.step)
+        contents = fetch_small_files(ranks, met.hosts, met.place, spread.step, spread.save)
+        with ranks.phase("keep the manifest"):
+            if met.hosts.leads(ranks.rank) and not met.place.has(spread.step, spread.save):
+                met.place.adopt(spread.step, contents)
+        with ranks.phase("open the step"):
+            return open_checkpoint(Ranks.alone(), directory)
+
+    def _upload(self, step: int, save: str, ranks: Ranks) -> None:
+        met = self._meeting
+        state = self.states[step]
+        location = steps.step_location(self._root, step)
+        reason: str = ranks.decide_json("choose what to upload", lambda: self._reason_to_skip(step))
+        if reason:
+            state.problem = reason
+            if ranks.is_coordinator:
+                logger.warning("step %d is not uploaded to %s: %s", step, self._root, reason)
+            return
+        self._uploading = step
+        spread = spread_step(ranks, met.hosts, met.place, step, save)
+        if spread is None or not spread.is_whole:
+            raise CheckpointingException("its local files are gone")
+        stored = self._opened(ranks, spread)
+        chosen = shared_out(list(spread.sizes), spread, met.hosts)
+        own = [name for name, rank in chosen.items() if rank == ranks.rank]
+
+        def note_stall(text: str) -> None:
+            state.problem = text
+
+        with Progress(step, self._settings.stall_timeout, note_stall) as progress:
+            upload(ranks, stored, own, location, self._options, progress, self._upload_pace)
+        state.is_uploaded = True
+        state.problem = None
+        self._uploading = -1
+        if ranks.is_coordinator:
+            self._after_upload(step)
+
+    def _reason_to_skip(self, step: int) -> str:
+        if step < self._last_queued:
+            return (
+                f"step {self._last_queued} waits already, since the root is slower than saves are"
+            )
+        return ""
+
+    # --- Load
+
+    def load(
+        self, ranks: Ranks, load_at: Callable[[str], Any], step: int | None
+    ) -> tuple[Any, dict[int, str]]:
+        """Load a step, or the newest one that loads, from the nearest tiers that have it.
+
+        Collective operation: all ranks must call it.
+
+        Args:
+            ranks: the ranks of the job.
+            load_at: loads a step at a location.
+            step: None for the newest one that loads.
+
+        Returns:
+            The result of `load_at`, and the problems of newer steps.
+
+        Raises:
+            CheckpointNotFoundError: no step can be loaded, with the problem of each.
+        """
+        met = self.meet(ranks)
+        passed = Passed()
+        while True:
+            found = held_by_hosts(ranks, met.hosts, met.place)
+            known, problems = self._decide(ranks, found, passed, step)
+            passed.reasons |= problems
+            if known is None:
+                raise CheckpointNotFoundError(_nothing_to_load(self._root, step, passed.reasons))
+            try:
+                result = self._load_known(ranks, known, load_at)
+            except BaseException as error:
+                if not steps.all_find(ranks, error, _is_damage):
+                    raise
+                self._note_damage(ranks, known, passed, error)
+                continue
+            if known.spread.hosts:
+                self._resume(known)
+            return result, passed.reasons
+
+    def _decide(
+        self, ranks: Ranks, found: Sequence[SpreadStep], passed: Passed, step: int | None
+    ) -> tuple[Known | None, dict[int, str]]:
+        def decide() -> list[Any]:
+            known, problems = choose(found, self._root, passed, step)
+            for number, problem in problems.items():
+                if number not in passed.reasons:
+                    logger.warning("step %d is passed over: %s", number, problem)
+            return [known and known.as_json(), list(problems.items())]
+
+        fields, problems = ranks.decide_json("find the latest checkpoint", decide)
+        return fields and Known.from_json(fields), dict(problems)
+
+    def _load_known(self, ranks: Ranks, known: Known, load_at: Callable[[str], Any]) -> Any:
+        met = self._meeting
+        in_root = steps.step_location(self._root, known.spread.step)
+        if not known.spread.hosts:
+            return load_at(in_root)
+        spread = known.spread
+        contents = fetch_small_files(ranks, met.hosts, met.place, spread.step, spread.save)
+        with served(ranks, met.hosts, met.place, known, in_root, contents) as url:
+            return load_at(url)
+
+    def _note_damage(
+        self, ranks: Ranks, known: Known, passed: Passed, error: BaseException
+    ) -> None:
+        """Remove damaged local files; without any, note that the step does not load."""
+        met = self._meeting
+        step = known.spread.step
+        with ranks.phase("look for damaged files") as vote:
+            if met.hosts.leads(ranks.rank) and met.place.has(step, known.spread.save):
+                vote.number = len(met.place.drop_damaged(step))
+        if vote.largest:
+            return
+        if known.root_suffix is not None and known.spread.save not in passed.damaged_in_root:
+            passed.damaged_in_root.add(known.spread.save)
+            if known.spread.hosts:
+                return
+        passed.reasons[step] = f"{type(error).__name__}: {error}"
+
+    def _resume(self, known: Known) -> None:
+        """Copy again what only one host has, and upload what is not in the root."""
+        step = known.spread.step
+        is_due = known.root_suffix is None
+        self.states.setdefault(step, StepState(is_local=True, is_uploaded=not is_due))
+        self._queue(step, known.spread.save, is_due)
+
+    def known(self, ranks: Ranks) -> tuple[list[int], int | None, dict[int, str]]:
+        """Return all steps, the newest that may load, and the problems of newer ones.
+
+        Collective operation: all ranks must call it.
+        """
+        met = self.meet(ranks)
+        found = held_by_hosts(ranks, met.hosts, met.place)
+        known, problems = self._decide(ranks, found, Passed(), None)
+
+        def list_steps() -> list[int]:
+            numbers = {spread.step for spread in found if spread.is_whole}
+            with locations.only_logging(f"look for steps in {self._root}"):
+                numbers.update(steps.committed_steps(self._root))
+            return sorted(numbers)
+
+        numbers: list[int] = ranks.decide_json("list the steps", list_steps)
+        if known is None:
+            return numbers, None, problems
+        return numbers, known.spread.step, problems
+
+    # --- End
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for copies and uploads; return False if some are not done in `seconds` each."""
+        if self._met is None:
+            return True
+        are_done = [lane.wait(seconds) for lane in (self._met.copies, self._met.uploads)]
+        return all(are_done)
+
+    def close(self, has_failed: bool) -> None:
+        """Upload the newest step, wait as long as the end of the process may, and stop.
+
+        After a failure, nothing is uploaded any more.
+        """
+        met = self._met
+        if met is None:
+            return
+        newest = max(self.states, default=-1)
+        if not has_failed:
+            state = self.states.get(newest)
+            if state is not None and not state.is_uploaded and newest != self._last_queued:
+                save = self._saves[newest]
+                self._queue(newest, save, is_due=True)
+            if not self.wait(self._options.exit_timeout):
+                logger.warning(
+                    "the manager is closed before all steps are uploaded to %s: step %d stays on "
+                    "the hosts, and the next start goes on from it",
+                    self._root,
+                    newest,
+                )
+        for lane in (met.copies, met.uploads):
+            lane.abandon()
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Whether files are damaged, or on no tier that answers."""
+    if isinstance(error, RankFailedError):
+        return bool(error.failures) and all(map(_is_damage, error.failures.values()))
+    if isinstance(error, OSError) and error.errno == errno.ENODATA:
+        return True
+    return steps.is_damage_of(SCHEME, error)
+
+
+def _nothing_to_load(root: str, step: int | None, reasons: Mapping[int, str]) -> str:
+    if step is not None and step not in reasons:
+        return f"Step {step} is neither on any host nor in {root!r}."
+    if not reasons:
+        return (
+            f"No step is on any host or in {root!r}. A run that begins has none: call load() only "
+            "if manager.steps() has any."
+        )
+    lines = "".join(f"\n  {number}: {reason}" for number, reason in reasons.items())
+    return f"No step on the hosts or in {root!r} can be loaded.{lines}"
