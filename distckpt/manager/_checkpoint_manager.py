@@ -248,10 +248,13 @@ class CheckpointManager(SaysOtherNames):
             if self._tiers is not None:
                 location = self._tiers.location(ranks, step)
             with ranks.phase("prepare the request"):
+                if self._tiers is not None and not overwrite:
+                    self._tiers.check_is_new(step)
                 request = replace(
                     self._request,
                     path=location,
-                    overwrite=overwrite,
+                    # Files of a step that hosts do not have whole are no obstacle.
+                    overwrite=overwrite or self._tiers is not None,
                     content_metadata=content_metadata,
                 )
             handle = self._start_or_log(ranks, state_dict, step, note, request)
@@ -323,19 +326,16 @@ class CheckpointManager(SaysOtherNames):
     def _begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
         """Return the request with all ranks' notes, after checking for the step."""
         note = united_note(notes)
-        if self._tiers is not None:
+        overwrite = request.overwrite
+        if self._tiers is None:
+            self._seen.warn_about_restart(step)
+            overwrite = overwrite or steps.must_replace(self.root, step)
+        else:
             # The root may not answer, and training goes on.
             self._seen.look_if_it_answers()
-        else:
-            self._seen.warn_about_restart(step)
         name = self._seen.begin_save(step, note.names, self._policy.best_metric)
         fields = {"step": step, "save": name, "metrics": note.metrics, "pinned": note.pinned}
-        directory = locations.split(os.fspath(request.path))[0]
-        return replace(
-            request,
-            notes={steps.NOTE: fields},
-            overwrite=request.overwrite or steps.must_replace(directory, step),
-        )
+        return replace(request, notes={steps.NOTE: fields}, overwrite=overwrite)
 
     def _note_failure(self, step: int, handle: Future[SaveReport]) -> None:
         # `exception` of the handle itself would count as asking.

@@ -28,7 +28,7 @@ class HostSave:
     Attributes:
         place: the local directory of its run.
         step: the number of the step.
-        attempt: the start of the job, from 1.
+        attempt: when the job began, in seconds since 1970.
         is_leader: whether this rank acts for its host.
     """
 

@@ -24,6 +24,8 @@ class Lane:
 
     Attributes:
         is_broken: whether a rank was lost, so that no task runs any more.
+        running: the step that a task works on; -1 without one.
+        newest: the step of the last task; -1 without one.
     """
 
     def __init__(self, name: str, ranks: Ranks, exit_timeout: float) -> None:
@@ -32,30 +34,48 @@ class Lane:
         self._exit_timeout = exit_timeout
         self._worker = Worker(f"distckpt-{name}")
         self.is_broken = False
+        self.running = -1
+        self.newest = -1
 
     def submit(
-        self, work: Callable[[Ranks], None], title: str, note_problem: Callable[[str], None]
+        self, step: int, work: Callable[[Ranks], None], note_problem: Callable[[str], None]
     ) -> None:
-        """Run a collective task after all earlier ones."""
-        task = Task(
-            partial(self._run, work, title, note_problem),
-            f"{title} ({self._name})",
-            None,
-            self._exit_timeout,
-        )
-        self._worker.submit(task)
+        """Run a collective task about a step after all earlier ones.
+
+        It is passed over if there is a later one by the time of its turn.
+        """
+        self.newest = step
+        title = f"the {self._name} of step {step}"
+        run = partial(self._run, step, work, title, note_problem)
+        self._worker.submit(Task(run, title, None, self._exit_timeout))
 
     def _run(
-        self, work: Callable[[Ranks], None], title: str, note_problem: Callable[[str], None]
+        self,
+        step: int,
+        work: Callable[[Ranks], None],
+        title: str,
+        note_problem: Callable[[str], None],
     ) -> None:
         try:
             if self.is_broken:
                 raise CheckpointingException("not started: contact with a rank was lost before")
-            run_operation(title, partial(work, self._ranks))
+            run_operation(title, partial(self._run_in_turn, step, work, title))
         except Exception as error:
             self.is_broken |= not self._ranks.are_in_step_after(error)
-            logger.error("%s failed: %s: %s", title, type(error).__name__, error)
+            if self._ranks.is_coordinator or self.is_broken:
+                logger.error("%s failed: %s: %s", title, type(error).__name__, error)
             note_problem(f"{type(error).__name__}: {error}")
+        finally:
+            self.running = -1
+
+    def _run_in_turn(self, step: int, work: Callable[[Ranks], None], title: str) -> None:
+        newest: int = self._ranks.decide_json("choose the next step", lambda: self.newest)
+        if newest != step:
+            raise CheckpointingException(
+                f"given up, since step {newest} waits: {title} takes longer than a save"
+            )
+        self.running = step
+        work(self._ranks)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for all tasks, None without a limit; return False if some are not done in time."""

@@ -40,7 +40,7 @@ class HeldStep(NamedTuple):
     Attributes:
         step: its number.
         save: names the save.
-        attempt: the start of the job that saved it, from 1.
+        attempt: when the job began that saved it, in seconds since 1970.
         num_files: number of files that the whole step has.
         num_bytes: their size.
         files: sizes of the files that are here, by name.

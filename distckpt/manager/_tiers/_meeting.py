@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,10 +15,11 @@ from distckpt._base.options import check_seconds
 from distckpt._commit import posix
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._ranks.collectives import Ranks
+from distckpt.manager._tiers._choice import known_steps
 from distckpt.manager._tiers._hosts import Hosts, meet
 from distckpt.manager._tiers._lane import Lane
 from distckpt.manager._tiers._local_steps import LocalRoot, local_root, run_of_root, runs_in
-from distckpt.manager._tiers._survey import held_by_hosts
+from distckpt.manager._tiers._survey import SpreadStep, held_by_hosts
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class Meeting:
     hosts: Hosts
     place: LocalRoot
     attempt: int
+    whole: frozenset[int]
     copies: Lane
     uploads: Lane
 
@@ -93,14 +96,19 @@ def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting
     with ranks.phase("open the local directories"):
         place.make(root)
     found = held_by_hosts(ranks, hosts, place)
-    last: int = ranks.decide_json(
-        "number the attempt", lambda: max((spread.attempt for spread in found), default=0)
-    )
+    attempt: int = ranks.decide_json("number the attempt", lambda: _next_attempt(found, root))
+    whole = frozenset(spread.step for spread in found if spread.is_whole)
     lanes = []
     for name in ("copies", "uploads"):
         own = Ranks.in_background(request.process_group, request.options.timeout)
         lanes.append(Lane(name, own, request.options.exit_timeout))
-    return Meeting(hosts, place, last + 1, *lanes)
+    return Meeting(hosts, place, attempt, whole, *lanes)
+
+
+def _next_attempt(found: Sequence[SpreadStep], root: str) -> int:
+    """Return a number above those of all attempts: the time, unless a clock was wrong."""
+    last = max((item.spread.attempt for item in known_steps(found, root)), default=0)
+    return max(last + 1, int(time.time()))
 
 
 def _run_of(root: str, payloads: Sequence[bytes]) -> str:

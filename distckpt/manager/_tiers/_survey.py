@@ -20,7 +20,7 @@ class SpreadStep:
     Attributes:
         step: its number.
         save: names the save.
-        attempt: the start of the job that saved it, from 1; 0 if it is in the root only.
+        attempt: when the job began that saved it, in seconds since 1970; 0 if unknown.
         num_files: number of files that the whole step has.
         num_bytes: their size.
         hosts: the hosts that have each file, by name.

@@ -17,6 +17,7 @@ from distckpt._base.errors import (
 )
 from distckpt._base.options import SaveReport
 from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._commit import posix
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._ranks.collectives import Ranks
@@ -66,8 +67,6 @@ class Tiers:
         self._met: Meeting | None = None
         self._num_saves = 0
         self._saves: dict[int, str] = {}
-        self._last_queued = -1
-        self._uploading = -1
         self.states: dict[int, StepState] = {}
         self._upload_pace = Pace(settings.upload_bandwidth)
         self._peer_pace = Pace(settings.peer_bandwidth)
@@ -94,6 +93,11 @@ class Tiers:
         Collective operation: all ranks must call it.
         """
         return self.meet(ranks).place.step(step)
+
+    def check_is_new(self, step: int) -> None:
+        """Refuse to replace a step that the hosts have whole."""
+        if step in self._meeting.whole or step in self._saves:
+            raise posix.already_complete(f"step {step} on the hosts", "pass overwrite=True")
 
     def write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
         """Write a planned save to all hosts; copies and uploads follow in the background.
@@ -143,7 +147,9 @@ class Tiers:
     def _remove_old(self, place: LocalRoot, last: int) -> None:
         """Remove all but the newest local steps, and the ones to upload; for the leader."""
         held = sorted(place.held(), key=lambda item: (item.attempt, item.step), reverse=True)
-        kept = {last, self._uploading, self._last_queued}
+        kept = {last}
+        for lane in (self._meeting.copies, self._meeting.uploads):
+            kept |= {lane.running, lane.newest}
         for item in held[: self._settings.keep_local]:
             kept.add(item.step)
         for item in held:
@@ -159,12 +165,9 @@ class Tiers:
             state.problem = problem
 
         if max(met.hosts.peers) >= 0:
-            met.copies.submit(partial(self._copy, step, save), f"the copies of step {step}", note)
+            met.copies.submit(step, partial(self._copy, step, save), note)
         if is_due:
-            self._last_queued = step
-            met.uploads.submit(
-                partial(self._upload, step, save), f"the upload of step {step}", note
-            )
+            met.uploads.submit(step, partial(self._upload, step, save), note)
 
     # --- Copies and uploads, in their threads
 
@@ -211,13 +214,6 @@ class Tiers:
         met = self._meeting
         state = self.states[step]
         location = steps.step_location(self._root, step)
-        reason: str = ranks.decide_json("choose what to upload", lambda: self._reason_to_skip(step))
-        if reason:
-            state.problem = reason
-            if ranks.is_coordinator:
-                logger.warning("step %d is not uploaded to %s: %s", step, self._root, reason)
-            return
-        self._uploading = step
         spread = spread_step(ranks, met.hosts, met.place, step, save)
         if spread is None or not spread.is_whole:
             raise CheckpointingException("its local files are gone")
@@ -232,16 +228,8 @@ class Tiers:
             upload(ranks, stored, own, location, self._options, progress, self._upload_pace)
         state.is_uploaded = True
         state.problem = None
-        self._uploading = -1
         if ranks.is_coordinator:
             self._after_upload(step)
-
-    def _reason_to_skip(self, step: int) -> str:
-        if step < self._last_queued:
-            return (
-                f"step {self._last_queued} waits already, since the root is slower than saves are"
-            )
-        return ""
 
     # --- Load
 
@@ -369,7 +357,7 @@ class Tiers:
         newest = max(self.states, default=-1)
         if not has_failed:
             state = self.states.get(newest)
-            if state is not None and not state.is_uploaded and newest != self._last_queued:
+            if state is not None and not state.is_uploaded and newest != met.uploads.newest:
                 save = self._saves[newest]
                 self._queue(newest, save, is_due=True)
             if not self.wait(self._options.exit_timeout):
