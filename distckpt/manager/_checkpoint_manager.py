@@ -242,14 +242,13 @@ class CheckpointManager(SaysOtherNames):
         with raising_pending_errors(ranks, self._request):
             self._handles = [handle for handle in self._handles if not handle.done()]
             same = {"step": step, "overwrite": overwrite, **self._of_all_ranks}
+            if self._tiers is not None:
+                self._tiers.meet(ranks)
             with ranks.phase("check the step", same=same):
                 note = encode_note(metrics or {}, pinned)
-            location = self.location(step)
-            if self._tiers is not None:
-                location = self._tiers.location(ranks, step)
-            with ranks.phase("prepare the request"):
-                if self._tiers is not None and not overwrite:
-                    self._tiers.check_is_new(step)
+                location = self.location(step)
+                if self._tiers is not None:
+                    location = self._tiers.location(step, overwrite)
                 request = replace(
                     self._request,
                     path=location,
@@ -314,14 +313,21 @@ class CheckpointManager(SaysOtherNames):
             request = _with_warnings(request)
         write = partial(self._write, step)
         if self._is_async:
-            planned = plan_save(ranks, state_dict, background_save.in_background(request))
-            self._has_planned = True
+            planned = self._plan(ranks, state_dict, background_save.in_background(request))
             save = background_save.prepare(ranks, planned, write)
             return background_save.start(ranks, save)
-        planned = plan_save(ranks, state_dict, request)
-        self._has_planned = True
+        planned = self._plan(ranks, state_dict, request)
         report = write(ranks, planned)
         return background_save.finished_handle(report.location, lambda: report)
+
+    def _plan(
+        self, ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
+    ) -> PlannedSave:
+        planned = plan_save(ranks, state_dict, request)
+        if self._tiers is not None:
+            self._tiers.check_planned(planned)
+        self._has_planned = True
+        return planned
 
     def _begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
         """Return the request with all ranks' notes, after checking for the step."""

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from distckpt._commit.conditional_put import SAVE
 from distckpt._format.marker import marker_of
-from distckpt._storage import locations
+from distckpt._ranks.attendance import answer_of
 from distckpt.manager import _steps as steps
 from distckpt.manager._tiers._local_steps import ATTEMPT
 from distckpt.manager._tiers._survey import SpreadStep
 
 logger = logging.getLogger(__name__)
 
+ROOT_SECONDS = 30.0
+"""Seconds within which the root must answer where hosts may have what is needed."""
 _NUM_ROOT_STEPS = 16
 """Newest steps of the root whose markers are read: each takes a request."""
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass
@@ -55,10 +60,35 @@ class Passed:
     damaged_in_root: set[str] = field(default_factory=set)
 
 
-def known_steps(found: Sequence[SpreadStep], root: str) -> list[Known]:
+class Root:
+    """The root, which may not answer for a while.
+
+    Attributes:
+        location: its location.
+        answers: whether it has answered the last time.
+    """
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+        self.answers = True
+
+    def ask(self, question: Callable[[], _Answer], default: _Answer) -> _Answer:
+        """Return an answer, or the default if none comes soon; then it is not asked again."""
+        if not self.answers:
+            return default
+        try:
+            return answer_of(question, ROOT_SECONDS)
+        except (OSError, RuntimeError) as error:
+            logger.warning("%s does not answer (%s): going on without it", self.location, error)
+            self.answers = False
+            return default
+
+
+def known_steps(found: Sequence[SpreadStep], root: Root) -> list[Known]:
     """Unite the steps of hosts and root; the newest one of the newest attempt comes first."""
     known = {(spread.step, spread.save): Known(spread) for spread in found}
-    for spread, suffix in _steps_in_root(root):
+    nothing: list[tuple[SpreadStep, str]] = []
+    for spread, suffix in root.ask(partial(_steps_in_root, root.location), nothing):
         known.setdefault((spread.step, spread.save), Known(spread)).root_suffix = suffix
     return sorted(
         known.values(), key=lambda item: (item.spread.attempt, item.spread.step), reverse=True
@@ -68,29 +98,28 @@ def known_steps(found: Sequence[SpreadStep], root: str) -> list[Known]:
 def _steps_in_root(root: str) -> list[tuple[SpreadStep, str]]:
     """Return the newest steps in the root, with the suffix of their folders."""
     result = []
-    with locations.only_logging(f"look for steps in {root}"):
-        for step in steps.all_steps(root)[-_NUM_ROOT_STEPS:]:
-            marker = marker_of(steps.step_location(root, step))
-            if marker is None:
-                continue
-            note = steps.note_in(marker)
-            attempt = note.get(ATTEMPT)
-            if not isinstance(attempt, int):
-                attempt = 0
-            nonce = marker.get(SAVE)
-            suffix = f"-{nonce}" if isinstance(nonce, str) else ""
-            result.append((SpreadStep(step, str(note.get("save")), attempt), suffix))
+    for step in steps.all_steps(root)[-_NUM_ROOT_STEPS:]:
+        marker = marker_of(steps.step_location(root, step))
+        if marker is None:
+            continue
+        note = steps.note_in(marker)
+        attempt = note.get(ATTEMPT)
+        if not isinstance(attempt, int):
+            attempt = 0
+        nonce = marker.get(SAVE)
+        suffix = f"-{nonce}" if isinstance(nonce, str) else ""
+        result.append((SpreadStep(step, str(note.get("save")), attempt), suffix))
     return result
 
 
 def choose(
-    found: Sequence[SpreadStep], root: str, passed: Passed, wanted: int | None = None
+    found: Sequence[SpreadStep], root: Root, passed: Passed, wanted: int | None = None
 ) -> tuple[Known | None, dict[int, str]]:
     """Return the step to load, if any, and the problems of newer ones.
 
     Args:
         found: the steps that hosts have.
-        root: the location of uploaded steps.
+        root: the place of uploaded steps.
         passed: what was found unfit before.
         wanted: a step by number; None for the newest.
     """
@@ -108,13 +137,14 @@ def choose(
     return None, problems
 
 
-def _problem_with(item: Known, root: str) -> str | None:
+def _problem_with(item: Known, root: Root) -> str | None:
     spread = item.spread
     if spread.hosts and spread.is_whole:
         return None
     if item.root_suffix is not None:
-        return steps.problem_with(root, spread.step)
+        return steps.problem_with(root.location, spread.step)
     return (
         f"the hosts that are left have {len(spread.sizes)} of its {spread.num_files} files "
         f"({sum(spread.sizes.values())} of {spread.num_bytes} bytes), and it is not in the root"
+        + (", which does not answer" * (not root.answers))
     )

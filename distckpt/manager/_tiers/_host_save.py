@@ -30,12 +30,14 @@ class HostSave:
         step: the number of the step.
         attempt: when the job began, in seconds since 1970.
         is_leader: whether this rank acts for its host.
+        name: names the save, once it is written.
     """
 
     place: LocalRoot
     step: int
     attempt: int
     is_leader: bool
+    name: str = field(default="", init=False)
     _is_committed: bool = field(default=False, init=False)
 
     def write(self, ranks: Ranks, save: PlannedSave) -> SaveReport:
@@ -47,7 +49,7 @@ class HostSave:
         with contextlib.ExitStack() as cleaning:
             with save.timer.phase("write") as details:
                 details["bytes"] = save.prepared.num_bytes
-                directory = self._begin(ranks, cleaning)
+                directory = self._begin(ranks, save, cleaning)
                 with ranks.telling("save to the hosts") as told:
                     self._check_is_seen(directory)
                     own = save.prepared.write_own(directory, ranks)
@@ -65,15 +67,18 @@ class HostSave:
             cleaning.pop_all()
         return report_save(ranks, save, tuple(json.loads(figures)))
 
-    def _begin(self, ranks: Ranks, cleaning: contextlib.ExitStack) -> str:
+    def _begin(self, ranks: Ranks, save: PlannedSave, cleaning: contextlib.ExitStack) -> str:
         """Make the directory that is written into, on each host; return it."""
         with ranks.telling("create directories on the hosts") as told:
             if self.is_leader:
                 with locations.only_logging(f"clear up in {self.place.location}"):
                     self.place.clear_leftovers()
         with ranks.answering(told, "create directories on the hosts"):
-            told.answer = secrets.token_hex(8).encode()
-        directory = self.place.hidden(self.step, told.answer.decode())
+            if ranks.is_coordinator:
+                name = save.request.notes[steps.NOTE]["save"]
+                told.answer = f"{secrets.token_hex(8)} {name}".encode()
+        nonce, self.name = told.answer.decode().split(" ")
+        directory = self.place.hidden(self.step, nonce)
         if self.is_leader:
             cleaning.callback(self._give_up, directory)
         # Every rank makes them: the ones of a host do not wait for their leader.

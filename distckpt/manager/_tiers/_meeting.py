@@ -9,13 +9,14 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from distckpt._base.messages import check_count
 from distckpt._base.options import check_seconds
 from distckpt._commit import posix
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._ranks.collectives import Ranks
-from distckpt.manager._tiers._choice import known_steps
+from distckpt.manager._tiers._choice import Root, known_steps
 from distckpt.manager._tiers._hosts import Hosts, meet
 from distckpt.manager._tiers._lane import Lane
 from distckpt.manager._tiers._local_steps import LocalRoot, local_root, run_of_root, runs_in
@@ -83,18 +84,18 @@ def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting
 
     Collective operation: all ranks must call it.
     """
-    root = os.fspath(request.path)
+    root = Root(os.fspath(request.path))
     directory = posix.resolve(settings.local)
     hosts = meet(ranks, directory, settings.hosts, settings.peers)
     with ranks.telling("find the run") as told:
         if hosts.leads(ranks.rank):
-            told.payload = json.dumps(runs_in(directory, root)).encode()
+            told.payload = json.dumps(runs_in(directory, root.location)).encode()
     with ranks.answering(told, "find the run"):
         if ranks.is_coordinator:
             told.answer = _run_of(root, told.payloads).encode()
     place = local_root(directory, told.answer.decode())
     with ranks.phase("open the local directories"):
-        place.make(root)
+        place.make(root.location)
     found = held_by_hosts(ranks, hosts, place)
     attempt: int = ranks.decide_json("number the attempt", lambda: _next_attempt(found, root))
     whole = frozenset(spread.step for spread in found if spread.is_whole)
@@ -105,29 +106,23 @@ def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting
     return Meeting(hosts, place, attempt, whole, *lanes)
 
 
-def _next_attempt(found: Sequence[SpreadStep], root: str) -> int:
+def _next_attempt(found: Sequence[SpreadStep], root: Root) -> int:
     """Return a number above those of all attempts: the time, unless a clock was wrong."""
     last = max((item.spread.attempt for item in known_steps(found, root)), default=0)
     return max(last + 1, int(time.time()))
 
 
-def _run_of(root: str, payloads: Sequence[bytes]) -> str:
+def _run_of(root: Root, payloads: Sequence[bytes]) -> str:
     """Return the identity of the run, which the root knows.
 
     If the root does not answer, most local directories decide.
     """
-    try:
-        return run_of_root(root)
-    except OSError as error:
-        known: list[str] = []
-        for payload in payloads:
-            known += json.loads(payload or b"[]")
-        run = max(known, key=known.count, default=secrets.token_hex(8))
-        logger.warning(
-            "%s does not answer (%s): the run is taken for %s, %s",
-            root,
-            error,
-            run,
-            "as local directories say" if known else "a new one",
-        )
-        return run
+    known: list[str] = []
+    for payload in payloads:
+        known += json.loads(payload or b"[]")
+    guess = max(known, key=known.count, default=secrets.token_hex(8))
+    run = root.ask(partial(run_of_root, root.location), guess)
+    if not root.answers:
+        source = "as local directories say" if known else "a new one"
+        logger.warning("the run is taken for %s, %s", run, source)
+    return run

@@ -23,7 +23,7 @@ from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_an
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
-from distckpt.manager._tiers._choice import Known, Passed, choose
+from distckpt.manager._tiers._choice import Known, Passed, Root, choose
 from distckpt.manager._tiers._copies import copy_to_peers, deliveries
 from distckpt.manager._tiers._host_save import HostSave
 from distckpt.manager._tiers._lane import Pace
@@ -67,6 +67,8 @@ class Tiers:
         self._met: Meeting | None = None
         self._num_saves = 0
         self._saves: dict[int, str] = {}
+        # The last step known to survive the loss of a host.
+        self._safe = -1
         self.states: dict[int, StepState] = {}
         self._upload_pace = Pace(settings.upload_bandwidth)
         self._peer_pace = Pace(settings.peer_bandwidth)
@@ -87,17 +89,15 @@ class Tiers:
 
     # --- Save
 
-    def location(self, ranks: Ranks, step: int) -> str:
-        """Return the local directory of a step on this host.
+    def location(self, step: int, overwrite: bool) -> str:
+        """Return the local directory of a new step on this host.
 
-        Collective operation: all ranks must call it.
+        Raises:
+            CheckpointExistsError: the hosts have the step whole, and it must not be replaced.
         """
-        return self.meet(ranks).place.step(step)
-
-    def check_is_new(self, step: int) -> None:
-        """Refuse to replace a step that the hosts have whole."""
-        if step in self._meeting.whole or step in self._saves:
+        if not overwrite and (step in self._meeting.whole or step in self._saves):
             raise posix.already_complete(f"step {step} on the hosts", "pass overwrite=True")
+        return self._meeting.place.step(step)
 
     def write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
         """Write a planned save to all hosts; copies and uploads follow in the background.
@@ -108,22 +108,21 @@ class Tiers:
         """
         met = self._meeting
         is_leader = met.hosts.leads(ranks.rank)
-        name = save.request.notes.get(steps.NOTE, {}).get("save")
-        save_name: str = ranks.decide_json("name the save", lambda: name)
+        host_save = HostSave(met.place, step, met.attempt, is_leader)
         try:
-            report = HostSave(met.place, step, met.attempt, is_leader).write(ranks, save)
+            report = host_save.write(ranks, save)
         except BaseException as error:
             if not steps.all_find(ranks, error, steps.is_of_the_storage):
                 raise
             return self._write_to_root(step, ranks, save, error)
         self.states[step] = StepState(is_local=True)
-        self._saves[step] = save_name
+        self._saves[step] = host_save.name
         is_due = self._num_saves % self._settings.upload_every == 0
         self._num_saves += 1
         if is_leader:
             with locations.only_logging(f"remove old steps from {met.place.location}"):
                 self._remove_old(met.place, step)
-        self._queue(step, save_name, is_due)
+        self._queue(step, host_save.name, is_due)
         return report
 
     def _write_to_root(
@@ -147,7 +146,7 @@ class Tiers:
     def _remove_old(self, place: LocalRoot, last: int) -> None:
         """Remove all but the newest local steps, and the ones to upload; for the leader."""
         held = sorted(place.held(), key=lambda item: (item.attempt, item.step), reverse=True)
-        kept = {last}
+        kept = {last, self._safe}
         for lane in (self._meeting.copies, self._meeting.uploads):
             kept |= {lane.running, lane.newest}
         for item in held[: self._settings.keep_local]:
@@ -168,6 +167,19 @@ class Tiers:
             met.copies.submit(step, partial(self._copy, step, save), note)
         if is_due:
             met.uploads.submit(step, partial(self._upload, step, save), note)
+
+    @staticmethod
+    def check_planned(save: PlannedSave) -> None:
+        """Refuse a save of a strategy of the user.
+
+        Raises:
+            CheckpointingException: its files need not be apart for each rank.
+        """
+        if save.prepared.exchanges_in_write:
+            raise CheckpointingException(
+                "A manager with a local directory stores the built-in format only: leave out "
+                "strategy=, or local=."
+            )
 
     # --- Copies and uploads, in their threads
 
@@ -194,7 +206,9 @@ class Tiers:
             raise CheckpointingException(
                 f"{len(problems)} files of step {step} have no copy: {problems[0]}"
             )
-        self.states[step].is_replicated = min(met.hosts.peers) >= 0
+        if min(met.hosts.peers) >= 0:
+            self.states[step].is_replicated = True
+            self._safe = step
 
     def _opened(self, ranks: Ranks, spread: SpreadStep) -> StoredCheckpoint:
         """Open a step in the local directory, which gets marker and manifest if it has none.
@@ -253,9 +267,10 @@ class Tiers:
         """
         met = self.meet(ranks)
         passed = Passed()
+        root = Root(self._root)
         while True:
             found = held_by_hosts(ranks, met.hosts, met.place)
-            known, problems = self._decide(ranks, found, passed, step)
+            known, problems = self._decide(ranks, found, root, passed, step)
             passed.reasons |= problems
             if known is None:
                 raise CheckpointNotFoundError(_nothing_to_load(self._root, step, passed.reasons))
@@ -271,10 +286,15 @@ class Tiers:
             return result, passed.reasons
 
     def _decide(
-        self, ranks: Ranks, found: Sequence[SpreadStep], passed: Passed, step: int | None
+        self,
+        ranks: Ranks,
+        found: Sequence[SpreadStep],
+        root: Root,
+        passed: Passed,
+        step: int | None = None,
     ) -> tuple[Known | None, dict[int, str]]:
         def decide() -> list[Any]:
-            known, problems = choose(found, self._root, passed, step)
+            known, problems = choose(found, root, passed, step)
             for number, problem in problems.items():
                 if number not in passed.reasons:
                     logger.warning("step %d is passed over: %s", number, problem)
@@ -313,6 +333,7 @@ class Tiers:
     def _resume(self, known: Known) -> None:
         """Copy again what only one host has, and upload what is not in the root."""
         step = known.spread.step
+        self._safe = step
         is_due = known.root_suffix is None
         self.states.setdefault(step, StepState(is_local=True, is_uploaded=not is_due))
         self._queue(step, known.spread.save, is_due)
@@ -324,12 +345,12 @@ class Tiers:
         """
         met = self.meet(ranks)
         found = held_by_hosts(ranks, met.hosts, met.place)
-        known, problems = self._decide(ranks, found, Passed(), None)
+        root = Root(self._root)
+        known, problems = self._decide(ranks, found, root, Passed())
 
         def list_steps() -> list[int]:
             numbers = {spread.step for spread in found if spread.is_whole}
-            with locations.only_logging(f"look for steps in {self._root}"):
-                numbers.update(steps.committed_steps(self._root))
+            numbers.update(root.ask(partial(steps.committed_steps, self._root), []))
             return sorted(numbers)
 
         numbers: list[int] = ranks.decide_json("list the steps", list_steps)

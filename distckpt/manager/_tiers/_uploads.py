@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distckpt._base.options import SaveOptions
@@ -190,6 +190,8 @@ def upload(
     """
     notes = {name: value for name, value in stored.marker.items() if name not in _MANIFEST_FIELDS}
     config = parse_config(stored.marker, stored.location)
+    # The program was told of this save when the hosts had it.
+    options = replace(options, on_report=None, progress=None)
     request = SaveRequest(path=location, overwrite=True, options=options, notes=notes)
     prepared = StoredFiles(stored, own, progress, pace, options.durable)
     timer = PhaseTimer("upload", ranks.rank, location)
