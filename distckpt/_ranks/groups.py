@@ -182,7 +182,7 @@ def group_over(
     def connect() -> Any:
         settings = limit
         if not os.environ.get("GLOO_SOCKET_IFNAME"):
-            own = _own_address(*address)
+            own = own_address(*address)
             if own is not None:
                 settings = _gloo_options(own, limit)
         return dist.ProcessGroupGloo(shared, rank, size, settings)
@@ -221,7 +221,7 @@ def _prefix_of(number: int) -> str:
     return f"group {number}"
 
 
-def _own_address(host: str, port: int) -> str | None:
+def own_address(host: str, port: int) -> str | None:
     """Return this machine's address for packets to a host.
 
     None where the host is all addresses of this machine, or cannot be reached.

@@ -1,0 +1,267 @@
+"""Files of a checkpoint that are spread over tiers, under one URL.
+
+`TieredFiles` reads each range from the first source that has it: the own disk, another host, the
+store. `mounted` gives them a URL that `distckpt.load` takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+import fsspec
+import numpy as np
+
+from distckpt._base.libc import read_into
+from distckpt._base.memory import Bytes
+from distckpt._storage import locations, object_store
+from distckpt.manager._tiers._file_server import FilesOfHost, LostHostError
+
+logger = logging.getLogger(__name__)
+
+SCHEME = "distckpt-tiers"
+"""The scheme of mounted files' URLs, which this process alone can read."""
+
+
+@dataclass(frozen=True)
+class OwnFile:
+    """A file in a directory of this host."""
+
+    path: str
+    tier: ClassVar = "own"
+
+    @property
+    def holder(self) -> str:
+        """Return the name of the source in messages."""
+        return "this host"
+
+    def read(self, start: int, num_bytes: int) -> Bytes:
+        """Return bytes of the file, fewer if it is shorter."""
+        return _read_local(self.path, start, num_bytes)
+
+
+@dataclass(frozen=True)
+class FileOfHost:
+    """A file that another host serves, by its number there."""
+
+    host: FilesOfHost
+    number: int
+    tier: ClassVar = "peer"
+
+    @property
+    def holder(self) -> str:
+        """Return the name of the source in messages."""
+        return f"host {self.host.name}"
+
+    def read(self, start: int, num_bytes: int) -> Bytes:
+        """Return bytes of the file."""
+        return self.host.read_range(self.number, start, num_bytes)
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file in the store: a path or URL."""
+
+    location: str
+    tier: ClassVar = "store"
+
+    @property
+    def holder(self) -> str:
+        """Return the name of the source in messages."""
+        return "the store"
+
+    def read(self, start: int, num_bytes: int) -> Bytes:
+        """Return bytes of the file, fewer if it is shorter."""
+        if locations.is_local(self.location):
+            return _read_local(self.location, start, num_bytes)
+        return object_store.at(self.location).read_range(start, num_bytes)
+
+
+Source = OwnFile | FileOfHost | StoredFile
+
+
+class TieredFile(NamedTuple):
+    """A file's size, and its sources in the order of trying."""
+
+    num_bytes: int
+    sources: Sequence[Source]
+
+
+class TieredFiles:
+    """The files of a checkpoint by name: small ones in memory, others with sources.
+
+    Attributes:
+        sizes: the size of each file.
+        made: when they were put together.
+    """
+
+    def __init__(self, contents: Mapping[str, bytes], files: Mapping[str, TieredFile]) -> None:
+        self.sizes = {name: len(content) for name, content in contents.items()}
+        self.sizes |= {name: file.num_bytes for name, file in files.items()}
+        self.made = datetime.now(timezone.utc)
+        self._contents = contents
+        self._files = files
+        self._lock = threading.Lock()
+        self._num_bytes: Counter[str] = Counter()
+        self._warned: set[tuple[str, int]] = set()
+
+    def bytes_of_tiers(self) -> dict[str, int]:
+        """Return the number of bytes that were read from each tier."""
+        with self._lock:
+            return dict(self._num_bytes)
+
+    def read_range(self, name: str, start: int, stop: int) -> Bytes:
+        """Return bytes [start, stop) of a file, fewer if it is shorter.
+
+        Raises:
+            OSError: no source has them.
+        """
+        if name in self._contents:
+            return np.frombuffer(self._contents[name], np.uint8)[start:stop]
+        file = self._files[name]
+        num_bytes = max(0, min(stop, file.num_bytes) - start)
+        reasons: list[str] = []
+        for number, source in enumerate(file.sources):
+            try:
+                data = _read_whole(source, start, num_bytes)
+            except OSError as error:
+                reasons.append(f"{source.holder}: {error}")
+                self._warn(name, source, error, file.sources[number + 1 :])
+                continue
+            with self._lock:
+                self._num_bytes[source.tier] += num_bytes
+            return data
+        text = "; ".join(reasons) or "it has no source"
+        # Not one of the errors after which a request is repeated.
+        raise OSError(errno.ENODATA, f"bytes {start} to {stop} are nowhere: {text}", name)
+
+    def _warn(self, name: str, source: Source, error: OSError, others: Sequence[Source]) -> None:
+        """Log the first error of its kind from a holder of files."""
+        kind = errno.EHOSTUNREACH if isinstance(error, LostHostError) else error.errno or errno.EIO
+        with self._lock:
+            is_known = (source.holder, kind) in self._warned
+            self._warned.add((source.holder, kind))
+        if others and not is_known:
+            logger.warning(
+                "%s is not read from %s (%s), but from %s; more of this kind is not reported",
+                name,
+                source.holder,
+                error,
+                others[0].holder,
+            )
+
+
+def _read_whole(source: Source, start: int, num_bytes: int) -> Bytes:
+    """Return bytes of a source; OSError if it does not have all of them."""
+    data = source.read(start, num_bytes)
+    if len(data) != num_bytes:
+        text = f"it ends at byte {start + len(data)}, bytes {start} to {start + num_bytes} are read"
+        raise OSError(errno.ENODATA, text)
+    return data
+
+
+def _read_local(path: str, start: int, num_bytes: int) -> Bytes:
+    memory = np.empty(num_bytes, np.uint8)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with locations.naming(path):
+            return memory[: read_into(fd, [memory], start)]
+    finally:
+        os.close(fd)
+
+
+# --- The file system ------------------------------------------------------------------------------
+
+_mounts: dict[str, TieredFiles] = {}
+"""Mounted files by the first two names of their paths."""
+
+
+@contextlib.contextmanager
+def mounted(files: TieredFiles, name: str) -> Iterator[str]:
+    """Yield a URL of the files, which ends in a name; its process can read it in the body."""
+    fsspec.register_implementation(SCHEME, TiersFileSystem, clobber=True)
+    mount = f"{secrets.token_hex(8)}/{name}"
+    _mounts[mount] = files
+    try:
+        yield f"{SCHEME}://{mount}"
+    finally:
+        del _mounts[mount]
+
+
+class TiersFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """The file system of mounted files, which is only read."""
+
+    protocol = SCHEME
+    # One would be kept for each thread that has ever read.
+    cachable = False
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        """Return the type and size of a path."""
+        path = self._strip_protocol(path)
+        files, name = _find(path)
+        if name in files.sizes:
+            return {"name": path, "type": "file", "size": files.sizes[name]}
+        if any(other.startswith(_folder(name)) for other in files.sizes):
+            return {"name": path, "type": "directory", "size": 0}
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        """Return the entries directly below a path."""
+        path = self._strip_protocol(path)
+        files, name = _find(path)
+        paths = {path: None}
+        if name not in files.sizes:
+            paths = {}
+            for other in files.sizes:
+                if other.startswith(_folder(name)):
+                    rest = other[len(_folder(name)) :]
+                    paths[f"{path}/{rest.partition('/')[0]}"] = None
+        if detail:
+            return [self.info(entry) for entry in paths]
+        return list(paths)
+
+    def modified(self, path: str) -> datetime:
+        """Return the time at which the files were put together."""
+        return _find(self._strip_protocol(path))[0].made
+
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **options: Any
+    ) -> Bytes:
+        """Return bytes [start, end) of a file, fewer if it is shorter."""
+        files, name = _find(self._strip_protocol(path))
+        if name not in files.sizes:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        if end is None:
+            end = files.sizes[name]
+        return files.read_range(name, start or 0, end)
+
+    def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
+        text = f"{SCHEME}:// is only read: save to the root of the manager, or elsewhere"
+        raise OSError(errno.EROFS, text)
+
+    _open = pipe_file = rm_file = mkdir = makedirs = rmdir = cp_file = _refuse
+
+
+def _find(path: str) -> tuple[TieredFiles, str]:
+    """Return the mounted files of a path, and its name among them."""
+    identity, _, rest = path.partition("/")
+    last, _, name = rest.partition("/")
+    files = _mounts.get(f"{identity}/{last}")
+    if files is None:
+        text = f"no files are mounted here in this process (any more): {SCHEME}:// is for one load"
+        raise FileNotFoundError(errno.ENOENT, text, path)
+    return files, name
+
+
+def _folder(name: str) -> str:
+    """Return the beginning of the names in a folder."""
+    return name and f"{name}/"
