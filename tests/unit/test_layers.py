@@ -37,7 +37,8 @@ LAYERS = [
 # The only importers of libraries, so that each is known in one place.
 SOLE_IMPORTERS = {
     "torch.distributed": {"_ranks.exchanges", "_ranks.groups"},
-    "fsspec": {"_storage.fsspec_urls"},
+    # A file system of our own is made for it.
+    "fsspec": {"_storage.fsspec_urls", "manager._tiers._tier_files"},
     "obstore": {"_storage.cloud"},
     "safetensors": {"_format.columns"},
 }

@@ -1,4 +1,4 @@
-"""A server of byte ranges of local files to the other hosts of a job, and its client.
+"""A server of byte ranges of local files, and its client.
 
 A connection begins with the client's token. Then requests (`_REQUEST`) and answers (`_ANSWER`)
 alternate; an answer is followed by the bytes of the file, or by the text of an error. Whatever else
@@ -39,7 +39,7 @@ _MAX_TEXT_BYTES = 4096
 _MAX_CONNECTIONS = 256
 """Connections of a server at a time; further ones wait, or take the place of an idle one."""
 _IDLE_SECONDS = 60.0
-"""Seconds after which a server ends a connection without requests, or that takes no bytes."""
+"""Seconds after which a server ends a connection that makes no progress."""
 _LOOK_SECONDS = 1.0
 """Seconds between two looks of a server for its end."""
 _MAX_UNUSED = 16
@@ -49,9 +49,9 @@ _MORE = getattr(socket, "MSG_MORE", 0)
 
 
 class FileServer:
-    """A server of byte ranges of some local files, by number, to clients with the token.
+    """A server of byte ranges of local files to other hosts.
 
-    It listens at once. A file is opened for each request, so one that is removed is not served.
+    Clients have its token, and name files by number. It listens at once. A file is opened for each request, so one that is removed is not served.
 
     Attributes:
         address: the host and port that other machines of the job connect to.
@@ -104,7 +104,7 @@ class FileServer:
                 self._admit(connection)
 
     def _admit(self, connection: socket.socket) -> None:
-        """Serve a connection in a thread, as soon as there are few enough."""
+        """Serve a connection in a thread, when there are few enough."""
         thread = threading.Thread(
             target=self._serve, args=(connection,), name="distckpt-file-server", daemon=True
         )
@@ -330,7 +330,7 @@ def _send_range(connection: socket.socket, fd: int, start: int, stop: int) -> No
 
 
 def _own_host() -> str:
-    """Return the name or address of this machine, for other machines of the job."""
+    """Return the address or name that others reach this machine by."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if interface:
         return _address_of(interface)
@@ -359,7 +359,7 @@ def _address_of(interface: str) -> str:
 
 
 def _listener(host: str) -> socket.socket:
-    """Return a socket that listens on a free port of an address of this machine."""
+    """Return a socket that listens on a free port of a host."""
     failure = OSError(errno.EADDRNOTAVAIL, "no address of this machine", host)
     for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         listener = socket.socket(family, kind, protocol)

@@ -14,8 +14,9 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import fsspec
 import numpy as np
@@ -31,15 +32,12 @@ SCHEME = "distckpt-tiers"
 """The scheme of mounted files' URLs, which this process alone can read."""
 
 
-class OwnFile(NamedTuple):
+@dataclass(frozen=True)
+class OwnFile:
     """A file in a directory of this host."""
 
     path: str
-
-    @property
-    def tier(self) -> str:
-        """Return the tier of the source."""
-        return "own"
+    tier: ClassVar = "own"
 
     @property
     def holder(self) -> str:
@@ -51,16 +49,13 @@ class OwnFile(NamedTuple):
         return _read_local(self.path, start, num_bytes)
 
 
-class FileOfHost(NamedTuple):
+@dataclass(frozen=True)
+class FileOfHost:
     """A file that another host serves, by its number there."""
 
     host: FilesOfHost
     number: int
-
-    @property
-    def tier(self) -> str:
-        """Return the tier of the source."""
-        return "peer"
+    tier: ClassVar = "peer"
 
     @property
     def holder(self) -> str:
@@ -72,15 +67,12 @@ class FileOfHost(NamedTuple):
         return self.host.read_range(self.number, start, num_bytes)
 
 
-class StoredFile(NamedTuple):
+@dataclass(frozen=True)
+class StoredFile:
     """A file in the store: a path or URL."""
 
     location: str
-
-    @property
-    def tier(self) -> str:
-        """Return the tier of the source."""
-        return "store"
+    tier: ClassVar = "store"
 
     @property
     def holder(self) -> str:
@@ -98,7 +90,7 @@ Source = OwnFile | FileOfHost | StoredFile
 
 
 class TieredFile(NamedTuple):
-    """A file with its size, and its sources in the order in which they are tried."""
+    """A file's size, and its sources in the order of trying."""
 
     num_bytes: int
     sources: Sequence[Source]
@@ -260,7 +252,7 @@ class TiersFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
 
 def _find(path: str) -> tuple[TieredFiles, str]:
-    """Return the mounted files that a path belongs to, and its name among them."""
+    """Return the mounted files of a path, and its name among them."""
     identity, _, rest = path.partition("/")
     last, _, name = rest.partition("/")
     files = _mounts.get(f"{identity}/{last}")
