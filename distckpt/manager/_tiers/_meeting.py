@@ -97,13 +97,16 @@ def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting
     with ranks.phase("open the local directories"):
         place.make(root.location)
     found = held_by_hosts(ranks, hosts, place)
-    attempt: int = ranks.decide_json("number the attempt", lambda: _next_attempt(found, root))
-    whole = frozenset(spread.step for spread in found if spread.is_whole)
+
+    def number_attempt() -> tuple[int, list[int]]:
+        return _next_attempt(found, root), [spread.step for spread in found if spread.is_whole]
+
+    attempt, whole = ranks.decide_json("number the attempt", number_attempt)
     lanes = []
     for name in ("copies", "uploads"):
         own = Ranks.in_background(request.process_group, request.options.timeout)
         lanes.append(Lane(name, own, request.options.exit_timeout))
-    return Meeting(hosts, place, attempt, whole, *lanes)
+    return Meeting(hosts, place, attempt, frozenset(whole), *lanes)
 
 
 def _next_attempt(found: Sequence[SpreadStep], root: Root) -> int:

@@ -1,0 +1,254 @@
+"""Managers with local directories of hosts: saves, losses of hosts, and restarts from what is left.
+
+Hosts are imitated: ranks with different local directories are on different hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import CheckpointManager, CheckpointNotFoundError, ShardedTensor
+from distckpt.manager._tiers import _choice
+from tests.support.disk import flip
+from tests.support.harness import error_of, run
+from tests.support.s3_server import keys_in, reached_at
+
+ROWS = 3 << 10
+"""Of 64 elements and 4 bytes each."""
+
+
+def table(step: int) -> torch.Tensor:
+    return torch.arange(ROWS * 64, dtype=torch.float32).view(ROWS, 64) + step
+
+
+def state_of(rank: int, num_ranks: int, step: int | None) -> dict:
+    values = torch.zeros(ROWS, 64) if step is None else table(step)
+    rows = values.chunk(num_ranks)[rank].clone()
+    copied = torch.zeros(999) if step is None else torch.full((999,), float(step))
+    return {
+        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, num_ranks)),
+        "copied": ShardedTensor.from_rank_offsets("copied", copied, replica_id=rank),
+        "step": -1 if step is None else step,
+    }
+
+
+def manager_of(rank: int, base: str, per_host: int, **settings) -> CheckpointManager:
+    root = settings.pop("root", f"{base}/root")
+    settings = {"durable": False, **settings}
+    return CheckpointManager(root, local=f"{base}/host{rank // per_host}", **settings)
+
+
+def save_steps(rank, num_ranks, base, per_host, steps, settings):
+    with manager_of(rank, base, per_host, **settings) as manager:
+        for step in steps:
+            manager.save(step, state_of(rank, num_ranks, step)).result()
+            manager.wait(uploaded=True)
+        return {step: dict(vars(state)) for step, state in manager.states.items()}
+
+
+def load_newest(rank, num_ranks, base, per_host, settings):
+    """Return the step that was loaded, after comparing all its values, and what was skipped."""
+    with manager_of(rank, base, per_host, **settings) as manager:
+        found = manager.steps(), manager.latest()
+        state = state_of(rank, num_ranks, None)
+        loaded = manager.load(state)
+        step = loaded["step"]
+        assert torch.equal(loaded["rows"], table(step).chunk(num_ranks)[rank])
+        assert torch.equal(loaded["copied"], torch.full((999,), float(step)))
+        return step, found, manager.skipped
+
+
+def saved(base: Path, num_ranks: int, per_host: int, steps, **settings) -> list[dict]:
+    return run(save_steps, num_ranks, num_ranks, str(base), per_host, steps, settings)
+
+
+def loaded(base: Path, num_ranks: int, per_host: int, **settings) -> int:
+    results = run(load_newest, num_ranks, num_ranks, str(base), per_host, settings)
+    assert all(result == results[0] for result in results)
+    return results[0][0]
+
+
+def directories(base: Path, host: int) -> list[str]:
+    (of_run,) = (base / f"host{host}").glob("run-*")
+    return sorted(path.name for path in of_run.iterdir() if path.is_dir())
+
+
+def files_of_step(base: Path, host: int, step: int) -> list[Path]:
+    return sorted((base / f"host{host}").glob(f"run-*/step_{step:08d}/*/*"))
+
+
+@pytest.mark.parametrize(("num_ranks", "per_host"), [(4, 2), (2, 1), (1, 1)])
+def test_the_newest_step_survives_the_loss_of_any_host(tmp_path, num_ranks, per_host):
+    states = saved(tmp_path, 4, 2, [10, 20, 30], peers=1, upload_every=10)
+    for state in states:
+        assert [step["is_replicated"] for step in state.values()] == [True] * 3
+        assert [step["is_uploaded"] for step in state.values()] == [True, False, False]
+        assert {step["problem"] for step in state.values()} == {None}
+    shutil.rmtree(tmp_path / "root" / "step_00000030")
+    shutil.rmtree(tmp_path / f"host{num_ranks % 2}")
+    assert loaded(tmp_path, num_ranks, per_host, peers=1) == 30
+
+
+def test_files_of_a_lost_host_come_from_the_root(tmp_path):
+    saved(tmp_path, 4, 2, [10])
+    shutil.rmtree(tmp_path / "host0")
+    assert loaded(tmp_path, 4, 2) == 10
+    shutil.rmtree(tmp_path / "host1")
+    assert loaded(tmp_path, 2, 1) == 10
+
+
+def test_without_copies_a_lost_host_takes_its_steps_that_are_not_in_the_root(tmp_path):
+    saved(tmp_path, 4, 2, [10, 20], upload_every=2)
+    shutil.rmtree(tmp_path / "root" / "step_00000020")
+    shutil.rmtree(tmp_path / "host1")
+    (result, *_) = run(load_newest, 2, 2, str(tmp_path), 2, {})
+    step, _, skipped = result
+    assert step == 10
+    assert "the hosts that are left have" in skipped[20]
+
+
+def test_steps_on_an_object_store_are_equal_to_saved_ones(tmp_path, server, bucket):
+    root = f"{bucket}/run"
+    with reached_at(server):
+        states = saved(tmp_path, 4, 2, [10, 20], root=root, peers=1, keep_last=1)
+        assert {state[20]["problem"] for state in states} == {None}
+        assert distckpt.verify(f"{root}/step_00000020").is_whole
+        assert not any(name.startswith("step_00000010") for name in keys_in(server, root))
+        # Some files are on a host, the others in the store.
+        for path in files_of_step(tmp_path, 0, 20)[::2]:
+            path.unlink()
+        shutil.rmtree(tmp_path / "host1")
+        assert loaded(tmp_path, 2, 1, root=root) == 20
+        shutil.rmtree(tmp_path / "host0")
+        assert loaded(tmp_path, 3, 1, root=root) == 20
+
+
+def test_a_plain_manager_loads_what_was_uploaded(tmp_path):
+    saved(tmp_path, 2, 1, [10])
+    manager = CheckpointManager(tmp_path / "root")
+    assert manager.steps() == [10]
+    state = state_of(0, 1, None)
+    assert manager.load(state)["step"] == 10
+    assert torch.equal(state["rows"].data, table(10))
+
+
+def test_a_damaged_file_is_read_from_another_host(tmp_path, caplog):
+    saved(tmp_path, 4, 2, [10, 20], peers=1, upload_every=10)
+    (path,) = [path for path in files_of_step(tmp_path, 0, 20) if "shard-00001" in path.name]
+    flip(path, path.stat().st_size - 100)
+    shutil.rmtree(tmp_path / "root" / "step_00000020")
+    assert loaded(tmp_path, 4, 2, peers=1) == 20
+
+
+def test_a_cut_file_is_read_from_another_host(tmp_path):
+    saved(tmp_path, 4, 2, [10], peers=1)
+    shutil.rmtree(tmp_path / "root" / "step_00000010")
+    for path in files_of_step(tmp_path, 1, 10):
+        path.write_bytes(path.read_bytes()[:-5])
+    assert loaded(tmp_path, 4, 2, peers=1) == 10
+
+
+def test_damage_on_all_hosts_and_in_the_root_is_passed_over(tmp_path):
+    saved(tmp_path, 2, 1, [10, 20], peers=1)
+    for path in tmp_path.glob("*/**/step_00000020/tensors/shard-00002*"):
+        flip(path, path.stat().st_size - 100)
+    assert loaded(tmp_path, 2, 1) == 10
+
+
+def test_a_directory_of_another_run_is_not_believed(tmp_path):
+    saved(tmp_path, 2, 1, [10, 20], peers=1)
+    shutil.rmtree(tmp_path / "root")
+    (error, other) = run(error_of_load, 2, str(tmp_path))
+    assert isinstance(error, CheckpointNotFoundError)
+    assert isinstance(other, CheckpointNotFoundError)
+    saved(tmp_path, 2, 1, [5], peers=1)
+    assert loaded(tmp_path, 2, 1) == 5
+
+
+def error_of_load(rank, base):
+    with manager_of(rank, base, 1) as manager:
+        assert manager.steps() == []
+        return error_of(manager.load, state_of(rank, 2, None))
+
+
+def test_an_older_copy_of_a_step_is_not_mixed_with_a_newer_one(tmp_path):
+    saved(tmp_path, 2, 1, [10, 20], upload_every=10)
+    shutil.move(tmp_path / "host1", tmp_path / "away")
+    shutil.rmtree(tmp_path / "root" / "step_00000020")
+    assert loaded(tmp_path, 2, 1) == 10
+    saved(tmp_path, 2, 1, [20], upload_every=10)
+    shutil.rmtree(tmp_path / "root" / "step_00000020")
+    # Host 1 returns with what it had before.
+    shutil.rmtree(tmp_path / "host1")
+    shutil.move(tmp_path / "away", tmp_path / "host1")
+    assert loaded(tmp_path, 2, 1) == 10
+
+
+def test_only_the_newest_local_steps_are_kept(tmp_path):
+    saved(tmp_path, 2, 1, range(10, 70, 10), keep_local=2, keep_last=3, upload_every=2)
+    assert directories(tmp_path, 0) == ["step_00000050", "step_00000060"]
+    assert directories(tmp_path, 1) == ["step_00000050", "step_00000060"]
+    uploaded = sorted(path.name for path in (tmp_path / "root").glob("step_*"))
+    assert uploaded == ["step_00000030", "step_00000050", "step_00000060"]
+
+
+def test_a_step_that_hosts_have_is_not_replaced_by_accident(tmp_path):
+    saved(tmp_path, 2, 1, [10])
+    (error, _) = run(error_of_second_save, 2, str(tmp_path))
+    assert isinstance(error, distckpt.CheckpointExistsError)
+
+
+def error_of_second_save(rank, base):
+    with manager_of(rank, base, 1) as manager:
+        error = error_of(manager.save, 10, state_of(rank, 2, 11))
+        manager.save(10, state_of(rank, 2, 12), overwrite=True).result()
+        return error
+
+
+def test_a_root_that_does_not_answer_holds_up_nothing(tmp_path):
+    saved(tmp_path, 2, 1, [10], root=f"{tmp_path}/root")
+    run(go_on_without_root, 2, str(tmp_path))
+
+
+def go_on_without_root(rank, base):
+    with mock.patch.object(_choice, "ROOT_SECONDS", 0.5), reached_at("http://127.0.0.1:9"):
+        # No server listens there, and requests are repeated for minutes.
+        manager = CheckpointManager("s3://bucket/run", local=f"{base}/host{rank}", durable=False)
+        manager.save(10, state_of(rank, 2, 10)).result()
+        state = state_of(rank, 2, None)
+        assert manager.load(state)["step"] == 10
+        assert torch.equal(state["rows"].data, table(10).chunk(2)[rank])
+        manager._close(has_failed=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"peers": 1}, "local"),
+        ({"local": "l", "peers": 2}, "peers"),
+        ({"local": "l", "keep_local": 0}, "keep_local"),
+        ({"local": "l", "upload_every": 0}, "upload_every"),
+        ({"local": "l", "upload_bandwidth": -1}, "upload_bandwidth"),
+        ({"local": "l", "stall_timeout": 0}, "stall_timeout"),
+    ],
+)
+def test_settings_are_checked(tmp_path, settings, named):
+    with pytest.raises((ValueError, TypeError), match=named):
+        CheckpointManager(tmp_path, **settings)
+
+
+def test_the_local_directory_of_one_host_is_a_checkpoint(tmp_path):
+    saved(tmp_path, 1, 1, [10])
+    (step,) = (tmp_path / "host0").glob("run-*/step_*")
+    state = state_of(0, 1, None)
+    distckpt.load(state, step)
+    assert torch.equal(state["rows"].data, table(10))
+    note = json.loads((step / "metadata.json").read_text())["manager"]
+    assert note["step"] == 10
