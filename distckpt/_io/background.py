@@ -110,7 +110,7 @@ class Worker:
         self._name = name
         self.lock = threading.Lock()
         self.pending: list[Task[Any]] = []
-        self._queue: queue.SimpleQueue[Task[Any]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         self.is_closed = False
         _workers.add(self)
@@ -148,9 +148,17 @@ class Worker:
         self.thread = thread
         return True
 
+    def end(self) -> None:
+        """End the thread after all earlier tasks."""
+        self.close()
+        self._queue.put(None)
+
     def _work(self) -> None:
         while True:
-            self._run(self._queue.get())
+            task = self._queue.get()
+            if task is None:
+                return
+            self._run(task)
 
     def _run(self, task: Task[Any]) -> None:
         task.run()

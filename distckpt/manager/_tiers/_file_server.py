@@ -51,7 +51,8 @@ _MORE = getattr(socket, "MSG_MORE", 0)
 class FileServer:
     """A server of byte ranges of local files to other hosts.
 
-    Clients have its token, and name files by number. It listens at once. A file is opened for each request, so one that is removed is not served.
+    Clients have its token, and name files by number. It listens at once. A file is opened for each
+    request, so one that is removed is not served.
 
     Attributes:
         address: the host and port that other machines of the job connect to.

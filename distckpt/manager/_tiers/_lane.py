@@ -87,6 +87,7 @@ class Lane:
         self._ranks.stop.set()
         for task in self._worker.unfinished():
             task.is_abandoned.set()
+        self._worker.end()
 
 
 class Pace:

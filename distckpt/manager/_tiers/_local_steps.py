@@ -11,16 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from distckpt._base.errors import CheckpointingException
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._commit import hidden_directories, posix
 from distckpt._format.manifest import is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, read_marker
-from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
-from distckpt.manager._tiers._stored_files import check_stored, reading
+from distckpt.manager._tiers._stored_files import problems_of
 
 logger = logging.getLogger(__name__)
 
@@ -122,18 +120,17 @@ class LocalRoot:
             locations.write_bytes(locations.join(directory, name), content)
         posix.commit(directory, self.step(step), overwrite=True)
 
-    def drop_damaged(self, step: int) -> list[str]:
-        """Remove the files of a step that differ from their checksums; return their names."""
-        stored = open_checkpoint(Ranks.alone(), self.step(step))
-        dropped = []
-        for name in files_in(self.step(step)):
-            problem = _problem_with(stored, name)
-            if problem is not None:
-                dropped.append(name)
-                path = locations.join(self.step(step), name)
-                logger.warning("%s is damaged, and removed: %s", path, problem)
-                locations.remove_file(path)
-        return dropped
+    def drop_damaged(self, step: int) -> int:
+        """Remove the files of a step that differ from their checksums; return their number."""
+        directory = self.step(step)
+        stored = open_checkpoint(Ranks.alone(), directory)
+        damaged: dict[str, str] = {}
+        for problem in problems_of(stored, files_in(directory)):
+            damaged.setdefault(problem.file, problem.message)
+        for path, message in damaged.items():
+            logger.warning("%s is damaged, and removed: %s", path, message)
+            locations.remove_file(path)
+        return len(damaged)
 
     def remove(self, step: int) -> None:
         """Remove a step; readers that have opened its files go on."""
@@ -215,13 +212,3 @@ def small_files(directory: str) -> dict[str, bytes]:
         if name == CONFIG_FNAME or is_manifest_name(name):
             contents[name] = locations.read_bytes(locations.join(directory, name))
     return contents
-
-
-def _problem_with(stored: StoredCheckpoint, name: str) -> str | None:
-    """Return the problem of a file of a step, if any."""
-    path = locations.join(stored.location, name)
-    try:
-        check_stored(stored, name, reading(path))
-    except (CheckpointingException, OSError) as error:
-        return str(error)
-    return None

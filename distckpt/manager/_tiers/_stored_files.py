@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,16 @@ from distckpt._format.chunk_table import NO_CHECKSUMS
 from distckpt._format.stored_checkpoint import Checksums, StoredCheckpoint
 from distckpt._geometry.units import Span
 from distckpt._io.write import NewFile, WriteSettings, write_files
-from distckpt._operations.file_checks import list_blocks
+from distckpt._operations.file_checks import (
+    Blocks,
+    Problem,
+    check_files,
+    check_units,
+    describe_blocks,
+    list_blocks,
+    units_of_blocks,
+)
+from distckpt._storage.open_files import OpenFiles
 
 Read = Callable[[int, Bytes], None]
 """Function that fills memory with the bytes of a file from a position on."""
@@ -111,30 +120,33 @@ def rewrite(
             raise _damaged(file, "a block")
 
 
-def check_stored(stored: StoredCheckpoint, name: str, read: Read) -> None:
-    """Compare a file of a step with its checksums.
+def problems_of(stored: StoredCheckpoint, names: Collection[str]) -> list[Problem]:
+    """Return the problems of some files of a step, after comparing all their bytes."""
+    manifest = stored.manifest
+    file_ids = [number for number, file in enumerate(manifest.files) if file.name in names]
+    problems = check_files(stored, file_ids, None)
+    with OpenFiles() as opened:
+        stored = stored.with_files(opened)
+        return problems + _damaged_blocks(stored, file_ids)
 
-    Raises:
-        CorruptCheckpointError: bytes are not the ones that were saved.
-    """
-    file = stored_files(stored, [name]).get(name)
-    if file is None:
-        raise CorruptCheckpointError(f"{name!r} is not part of the step.")
-    block_bytes = stored.manifest.block_bytes
-    header = np.empty(file.header_bytes, np.uint8)
-    read(0, header)
-    if checksum(header) != file.header_checksum:
-        raise _damaged(file, "its header")
-    memory = np.empty(block_bytes, np.uint8)
-    position = file.header_bytes
-    expected = iter(file.checksums.tolist())
-    for size in file.chunk_bytes:
-        for start in range(0, size, block_bytes):
-            block = memory[: min(block_bytes, size - start)]
-            read(position + start, block)
-            if checksum(block) != next(expected, None):
-                raise _damaged(file, f"bytes from {position + start} on")
-        position += size
+
+def _damaged_blocks(stored: StoredCheckpoint, file_ids: Sequence[int]) -> list[Problem]:
+    manifest = stored.manifest
+    problems: list[Problem] = []
+    for some in manifest.ranges_of_files():
+        blocks = list_blocks(stored, some, None, keeps_checksums=False)
+        mine = np.isin(blocks.file_ids, file_ids)
+        blocks = Blocks(
+            blocks.chunks[mine],
+            blocks.file_ids[mine],
+            blocks.starts[mine],
+            blocks.stops[mine],
+            blocks.expected[mine],
+        )
+        units = units_of_blocks(blocks, stored.location)
+        bad, _ = check_units(stored, blocks, units, None, lambda num_bytes: None)
+        problems += describe_blocks(stored, blocks, bad)
+    return problems
 
 
 def _new_file(location: str, file: StoredFile, header: bytes, read: Read) -> NewFile:

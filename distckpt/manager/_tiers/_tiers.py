@@ -321,7 +321,7 @@ class Tiers:
         step = known.spread.step
         with ranks.phase("look for damaged files") as vote:
             if met.hosts.leads(ranks.rank) and met.place.has(step, known.spread.save):
-                vote.number = len(met.place.drop_damaged(step))
+                vote.number = met.place.drop_damaged(step)
         if vote.largest:
             return
         if known.root_suffix is not None and known.spread.save not in passed.damaged_in_root:
