@@ -249,8 +249,10 @@ class CheckpointManager(SaysOtherNames):
             if ranks.is_coordinator:
                 # Its findings count for all ranks.
                 request = self._begin(step, messages.payloads, request)
-            messages.answer = bytes([self._has_planned])
-        if any(messages.answer):
+            messages.answer = bytes([self._has_planned, bool(request.overwrite)])
+        has_planned, overwrite = messages.answer
+        request = replace(request, overwrite=bool(overwrite))
+        if has_planned:
             request = _with_warnings(request)
         write = partial(self._write, step)
         if self._is_async:
