@@ -17,7 +17,6 @@ from distckpt._base.messages import check_choice
 from distckpt._base.options import LoadOptions, SaveOptions, SaveReport, with_changes
 from distckpt._base.public import SaysOtherNames
 from distckpt._commit import posix
-from distckpt._commit.presence import absence
 from distckpt._io import background
 from distckpt._operations import background_save
 from distckpt._operations.async_save import reserve_for
@@ -33,6 +32,7 @@ from distckpt._operations.planned_save import (
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._storage import locations
+from distckpt.manager import _rejections as rejections
 from distckpt.manager import _removal as removal
 from distckpt.manager import _steps as steps
 from distckpt.manager._removal import Retention, surplus
@@ -157,8 +157,8 @@ class CheckpointManager(SaysOtherNames):
     ) -> SaveHandle:
         """Save a step, in the background unless `async_save=False`.
 
-        An incomplete checkpoint of this step is moved aside, or replaced on an object store, with a
-        warning.
+        An incomplete checkpoint of this step is moved aside, or replaced on an object store, and a
+        rejected one is replaced, with a warning.
 
         Args:
             step: number of the step, 0 or more.
@@ -271,11 +271,12 @@ class CheckpointManager(SaysOtherNames):
         note = united_note(notes)
         name = self._seen.begin_save(step, note.names, self._policy.best_metric)
         fields = {"step": step, "save": name, "metrics": note.metrics, "pinned": note.pinned}
-        return replace(
-            request,
-            notes={steps.NOTE: fields},
-            overwrite=request.overwrite or steps.must_replace(self.root, step),
+        overwrite = (
+            request.overwrite
+            or rejections.warn_of(self.root, step, "replaced when the new one is complete")
+            or steps.must_replace(self.root, step)
         )
+        return replace(request, notes={steps.NOTE: fields}, overwrite=overwrite)
 
     def _note_failure(self, step: int, handle: Future[SaveReport]) -> None:
         # `exception` of the handle itself would count as asking.
@@ -325,9 +326,10 @@ class CheckpointManager(SaysOtherNames):
         """Load a step, or the newest one that loads. Waits first for the saves in progress.
 
         Without `step`, one that turns out to be damaged or is removed while it is read is passed
-        over on all ranks, as `latest` passes over steps whose damage shows from outside. The log
-        and `skipped` have the reasons. All other errors are raised: a step that does not match the
-        request is not passed over.
+        over on all ranks, as `latest` passes over steps that were rejected or whose damage shows
+        from outside. The log and `skipped` have the reasons. All other errors are raised: a step
+        that does not match the request is not passed over. A rejected step that is named is loaded,
+        with a warning.
 
         Args:
             state_dict: see `distckpt.load`. A step that is passed over may have been read partly;
@@ -356,6 +358,9 @@ class CheckpointManager(SaysOtherNames):
         with ranks.phase("check the step", same={"step": step}):
             if step is not None:
                 steps.step_name(step)
+        if step is not None and ranks.is_coordinator:
+            with locations.only_logging(f"look for a rejection of step {step} in {self.root}"):
+                rejections.warn_of(self.root, step, "loaded because it was named")
 
         def read(step: int) -> StateDict:
             return load(
@@ -379,7 +384,7 @@ class CheckpointManager(SaysOtherNames):
             newest, skipped = ranks.decide_json("find the latest checkpoint", self._find_newest)
             self.skipped |= dict(skipped)
             if newest is None:
-                raise self._nothing_to_load(is_partly_filled)
+                raise steps.nothing_to_load(self.root, self.skipped, is_partly_filled)
             judge = partial(steps.is_damage_of, self.location(newest))
             try:
                 return read(newest)
@@ -396,24 +401,10 @@ class CheckpointManager(SaysOtherNames):
             if ranks.is_coordinator:
                 self._log_skipped(newest, self.skipped[newest])
 
-    def _nothing_to_load(self, is_partly_filled: bool) -> CheckpointNotFoundError:
-        advice = ""
-        if not self.skipped:
-            advice = " A run that begins has none: call load() only if manager.steps() has any."
-        if not locations.exists(self.root):
-            advice += f" {absence(self.root)}"
-        elif is_partly_filled:
-            advice = (
-                " What the given tensors hold now is undefined: some were filled before the damage "
-                "was found."
-            )
-        reasons = "".join(f"\n  {step}: {reason}" for step, reason in self.skipped.items())
-        return CheckpointNotFoundError(f"No step in {self.root!r} can be loaded.{advice}{reasons}")
-
     def latest(self) -> int | None:
         """Return the newest complete step, or None if there is none.
 
-        `skipped` gets the problems of newer ones.
+        Rejected steps do not count. `skipped` gets the problems of newer ones.
 
         Checks the marker, the manifest, and the sizes and headers of all files. Saves in progress
         do not count. Each rank looks for itself: in a job, let one rank call this, or just call
@@ -425,8 +416,8 @@ class CheckpointManager(SaysOtherNames):
         return newest
 
     def _find_newest(self) -> tuple[int | None, list[tuple[int, str]]]:
-        """Return the newest complete step outside `skipped`, and newer ones' problems."""
-        newest, problems = steps.newest_complete_step(self.root, self.skipped)
+        """Return the newest good step outside `skipped`, and newer ones' problems."""
+        newest, problems = rejections.newest_good_step(self.root, self.skipped)
         for step, problem in problems.items():
             if step not in self.skipped:
                 self._log_skipped(step, problem)
@@ -436,8 +427,20 @@ class CheckpointManager(SaysOtherNames):
         logger.warning("step %d in %s is passed over: %s", step, self.root, reason)
 
     def steps(self) -> list[int]:
-        """Return the committed steps in ascending order, without checking them."""
+        """Return the committed steps in ascending order, rejected ones too, without checks."""
         return steps.committed_steps(self.root)
+
+    def reject(self, step: int, reason: str | None) -> None:
+        """Pass over a step that a later check found bad.
+
+        `load` loads it only if it is named, a save of the step replaces it, and retention does not
+        count it. With None as reason, the step counts again. One rank calls this; it needs no
+        other.
+
+        Raises:
+            CheckpointNotFoundError: no such step is committed.
+        """
+        rejections.reject(self.root, step, reason)
 
     # --- End
 
