@@ -165,6 +165,18 @@ def test_a_damaged_rejection_counts(content, root, caplog):
     assert manager.skipped == {3: "rejected: too", 2: "rejected: again"}
 
 
+def test_a_step_whose_marker_was_changed_stays_rejected(root):
+    manager = save_steps(root, 1, 2)
+    manager.reject(2, REASON)
+    fields = json.loads(root.read("step_00000002/metadata.json"))
+    fields |= {"checksum": None, "seconds": 9.0}
+    root.write("step_00000002/metadata.json", json.dumps(fields).encode())
+    assert newest_value(root) == 1
+    # Which save this is cannot be told any more.
+    root.write("step_00000002/metadata.json", b"{")
+    assert (manager.latest(), manager.skipped) == (1, {2: f"rejected: {REASON}"})
+
+
 def test_a_directory_in_the_place_of_a_rejection_counts(tmp_path):
     root = Root(tmp_path)
     manager = save_steps(root, 1, 2)
@@ -211,6 +223,16 @@ def test_a_step_that_was_overwritten_or_removed_is_not_rejected(root):
         assert newest_value(root) == 200
         manager.save(3, state_of(3))
     assert root.rejections() == []
+
+
+def test_a_rejected_step_that_is_moved_aside_for_a_moment_stays_rejected(tmp_path, capsys):
+    root = Root(tmp_path)
+    save_steps(root, 1, 2, 3).reject(3, REASON)
+    step = tmp_path / "step_00000003"
+    aside = step.rename(tmp_path / f".{step.name}.old-{'0' * 16}")
+    assert call_json(capsys, "prune", tmp_path, "--keep-last", 1)["removed"] == [1]
+    aside.rename(step)
+    assert newest_value(root) == 2
 
 
 def test_an_interrupted_rejection_is_cleared(tmp_path):
@@ -283,6 +305,10 @@ def test_only_rejections_that_are_met_are_read(server):
         assert len(reads) == rejected.count(4), proxy.requests
         listings.append(sum("?" in request for request in proxy.requests))
     assert listings[0] == listings[1], listings
+    proxy = FaultyProxy(server)
+    with proxy.running() as url, reached_at(url):
+        assert [info.step for info in list_checkpoints(root.url) if info.rejected] == [1, 4]
+    assert len([request for request in proxy.requests if "rejected_" in request]) == 2
 
 
 # --- The command line -----------------------------------------------------------------------------
