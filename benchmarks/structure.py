@@ -86,9 +86,9 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 416_500,
-    "classes": 470,
-    "functions": 4_287,
+    "tokens": 417_960,
+    "classes": 471,
+    "functions": 4_303,
     "kernel: modules": 121,
     "kernel: lines": 34_725,
     "kernel: tokens": 188_980,

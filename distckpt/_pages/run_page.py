@@ -65,6 +65,9 @@ def _tiles(infos: Sequence[CheckpointInfo]) -> Iterator[tuple[str, str]]:
     num_bad = sum(info.problem is not None for info in infos)
     if num_bad:
         yield f"{num_bad:,}", "not whole"
+    num_rejected = sum(info.rejected is not None for info in infos)
+    if num_rejected:
+        yield f"{num_rejected:,}", "rejected"
 
 
 def _metrics(infos: Sequence[CheckpointInfo]) -> Iterator[tuple[str, list[Point]]]:

@@ -322,6 +322,14 @@ def plan(parser: ArgumentParser) -> None:
     parser.add_argument("--storage", type=parse_storage, metavar="SPEED", help=storage)
 
 
+def reject(parser: ArgumentParser) -> None:
+    parser.add_argument("root", help="the directory of a checkpoint manager: a path or URL")
+    parser.add_argument("step", metavar="STEP", type=int, help="number of the step")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--reason", metavar="TEXT", help="the finding of the check")
+    _add_flag(action, "--undo", "let the step count again")
+
+
 def prune(parser: ArgumentParser) -> None:
     parser.add_argument("root", help="the directory of a CheckpointManager: a path or URL")
     parser.add_argument(

@@ -89,6 +89,7 @@ VERBS = (
     ),
     Verb("reshard", "Rewrite a checkpoint as other ranks would have saved it.", "reshard"),
     Verb("plan", "Show what a load and a save under a layout would cost.", "plan"),
+    Verb("reject", "Let managers pass over a step that a check found bad.", "reject"),
     Verb("prune", "Remove old checkpoints, and leftovers of interrupted saves.", "prune"),
     Verb("bench", "Measure saves and loads, and the raw speed of a storage.", "bench"),
     Verb("trace", "Turn a journal of phases into a Chrome trace.", "trace"),

@@ -17,6 +17,7 @@ from distckpt.cli._output import Output
 from distckpt.cli._selection import given
 from distckpt.manager import _removal as removal
 from distckpt.manager import _steps as steps
+from distckpt.manager._rejections import newest_good_step
 from distckpt.manager._removal import Retention, metric_names, surplus, unknown_metric
 from distckpt.manager._seen_steps import changes_in
 from distckpt.manager._steps import Saved, step_name
@@ -148,11 +149,11 @@ def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
     """Return the steps to remove, if any step is complete."""
     if policy.keep_last is None:
         return []
-    complete = (item.step for item in reversed(saved) if not steps.problem_with(root, item.step))
-    newest = next(complete, None)
+    newest, _ = newest_good_step(root, {})
     if newest is None:
         return []
-    # Steps newer than the newest complete one are damaged. It is up to the user to repair them.
+    # Steps newer than the newest good one are damaged or rejected. It is up to the user to repair
+    # them.
     steps_to_remove = surplus(root, policy, [item for item in saved if item.step <= newest], newest)
     # After going back, the job goes on from an earlier one.
     last = steps.read_tracker(root)

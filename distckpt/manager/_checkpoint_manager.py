@@ -32,6 +32,7 @@ from distckpt._operations.planned_save import (
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._storage import locations
+from distckpt.manager import _rejections as rejections
 from distckpt.manager import _removal as removal
 from distckpt.manager import _steps as steps
 from distckpt.manager._newest import find_newest, load_newest
@@ -210,8 +211,8 @@ class CheckpointManager(SaysOtherNames):
     ) -> SaveHandle:
         """Save a step, in the background unless `async_save=False`.
 
-        An incomplete checkpoint of this step is moved aside, or replaced on an object store, with a
-        warning.
+        An incomplete checkpoint of this step is moved aside, or replaced on an object store, and a
+        rejected one is replaced, with a warning.
 
         Args:
             step: number of the step, 0 or more.
@@ -308,8 +309,10 @@ class CheckpointManager(SaysOtherNames):
             if ranks.is_coordinator:
                 # Its findings count for all ranks.
                 request = self._begin(step, messages.payloads, request)
-            messages.answer = bytes([self._has_planned])
-        if any(messages.answer):
+            messages.answer = bytes([self._has_planned, bool(request.overwrite)])
+        has_planned, overwrite = messages.answer
+        request = replace(request, overwrite=bool(overwrite))
+        if has_planned:
             request = _with_warnings(request)
         write = partial(self._write, step)
         if self._is_async:
@@ -335,7 +338,11 @@ class CheckpointManager(SaysOtherNames):
         overwrite = request.overwrite
         if self._tiers is None:
             self._seen.warn_about_restart(step)
-            overwrite = overwrite or steps.must_replace(self.root, step)
+            overwrite = (
+                overwrite
+                or rejections.warn_of(self.root, step, "replaced when the new one is complete")
+                or steps.must_replace(self.root, step)
+            )
         else:
             # The root may not answer, and training goes on.
             self._seen.look_if_it_answers()
@@ -400,9 +407,10 @@ class CheckpointManager(SaysOtherNames):
         """Load a step, or the newest one that loads. Waits first for the saves in progress.
 
         Without `step`, one that turns out to be damaged or is removed while it is read is passed
-        over on all ranks, as `latest` passes over steps whose damage shows from outside. The log
-        and `skipped` have the reasons. All other errors are raised: a step that does not match the
-        request is not passed over.
+        over on all ranks, as `latest` passes over steps that were rejected or whose damage shows
+        from outside. The log and `skipped` have the reasons. All other errors are raised: a step
+        that does not match the request is not passed over. A rejected step that is named is loaded,
+        with a warning.
 
         Args:
             state_dict: see `distckpt.load`. A step that is passed over may have been read partly;
@@ -431,6 +439,9 @@ class CheckpointManager(SaysOtherNames):
         with ranks.phase("check the step", same={"step": step}):
             if step is not None:
                 steps.step_name(step)
+        if step is not None and ranks.is_coordinator:
+            with locations.only_logging(f"look for a rejection of step {step} in {self.root}"):
+                rejections.warn_of(self.root, step, "loaded because it was named")
 
         def read(location: str) -> StateDict:
             return load(
@@ -455,7 +466,7 @@ class CheckpointManager(SaysOtherNames):
     def latest(self) -> int | None:
         """Return the newest complete step, or None if there is none.
 
-        `skipped` gets the problems of newer ones.
+        Rejected steps do not count. `skipped` gets the problems of newer ones.
 
         Checks the marker, the manifest, and the sizes and headers of all files. Saves in progress
         do not count. Each rank looks for itself: in a job, let one rank call this, or just call
@@ -469,7 +480,7 @@ class CheckpointManager(SaysOtherNames):
         return newest
 
     def steps(self) -> list[int]:
-        """Return the committed steps in ascending order, without checking them.
+        """Return the committed steps in ascending order, rejected ones too, without checks.
 
         With `local`, this is a collective operation, and whole steps on hosts count.
         """
@@ -480,6 +491,20 @@ class CheckpointManager(SaysOtherNames):
     def _known(self) -> tuple[list[int], int | None, dict[int, str]]:
         assert self._tiers is not None
         return run_operation("look for steps", partial(self._tiers.known, self._ranks()))
+
+    def reject(self, step: int, reason: str | None) -> None:
+        """Pass over a step that a later check found bad.
+
+        `load` loads it only if it is named, a save of the step replaces it, and retention does not
+        count it. With None as reason, the step counts again. One rank calls this; it needs no
+        other. With `local`, call it on all ranks, so that each host knows; a step that is not
+        uploaded yet stays on the hosts.
+
+        Raises:
+            CheckpointNotFoundError: no such step is committed.
+        """
+        if self._tiers is None or not self._tiers.reject(step, reason):
+            rejections.reject(self.root, step, reason)
 
     # --- End
 

@@ -22,6 +22,7 @@ from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
+from distckpt.manager._rejections import is_rejection, rejections
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,11 @@ class CheckpointInfo:
         pinned: whether managers never remove it.
         problem: why it cannot be loaded; None if the marker, the manifest, and the sizes and
             headers of all files are right.
+        rejected: the reason why `CheckpointManager.reject` rejected it; None for all others.
         is_newest: whether it is the one that `CheckpointManager.latest` returns, which has the
-            highest step of those without a problem. If no manager saves there, the one with the
-            highest number, or if none has a number, the one that was saved last.
+            highest step of those without a problem that are not rejected. If no manager saves
+            there, the one with the highest number, or if none has a number, the one that was saved
+            last.
     """
 
     name: str
@@ -55,6 +58,7 @@ class CheckpointInfo:
     metrics: Mapping[str, float]
     pinned: bool
     problem: str | None
+    rejected: str | None
     is_newest: bool
 
 
@@ -77,6 +81,8 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     names, infos = _describe_all(root)
     if _is_unfinished(names, infos) or not (names or locations.isdir(root)):
         raise CheckpointNotFoundError(absence(root))
+    reasons = {steps.step_name(step): found.reason for step, found in rejections(root).items()}
+    infos = [replace(info, rejected=reasons.get(info.name)) for info in infos]
     return _naming_newest(sorted(infos, key=_order))
 
 
@@ -96,7 +102,11 @@ def _describe_all(root: str) -> tuple[list[str], list[CheckpointInfo]]:
 
 
 def _visible_names(root: str) -> list[str]:
-    return [name for name in steps.list_root(root) if not name.startswith(".")]
+    names = []
+    for name in steps.list_root(root):
+        if not name.startswith(".") and not is_rejection(name):
+            names.append(name)
+    return names
 
 
 def _is_unfinished(names: Sequence[str], infos: Sequence[CheckpointInfo]) -> bool:
@@ -113,10 +123,10 @@ def _order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
 
 
 def _naming_newest(ordered: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    whole = [info for info in ordered if info.problem is None]
+    good = [info for info in ordered if info.problem is None and info.rejected is None]
     # To a manager other names are not steps, whatever their number.
-    managed = [info for info in whole if steps.parse_step(info.name) is not None]
-    newest = (managed or whole)[-1:]
+    managed = [info for info in good if steps.parse_step(info.name) is not None]
+    newest = (managed or good)[-1:]
     return [replace(info, is_newest=info in newest) for info in ordered]
 
 
@@ -166,6 +176,7 @@ def _describe(root: str, name: str) -> CheckpointInfo | None:
         metrics={} if saved is None else saved.metrics,
         pinned=saved is not None and saved.pinned,
         problem=files.problem,
+        rejected=None,
         is_newest=False,
     )
 

@@ -8,9 +8,8 @@ from functools import partial
 from typing import TypeVar
 
 from distckpt._base.errors import CheckpointNotFoundError
-from distckpt._commit.presence import absence
 from distckpt._ranks.collectives import Ranks
-from distckpt._storage import locations
+from distckpt.manager import _rejections as rejections
 from distckpt.manager import _steps as steps
 
 logger = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ def load_newest(
         newest, problems = ranks.decide_json("find the latest checkpoint", find)
         skipped.update(problems)
         if newest is None:
-            raise _nothing_to_load(root, skipped, is_partly_filled)
+            raise steps.nothing_to_load(root, skipped, is_partly_filled)
         location = steps.step_location(root, newest)
         try:
             return read(location)
@@ -57,7 +56,7 @@ def load_newest(
 
 def find_newest(root: str, skipped: Mapping[int, str]) -> tuple[int | None, dict[int, str]]:
     """Return the newest complete step outside `skipped`, and newer ones' problems."""
-    newest, problems = steps.newest_complete_step(root, skipped)
+    newest, problems = rejections.newest_good_step(root, skipped)
     for step, problem in problems.items():
         if step not in skipped:
             _log_skipped(root, step, problem)
@@ -66,20 +65,3 @@ def find_newest(root: str, skipped: Mapping[int, str]) -> tuple[int | None, dict
 
 def _log_skipped(root: str, step: int, reason: str) -> None:
     logger.warning("step %d in %s is passed over: %s", step, root, reason)
-
-
-def _nothing_to_load(
-    root: str, skipped: Mapping[int, str], is_partly_filled: bool
-) -> CheckpointNotFoundError:
-    advice = ""
-    if not skipped:
-        advice = " A run that begins has none: call load() only if manager.steps() has any."
-    if not locations.exists(root):
-        advice += f" {absence(root)}"
-    elif is_partly_filled:
-        advice = (
-            " What the given tensors hold now is undefined: some were filled before the damage "
-            "was found."
-        )
-    reasons = "".join(f"\n  {step}: {reason}" for step, reason in skipped.items())
-    return CheckpointNotFoundError(f"No step in {root!r} can be loaded.{advice}{reasons}")

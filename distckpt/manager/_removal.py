@@ -6,7 +6,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +14,7 @@ from distckpt._base.messages import check_choice, did_you_mean
 from distckpt._commit import conditional_put, hidden_directories, posix
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
+from distckpt.manager._rejections import clear_stale, rejections
 from distckpt.manager._steps import Saved, step_location
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,10 @@ def surplus(root: str, policy: Retention, saved: Sequence[Saved], last: int) -> 
     if has_metrics and (problem := unknown_metric(policy.best_metric, metric_names(saved))):
         logger.warning("nothing is removed from %s: %s", root, problem)
         return []
-    steps_to_keep = _newest(root, policy.keep_last, saved, last) | _best(policy, saved)
+    rejected = rejections(root)
+    good = [item for item in saved if item.step not in rejected]
+    newest = _newest(root, policy.keep_last, saved, last, rejected)
+    steps_to_keep = newest | _best(policy, good)
     surplus_steps = []
     for item in saved:
         if item.step not in steps_to_keep and not policy.keeps_always(item):
@@ -103,16 +107,19 @@ def unknown_metric(metric: str | None, names: Collection[str]) -> str | None:
     )
 
 
-def _newest(root: str, keep_last: int, saved: Sequence[Saved], last: int) -> set[int]:
-    """Return the newest steps until `keep_last` are complete, and the last save."""
+def _newest(
+    root: str, keep_last: int, saved: Sequence[Saved], last: int, rejected: Container[int]
+) -> set[int]:
+    """Return the newest steps until `keep_last` are good, and the last save."""
     newest = {last}
-    num_complete = 0
+    num_good = 0
     for item in reversed(saved):
-        if num_complete >= keep_last:
+        if num_good >= keep_last:
             break
-        # One that is incomplete, or cannot be read today, stays as well.
+        # One that is rejected or incomplete, or cannot be read today, stays as well.
         newest.add(item.step)
-        num_complete += item.step == last or steps.problem_with(root, item.step) is None
+        if item.step not in rejected:
+            num_good += item.step == last or steps.problem_with(root, item.step) is None
     return newest
 
 
@@ -144,6 +151,8 @@ def remove_steps(root: str, surplus: Sequence[Saved]) -> dict[int, str]:
         except OSError as error:
             problems[step] = f"{type(error).__name__}: {error}"
             logger.warning("step %d cannot be removed from %s: %s", step, root, error)
+    if len(problems) < len(surplus):
+        clear_stale(root, steps.list_root(root))
     return problems
 
 
@@ -223,13 +232,15 @@ def clear_leftovers(root: str, is_abandoned: Callable[[str], bool]) -> None:
 
     A lost step gets its name back.
     """
-    for name in steps.list_root(root):
+    names = steps.list_root(root)
+    for name in names:
         replaced = steps.replaced_step(name)
         if replaced is not None:
             posix.put_back(step_location(root, replaced))
             clear_leftover(root, name, locations.exists)
         elif steps.is_leftover(name):
             clear_leftover(root, name, is_abandoned)
+    clear_stale(root, names)
     if not locations.is_local(root):
         _clear_unfinished_objects(root, is_abandoned)
 

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from distckpt._commit import conditional_put, posix
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
+from distckpt.manager._rejections import rejections
 from distckpt.manager._removal import metric_names, unknown_metric
 from distckpt.manager._steps import Saved
 
@@ -127,6 +128,8 @@ class SeenSteps:
         """Name, once, the steps that a restart would prefer to this one."""
         existing = map(steps.parse_step, steps.list_root(self._root))
         newer = {other for other in existing if other is not None and other > step}
+        if newer - self._named_newer:
+            newer = newer.difference(rejections(self._root))
         if newer - self._named_newer:
             self._named_newer |= newer
             logger.warning(

@@ -21,6 +21,7 @@ from distckpt._base.errors import (
 from distckpt._checkpoint.consistent_read import MAX_READS
 from distckpt._checkpoint.opening import BACKEND
 from distckpt._commit import hidden_directories, posix
+from distckpt._commit.presence import absence
 from distckpt._format.foreign_formats import MARKED
 from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
 from distckpt._operations.verify import verify
@@ -33,6 +34,8 @@ NOTE = "manager"
 Only the saves of managers have it.
 """
 TRACKER = "latest_checkpointed_iteration.txt"
+REJECTION = r"rejected_(step_\d{8,})_([0-9a-f]{16})\.json"
+"""Pattern of the file that rejects a save of a step."""
 
 REMOVED = "it was removed, by whatever limits how many checkpoints are kept, perhaps"
 """The problem of a step that no longer exists."""
@@ -40,7 +43,7 @@ REMOVED = "it was removed, by whatever limits how many checkpoints are kept, per
 logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
-_TRACKER_LEFTOVER = re.compile(rf"\.{re.escape(TRACKER)}\.[0-9a-f]{{16}}")
+_FILE_LEFTOVER = re.compile(rf"\.(?:{re.escape(TRACKER)}|{REJECTION})\.[0-9a-f]{{16}}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,8 @@ def parse_step(name: str) -> int | None:
 
 def is_leftover(name: str) -> bool:
     """Whether a name belongs to the leftover of a save or removal."""
-    is_of_tracker = _TRACKER_LEFTOVER.fullmatch(name) is not None
-    return is_of_tracker or _hidden_step(name, "tmp", "trash") is not None
+    is_of_file = _FILE_LEFTOVER.fullmatch(name) is not None
+    return is_of_file or _hidden_step(name, "tmp", "trash") is not None
 
 
 def is_journal_of_parts(name: str) -> bool:
@@ -136,8 +139,11 @@ def is_free_to_remove(name: str) -> bool:
 
 def write_tracker(root: str, step: int, durable: bool) -> None:
     """Write the number of a step into the tracker file."""
-    path = locations.join(root, TRACKER)
-    content = str(step).encode()
+    write_file(locations.join(root, TRACKER), str(step).encode(), durable)
+
+
+def write_file(path: str, content: bytes, durable: bool) -> None:
+    """Write a small file beside the steps."""
     try:
         locations.write_bytes(path, content, durable)
     except FileNotFoundError:
@@ -172,7 +178,12 @@ def list_root(root: str) -> list[str]:
 
 def all_steps(root: str) -> list[int]:
     """Return all steps that have a directory or file, in ascending order."""
-    return sorted({step for step in map(step_in, list_root(root)) if step is not None})
+    return steps_in(list_root(root))
+
+
+def steps_in(names: Sequence[str]) -> list[int]:
+    """Return the steps among the names in a root, in ascending order."""
+    return sorted({step for step in map(step_in, names) if step is not None})
 
 
 def committed_steps(root: str) -> list[int]:
@@ -279,37 +290,22 @@ def must_replace(root: str, step: int) -> bool:
     return False
 
 
-def newest_complete_step(
-    root: str, known_problems: Mapping[int, str]
-) -> tuple[int | None, dict[int, str]]:
-    """Return the newest complete step, if any, and newer ones' problems.
-
-    If newer steps were committed meanwhile, for which the passed ones may have been removed, it
-    looks again.
-    """
-    problems = dict(known_problems)
-    steps = all_steps(root)
-    while True:
-        newest = _first_without_problem(root, steps, problems)
-        skipped = [step for step in steps if newest is None or step > newest]
-        now = steps
-        if skipped:
-            now = all_steps(root)
-        gone = set(skipped).difference(now, known_problems)
-        problems.update(dict.fromkeys(gone, REMOVED))
-        if now[-1:] <= steps[-1:]:
-            return newest, {step: problems[step] for step in reversed(skipped)}
-        steps = now
-
-
-def _first_without_problem(root: str, steps: Sequence[int], problems: dict[int, str]) -> int | None:
-    """Return the newest complete step; `problems` gets newer ones'."""
-    for step in reversed(steps):
-        problem = problems.get(step) or problem_with(root, step)
-        if problem is None:
-            return step
-        problems[step] = problem
-    return None
+def nothing_to_load(
+    root: str, skipped: Mapping[int, str], is_partly_filled: bool
+) -> CheckpointNotFoundError:
+    """Return the error of a load that finds no good step."""
+    advice = ""
+    if not skipped:
+        advice = " A run that begins has none: call load() only if manager.steps() has any."
+    if not locations.exists(root):
+        advice += f" {absence(root)}"
+    elif is_partly_filled:
+        advice = (
+            " What the given tensors hold now is undefined: some were filled before the damage "
+            "was found."
+        )
+    reasons = "".join(f"\n  {step}: {reason}" for step, reason in skipped.items())
+    return CheckpointNotFoundError(f"No step in {root!r} can be loaded.{advice}{reasons}")
 
 
 def own_steps(root: str) -> list[Saved]:

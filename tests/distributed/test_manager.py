@@ -160,6 +160,25 @@ def test_all_ranks_pass_over_a_step_that_is_damaged_for_one(tmp_path):
         assert "global shape" in str(wider)
 
 
+def reject_on_one_rank(rank, root):
+    manager = CheckpointManager(root)
+    if rank == 1:
+        # No other rank is needed.
+        manager.reject(3, "rank 1 has found it bad")
+    sum_over_ranks(0)
+    value = value_in_rows(manager.load(rows_of(rank, 2, -1)))
+    skipped = dict(manager.skipped)
+    named = value_in_rows(manager.load(rows_of(rank, 2, -1), 3))
+    manager.save(3, rows_of(rank, 2, 30)).result()
+    return value, skipped, named, value_in_rows(manager.load(rows_of(rank, 2, -1)))
+
+
+def test_a_step_that_one_rank_rejects_is_passed_over_by_all(tmp_path):
+    run(save_three, 2, str(tmp_path))
+    for found in run(reject_on_one_rank, 2, str(tmp_path)):
+        assert found == (2, {3: "rejected: rank 1 has found it bad"}, 3, 30)
+
+
 def go_on_without_checkpoints(rank, root):
     manager = CheckpointManager(root, on_failure="log", unsupported="raise", timeout=20.0)
 

@@ -231,6 +231,22 @@ def test_a_manager(server, bucket):
     assert run(manage, 2, server, f"{bucket}/runs") == [([3, 4], 4, True)] * 2
 
 
+def save_again(rank, server, root):
+    with reached_at(server), CheckpointManager(root) as manager:
+        manager.save(4, state(rank, 2, table(2, 256))).result()
+        loaded = manager.load(state(rank, 2, torch.zeros(256, 1024)), 4)
+        return torch.equal(loaded["t"], table(2, 256).chunk(2)[rank])
+
+
+def test_a_manager_replaces_a_damaged_step(server, bucket):
+    run(manage, 2, server, f"{bucket}/runs")
+    for name in keys_in(server, f"{bucket}/runs/step_00000004"):
+        if name.startswith("manifest"):
+            key = f"runs/step_00000004/{name}"
+            client(server).delete_object(Bucket=bucket[5:], Key=key)
+    assert run(save_again, 2, server, f"{bucket}/runs") == [True, True]
+
+
 def save_within(rank, server, location):
     """Return how much more memory a save takes than there was before it, in bytes."""
     values = torch.ones(96 << 20, dtype=torch.uint8)

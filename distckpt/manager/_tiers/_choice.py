@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from distckpt._commit.conditional_put import SAVE
 from distckpt._format.marker import marker_of
 from distckpt._ranks.attendance import answer_of
+from distckpt.manager import _rejections as rejections
 from distckpt.manager import _steps as steps
 from distckpt.manager._tiers._local_steps import ATTEMPT
 from distckpt.manager._tiers._survey import SpreadStep
@@ -130,11 +131,23 @@ def choose(
             continue
         if item.spread.save in passed.damaged_in_root:
             item.root_suffix = None
-        problem = passed.reasons.get(step) or _problem_with(item, root)
+        problem = passed.reasons.get(step) or _rejection_of(item, root)
+        if problem is not None and wanted is not None and step not in passed.reasons:
+            logger.warning("step %d was %s: it is loaded because it was named", step, problem)
+            problem = None
+        problem = problem or _problem_with(item, root)
         if problem is None:
             return item, problems
         problems.setdefault(step, problem)
     return None, problems
+
+
+def _rejection_of(item: Known, root: Root) -> str | None:
+    step = item.spread.step
+    if item.spread.rejection is not None or item.root_suffix is None:
+        return item.spread.rejection
+    rejection = root.ask(partial(rejections.rejection_of, root.location, step), None)
+    return None if rejection is None else str(rejection)
 
 
 def _problem_with(item: Known, root: Root) -> str | None:

@@ -17,6 +17,7 @@ from distckpt._format.manifest import is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
+from distckpt.manager import _rejections as rejections
 from distckpt.manager import _steps as steps
 from distckpt.manager._tiers._stored_files import problems_of
 
@@ -42,6 +43,7 @@ class HeldStep(NamedTuple):
         num_files: number of files that the whole step has.
         num_bytes: their size.
         files: sizes of the files that are here, by name.
+        rejection: the reason why the step was rejected, if it was.
     """
 
     step: int
@@ -50,6 +52,7 @@ class HeldStep(NamedTuple):
     num_files: int
     num_bytes: int
     files: Mapping[str, int]
+    rejection: str | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,9 @@ class LocalRoot:
 
     def clear_leftovers(self) -> None:
         """Remove what interrupted saves and removals have left; for the leader."""
-        for name in steps.list_root(self.location):
+        names = steps.list_root(self.location)
+        rejections.clear_stale(self.location, names)
+        for name in names:
             if steps.is_leftover(name) or steps.replaced_step(name) is not None:
                 locations.remove_tree(locations.join(self.location, name))
 

@@ -99,7 +99,8 @@ def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting
     found = held_by_hosts(ranks, hosts, place)
 
     def number_attempt() -> tuple[int, list[int]]:
-        return _next_attempt(found, root), [spread.step for spread in found if spread.is_whole]
+        good = [spread.step for spread in found if spread.is_whole and not spread.rejection]
+        return _next_attempt(found, root), good
 
     attempt, whole = ranks.decide_json("number the attempt", number_attempt)
     lanes = []

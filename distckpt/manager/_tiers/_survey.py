@@ -25,6 +25,7 @@ class SpreadStep:
         num_bytes: their size.
         hosts: the hosts that have each file, by name.
         sizes: sizes of the files.
+        rejection: the reason why a host rejects the step, if one does.
     """
 
     step: int
@@ -34,6 +35,7 @@ class SpreadStep:
     num_bytes: int = 0
     hosts: dict[str, list[int]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    rejection: str | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -46,6 +48,7 @@ class SpreadStep:
 
     def add(self, host: int, held: HeldStep) -> None:
         """Add what a host has of the step."""
+        self.rejection = self.rejection or held.rejection
         for name, size in held.files.items():
             # One that was cut off is shorter than its copy.
             known = self.sizes.get(name, -1)

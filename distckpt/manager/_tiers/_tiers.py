@@ -22,6 +22,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
+from distckpt.manager import _rejections as rejections
 from distckpt.manager import _steps as steps
 from distckpt.manager._tiers._choice import Known, Passed, Root, choose
 from distckpt.manager._tiers._copies import copy_to_peers, deliveries
@@ -149,7 +150,8 @@ class Tiers:
         kept = {last, self._safe}
         for lane in (self._meeting.copies, self._meeting.uploads):
             kept |= {lane.running, lane.newest}
-        for item in held[: self._settings.keep_local]:
+        good = [item for item in held if item.rejection is None]
+        for item in good[: self._settings.keep_local]:
             kept.add(item.step)
         for item in held:
             if item.step not in kept:
@@ -231,6 +233,8 @@ class Tiers:
         spread = spread_step(ranks, met.hosts, met.place, step, save)
         if spread is None or not spread.is_whole:
             raise CheckpointingException("its local files are gone")
+        if spread.rejection is not None:
+            raise CheckpointingException(f"it was {spread.rejection}")
         stored = self._opened(ranks, spread)
         chosen = shared_out(list(spread.sizes), spread, met.hosts)
         own = [name for name, rank in chosen.items() if rank == ranks.rank]
@@ -358,6 +362,23 @@ class Tiers:
             return numbers, None, problems
         return numbers, known.spread.step, problems
 
+    def reject(self, step: int, reason: str | None) -> bool:
+        """Reject a step on this host, and in the root if it is there; see `rejections.reject`.
+
+        Return False if this host does not have the step.
+        """
+        if self._met is None or step not in {held.step for held in self._met.place.held()}:
+            return False
+        rejections.reject(self._met.place.location, step, reason)
+        self._saves.pop(step, None)
+        try:
+            rejections.reject(self._root, step, reason)
+        except CheckpointNotFoundError:
+            pass  # it is not uploaded yet
+        except OSError as error:
+            logger.warning("%s does not know the rejection of step %d: %s", self._root, step, error)
+        return True
+
     # --- End
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -379,8 +400,8 @@ class Tiers:
         if not has_failed:
             state = self.states.get(newest)
             if state is not None and not state.is_uploaded and newest != met.uploads.newest:
-                save = self._saves[newest]
-                self._queue(newest, save, is_due=True)
+                if newest in self._saves:
+                    self._queue(newest, self._saves[newest], is_due=True)
             if not self.wait(self._options.exit_timeout):
                 logger.warning(
                     "the manager is closed before all steps are uploaded to %s: step %d stays on "

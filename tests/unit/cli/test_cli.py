@@ -500,6 +500,7 @@ def test_fields_of_json_are_those_that_are_documented(checkpoint, tmp_path, caps
         ("import", tmp_path / "hf", tmp_path / "imported"),
         ("convert", dcp_dir, tmp_path / "converted"),
         ("reshard", checkpoint, tmp_path / "resharded"),
+        ("reject", tmp_path / "root", 1, "--reason", "bad"),
         ("prune", tmp_path / "root"),
         ("trace", tmp_path / "journal", "-o", tmp_path / "trace.json"),
         ("completion", "bash"),

@@ -32,7 +32,7 @@ def test_bash_completes_verbs_options_choices_and_files(tmp_path, capsys):
         return ended.stdout.split()
 
     assert complete("ver") == ["verify"]
-    assert complete("re") == ["reshard"]
+    assert complete("re") == ["reshard", "reject"]
     assert complete("verify", "--f") == ["--fast", "--full", "--finish"]
     assert complete("prune", "root", "--best-mode", "m") == ["min", "max"]
     assert complete("verify", "check") == ["checkpoints"]
