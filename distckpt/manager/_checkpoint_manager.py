@@ -27,18 +27,13 @@ from distckpt._operations.planned_save import (
     SaveRequest,
     raise_unseen_error,
     raising_pending_errors,
-    write_and_commit,
 )
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks, collective
-from distckpt._storage import locations
-from distckpt.manager import _rejections as rejections
-from distckpt.manager import _removal as removal
 from distckpt.manager import _steps as steps
-from distckpt.manager._newest import find_newest, load_newest
-from distckpt.manager._removal import Retention, surplus
-from distckpt.manager._seen_steps import SeenSteps
-from distckpt.manager._steps import encode_note, united_note
+from distckpt.manager._removal import Retention
+from distckpt.manager._root_steps import RootSteps
+from distckpt.manager._steps import encode_note
 from distckpt.mapping._wrappers import ShardedStateDict, StateDict
 from distckpt.rules._rule import Rule
 
@@ -109,7 +104,6 @@ class CheckpointManager(SaysOtherNames):
     Attributes:
         skipped: the problem of each step that the last `latest` or `load` passed over, by step.
         failures: the error of each step that could not be saved, by step.
-        not_removed: the reason why a step could not be removed, by step, on rank 0.
     """
 
     def __init__(
@@ -139,11 +133,10 @@ class CheckpointManager(SaysOtherNames):
         self.root = posix.resolve(root)
         self.skipped: dict[int, str] = {}
         self.failures: dict[int, str] = {}
-        self.not_removed: dict[int, str] = {}
         check_choice("on_failure", on_failure, ("raise", "log"))
         self._logs_failures = on_failure == "log"
         self._is_async = async_save
-        self._policy = Retention(keep_last, keep_every, keep, best_metric, best_mode, keep_best)
+        policy = Retention(keep_last, keep_every, keep, best_metric, best_mode, keep_best)
         self._request = SaveRequest(
             path=self.root,
             process_group=process_group,
@@ -153,14 +146,12 @@ class CheckpointManager(SaysOtherNames):
         )
         self._request.check()
         self._of_all_ranks = {
-            **vars(self._policy),
+            **vars(policy),
             "on_failure": on_failure,
             "async_save": async_save,
         }
-        # A save in which nothing happens for longer has lost a rank, and fails.
-        patience = 2 * self._request.options.timeout
-        self._seen = SeenSteps(root, self.root, patience, removes_steps=keep_last is not None)
-        self._tiers: Tiers | None = None
+        self._root_steps = RootSteps(root, self._request, policy)
+        self._place: RootSteps | Tiers = self._root_steps
         tier_settings = {
             "peers": peers,
             "keep_local": keep_local,
@@ -171,7 +162,7 @@ class CheckpointManager(SaysOtherNames):
             "stall_timeout": stall_timeout,
         }
         if local is not None:
-            self._tiers = self._make_tiers(os.fspath(local), tier_settings)
+            self._place = self._make_tiers(os.fspath(local), tier_settings)
         elif peers or hosts or upload_every != 1:
             raise ValueError("peers, hosts and upload_every need the directory of each host: local")
         self._handles: list[SaveHandle] = []
@@ -184,16 +175,21 @@ class CheckpointManager(SaysOtherNames):
         from distckpt.manager._tiers._tiers import Tiers
 
         self._of_all_ranks |= settings
-        return Tiers(TierSettings(local=local, **settings), self._request, self._after_upload)
+        return Tiers(TierSettings(local=local, **settings), self._request, self._root_steps)
 
-    def location(self, step: int) -> str:
-        """Return the location of a step in the root, whether it exists or not."""
-        return steps.step_location(self.root, step)
+    @property
+    def not_removed(self) -> Mapping[int, str]:
+        """The reason why a step could not be removed, by step, on rank 0."""
+        return self._root_steps.not_removed
 
     @property
     def states(self) -> Mapping[int, StepState]:
         """The tiers that each step of this job has reached, by step; empty without `local`."""
-        return {} if self._tiers is None else self._tiers.states
+        return {} if isinstance(self._place, RootSteps) else self._place.states
+
+    def location(self, step: int) -> str:
+        """Return the location of a step in the root, whether it exists or not."""
+        return self._root_steps.step(step)
 
     # --- Save
 
@@ -243,20 +239,13 @@ class CheckpointManager(SaysOtherNames):
         with raising_pending_errors(ranks, self._request):
             self._handles = [handle for handle in self._handles if not handle.done()]
             same = {"step": step, "overwrite": overwrite, **self._of_all_ranks}
-            if self._tiers is not None:
-                self._tiers.meet(ranks)
+            self._place.meet(ranks)
             with ranks.phase("check the step", same=same):
                 note = encode_note(metrics or {}, pinned)
-                location = self.location(step)
-                if self._tiers is not None:
-                    location = self._tiers.location(step, overwrite)
                 request = replace(
-                    self._request,
-                    path=location,
-                    # Files of a step that hosts do not have whole are no obstacle.
-                    overwrite=overwrite or self._tiers is not None,
-                    content_metadata=content_metadata,
+                    self._request, overwrite=overwrite, content_metadata=content_metadata
                 )
+                request = self._place.aimed(request, step)
             handle = self._start_or_log(ranks, state_dict, step, note, request)
             handle.was_asked = handle.was_asked or self._logs_failures
             handle.add_done_callback(partial(self._note_failure, step))
@@ -308,13 +297,13 @@ class CheckpointManager(SaysOtherNames):
         with ranks.answering(messages, "check the target step"):
             if ranks.is_coordinator:
                 # Its findings count for all ranks.
-                request = self._begin(step, messages.payloads, request)
+                request = self._place.begin(step, messages.payloads, request)
             messages.answer = bytes([self._has_planned, bool(request.overwrite)])
         has_planned, overwrite = messages.answer
         request = replace(request, overwrite=bool(overwrite))
         if has_planned:
             request = _with_warnings(request)
-        write = partial(self._write, step)
+        write = partial(self._place.write, step)
         if self._is_async:
             planned = self._plan(ranks, state_dict, background_save.in_background(request))
             save = background_save.prepare(ranks, planned, write)
@@ -327,68 +316,15 @@ class CheckpointManager(SaysOtherNames):
         self, ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
     ) -> PlannedSave:
         planned = plan_save(ranks, state_dict, request)
-        if self._tiers is not None:
-            self._tiers.check_planned(planned)
+        self._place.check_planned(planned)
         self._has_planned = True
         return planned
-
-    def _begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
-        """Return the request with all ranks' notes, after checking for the step."""
-        note = united_note(notes)
-        overwrite = request.overwrite
-        if self._tiers is None:
-            self._seen.warn_about_restart(step)
-            overwrite = (
-                overwrite
-                or rejections.warn_of(self.root, step, "replaced when the new one is complete")
-                or steps.must_replace(self.root, step)
-            )
-        else:
-            # The root may not answer, and training goes on.
-            self._seen.look_if_it_answers()
-        name = self._seen.begin_save(step, note.names, self._policy.best_metric)
-        fields = {"step": step, "save": name, "metrics": note.metrics, "pinned": note.pinned}
-        return replace(request, notes={steps.NOTE: fields}, overwrite=overwrite)
 
     def _note_failure(self, step: int, handle: Future[SaveReport]) -> None:
         # `exception` of the handle itself would count as asking.
         error = Future.exception(handle)
         if error is not None:
             self.failures[step] = f"{type(error).__name__}: {error}"
-
-    def _write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
-        if self._tiers is not None:
-            return self._tiers.write(step, ranks, save)
-        if ranks.is_coordinator:
-            self._clear_leftovers()
-        report = write_and_commit(ranks, save)
-        if ranks.is_coordinator:
-            self._after_commit(step)
-        return report
-
-    def _clear_leftovers(self) -> None:
-        with locations.only_logging(f"clear up in {self.root}"):
-            removal.clear_leftovers(self.root, self._seen.is_abandoned)
-
-    def _after_upload(self, step: int) -> None:
-        self._clear_leftovers()
-        self._after_commit(step)
-
-    def _after_commit(self, step: int) -> None:
-        """Update the tracker file and remove surplus steps.
-
-        An error here does not fail the save.
-        """
-        self._seen.note_saved(step)
-        with locations.only_logging(f"write {steps.TRACKER}"):
-            steps.write_tracker(self.root, step, self._request.options.durable)
-        with locations.only_logging(f"remove old checkpoints from {self.root}"):
-            saved = []
-            if self._policy.keep_last is not None:
-                saved = steps.own_steps(self.root)
-            surplus_steps = surplus(self.root, self._policy, saved, step)
-            known = [old for old in surplus_steps if self._seen.knows(old)]
-            self.not_removed = removal.remove_steps(self.root, known)
 
     # --- Load
 
@@ -433,15 +369,9 @@ class CheckpointManager(SaysOtherNames):
         options = with_changes(CheckpointManager.load, LoadOptions, options, changes)
         background.wait_for_all()
         ranks = self._ranks()
-        if ranks.is_coordinator:
-            with locations.only_logging(f"look into {self.root}"):
-                self._seen.look()
         with ranks.phase("check the step", same={"step": step}):
             if step is not None:
                 steps.step_name(step)
-        if step is not None and ranks.is_coordinator:
-            with locations.only_logging(f"look for a rejection of step {step} in {self.root}"):
-                rejections.warn_of(self.root, step, "loaded because it was named")
 
         def read(location: str) -> StateDict:
             return load(
@@ -454,14 +384,8 @@ class CheckpointManager(SaysOtherNames):
                 options=options,
             )
 
-        if self._tiers is not None:
-            loaded: StateDict
-            loaded, self.skipped = self._tiers.load(ranks, read, step)
-            return loaded
-        if step is None:
-            self.skipped = {}
-            return load_newest(ranks, self.root, self.skipped, read)
-        return read(self.location(step))
+        self.skipped = {}
+        return self._place.load(ranks, read, step, self.skipped)
 
     def latest(self) -> int | None:
         """Return the newest complete step, or None if there is none.
@@ -473,24 +397,18 @@ class CheckpointManager(SaysOtherNames):
         `load`, which decides for all ranks. With `local`, this is a collective operation: all
         ranks must call it.
         """
-        if self._tiers is not None:
-            _, newest, self.skipped = self._known()
-            return newest
-        newest, self.skipped = find_newest(self.root, {})
+        newest, self.skipped = run_operation("look for steps", self._find)
         return newest
+
+    def _find(self) -> tuple[int | None, dict[int, str]]:
+        return self._place.find(self._ranks())
 
     def steps(self) -> list[int]:
         """Return the committed steps in ascending order, rejected ones too, without checks.
 
         With `local`, this is a collective operation, and whole steps on hosts count.
         """
-        if self._tiers is not None:
-            return self._known()[0]
-        return steps.committed_steps(self.root)
-
-    def _known(self) -> tuple[list[int], int | None, dict[int, str]]:
-        assert self._tiers is not None
-        return run_operation("look for steps", partial(self._tiers.known, self._ranks()))
+        return run_operation("list the steps", lambda: self._place.list(self._ranks()))
 
     def reject(self, step: int, reason: str | None) -> None:
         """Pass over a step that a later check found bad.
@@ -503,8 +421,7 @@ class CheckpointManager(SaysOtherNames):
         Raises:
             CheckpointNotFoundError: no such step is committed.
         """
-        if self._tiers is None or not self._tiers.reject(step, reason):
-            rejections.reject(self.root, step, reason)
+        self._place.reject(step, reason)
 
     # --- End
 
@@ -521,8 +438,8 @@ class CheckpointManager(SaysOtherNames):
         for handle in self._handles:
             handle.error()
         raise_unseen_error(self._handles)
-        if uploaded and self._tiers is not None:
-            self._tiers.wait()
+        if uploaded:
+            self._place.wait()
 
     def close(self) -> None:
         """Wait as `wait` does, and free the memory that saves used. Further calls do nothing.
@@ -539,8 +456,7 @@ class CheckpointManager(SaysOtherNames):
             self.wait()
         finally:
             release_staging_memory()
-            if self._tiers is not None:
-                self._tiers.close(has_failed)
+            self._place.close(has_failed)
 
     def __enter__(self) -> CheckpointManager:
         """Return the manager."""

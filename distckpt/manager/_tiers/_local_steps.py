@@ -109,9 +109,10 @@ class LocalRoot:
             files_in(directory),
         )
 
-    def has(self, step: int, save: str) -> bool:
-        """Whether a step of this save is here, at least marker and manifest."""
-        return any((held.step, held.save) == (step, save) for held in self.held())
+    def has(self, step: int, save: str | None = None) -> bool:
+        """Whether a step, of this save, is here, at least its marker and manifest."""
+        held = self._held(step)
+        return held is not None and save in (None, held.save)
 
     def adopt(self, step: int, contents: Mapping[str, bytes]) -> None:
         """Begin a step with marker and manifest of another host, for files that come later."""

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from distckpt._base.errors import (
     CheckpointingException,
@@ -24,6 +24,7 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.manager import _rejections as rejections
 from distckpt.manager import _steps as steps
+from distckpt.manager._root_steps import RootSteps
 from distckpt.manager._tiers._choice import Known, Passed, Root, choose
 from distckpt.manager._tiers._copies import copy_to_peers, deliveries
 from distckpt.manager._tiers._host_save import HostSave
@@ -42,6 +43,8 @@ from distckpt.manager._tiers._uploads import Progress, upload
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
+
 
 class Tiers:
     """The tiers of a manager: local directories, other hosts, and the root.
@@ -50,21 +53,19 @@ class Tiers:
         states: the state of each step that this job has saved, or resumed to upload.
     """
 
-    def __init__(
-        self, settings: TierSettings, request: SaveRequest, after_upload: Callable[[int], None]
-    ) -> None:
+    def __init__(self, settings: TierSettings, request: SaveRequest, root_steps: RootSteps) -> None:
         """Start without a look at any tier.
 
         Args:
             settings: see `TierSettings`.
             request: the request of all saves; its path is the root.
-            after_upload: called on the coordinator with a step that is committed in the root.
+            root_steps: the steps in the root.
         """
         self._settings = settings
         self._request = request
         self._root = os.fspath(request.path)
         self._options = request.options
-        self._after_upload = after_upload
+        self._root_steps = root_steps
         self._met: Meeting | None = None
         self._num_saves = 0
         self._saves: dict[int, str] = {}
@@ -90,15 +91,23 @@ class Tiers:
 
     # --- Save
 
-    def location(self, step: int, overwrite: bool) -> str:
-        """Return the local directory of a new step on this host.
+    def aimed(self, request: SaveRequest, step: int) -> SaveRequest:
+        """Return a request for a step in the local directory of this host.
 
         Raises:
             CheckpointExistsError: the hosts have the step whole, and it must not be replaced.
         """
-        if not overwrite and (step in self._meeting.whole or step in self._saves):
+        met = self._meeting
+        if not request.overwrite and (step in met.whole or step in self._saves):
             raise posix.already_complete(f"step {step} on the hosts", "pass overwrite=True")
-        return self._meeting.place.step(step)
+        # Files of a step that hosts do not have whole are no obstacle.
+        return replace(request, path=met.place.step(step), overwrite=True)
+
+    def begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
+        """Return the request with all ranks' notes; for the coordinator."""
+        # The root may not answer, and training goes on.
+        self._root_steps.look_if_it_answers()
+        return self._root_steps.noted(step, notes, request)
 
     def write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
         """Write a planned save to all hosts; copies and uploads follow in the background.
@@ -141,7 +150,8 @@ class Tiers:
         report = write_and_commit(ranks, replace(save, location=location))
         self.states[step] = StepState(is_uploaded=True)
         if ranks.is_coordinator:
-            self._after_upload(step)
+            self._root_steps.clear_leftovers()
+            self._root_steps.after_commit(step)
         return report
 
     def _remove_old(self, place: LocalRoot, last: int) -> None:
@@ -247,13 +257,18 @@ class Tiers:
         state.is_uploaded = True
         state.problem = None
         if ranks.is_coordinator:
-            self._after_upload(step)
+            self._root_steps.clear_leftovers()
+            self._root_steps.after_commit(step)
 
     # --- Load
 
     def load(
-        self, ranks: Ranks, load_at: Callable[[str], Any], step: int | None
-    ) -> tuple[Any, dict[int, str]]:
+        self,
+        ranks: Ranks,
+        load_at: Callable[[str], _Result],
+        step: int | None,
+        skipped: dict[int, str],
+    ) -> _Result:
         """Load a step, or the newest one that loads, from the nearest tiers that have it.
 
         Collective operation: all ranks must call it.
@@ -262,20 +277,18 @@ class Tiers:
             ranks: the ranks of the job.
             load_at: loads a step at a location.
             step: None for the newest one that loads.
-
-        Returns:
-            The result of `load_at`, and the problems of newer steps.
+            skipped: gets the problems of newer steps.
 
         Raises:
             CheckpointNotFoundError: no step can be loaded, with the problem of each.
         """
         met = self.meet(ranks)
-        passed = Passed()
+        passed = Passed(skipped)
         root = Root(self._root)
         while True:
             found = held_by_hosts(ranks, met.hosts, met.place)
             known, problems = self._decide(ranks, found, root, passed, step)
-            passed.reasons |= problems
+            skipped |= problems
             if known is None:
                 raise CheckpointNotFoundError(_nothing_to_load(self._root, step, passed.reasons))
             try:
@@ -287,7 +300,7 @@ class Tiers:
                 continue
             if known.spread.hosts:
                 self._resume(known)
-            return result, passed.reasons
+            return result
 
     def _decide(
         self,
@@ -307,7 +320,7 @@ class Tiers:
         fields, problems = ranks.decide_json("find the latest checkpoint", decide)
         return fields and Known.from_json(fields), dict(problems)
 
-    def _load_known(self, ranks: Ranks, known: Known, load_at: Callable[[str], Any]) -> Any:
+    def _load_known(self, ranks: Ranks, known: Known, load_at: Callable[[str], _Result]) -> _Result:
         met = self._meeting
         in_root = steps.step_location(self._root, known.spread.step)
         if not known.spread.hosts:
@@ -342,42 +355,47 @@ class Tiers:
         self.states.setdefault(step, StepState(is_local=True, is_uploaded=not is_due))
         self._queue(step, known.spread.save, is_due)
 
-    def known(self, ranks: Ranks) -> tuple[list[int], int | None, dict[int, str]]:
-        """Return all steps, the newest that may load, and the problems of newer ones.
+    def find(self, ranks: Ranks) -> tuple[int | None, dict[int, str]]:
+        """Return the newest step that may load, and the problems of newer ones.
 
         Collective operation: all ranks must call it.
         """
         met = self.meet(ranks)
         found = held_by_hosts(ranks, met.hosts, met.place)
-        root = Root(self._root)
-        known, problems = self._decide(ranks, found, root, Passed())
+        known, problems = self._decide(ranks, found, Root(self._root), Passed())
+        return None if known is None else known.spread.step, problems
 
-        def list_steps() -> list[int]:
-            numbers = {spread.step for spread in found if spread.is_whole}
-            numbers.update(root.ask(partial(steps.committed_steps, self._root), []))
-            return sorted(numbers)
+    def list(self, ranks: Ranks) -> list[int]:
+        """Return the steps that hosts have whole, or the root has, ascending.
 
-        numbers: list[int] = ranks.decide_json("list the steps", list_steps)
-        if known is None:
-            return numbers, None, problems
-        return numbers, known.spread.step, problems
-
-    def reject(self, step: int, reason: str | None) -> bool:
-        """Reject a step on this host, and in the root if it is there; see `rejections.reject`.
-
-        Return False if this host does not have the step.
+        Collective operation: all ranks must call it.
         """
-        if self._met is None or step not in {held.step for held in self._met.place.held()}:
-            return False
-        rejections.reject(self._met.place.location, step, reason)
+        met = self.meet(ranks)
+        found = held_by_hosts(ranks, met.hosts, met.place)
+
+        def numbers() -> list[int]:
+            whole = {spread.step for spread in found if spread.is_whole}
+            none: list[int] = []
+            in_root = Root(self._root).ask(partial(steps.committed_steps, self._root), none)
+            return sorted(whole.union(in_root))
+
+        result: list[int] = ranks.decide_json("list the steps", numbers)
+        return result
+
+    def reject(self, step: int, reason: str | None) -> None:
+        """Reject a step on this host, and in the root if it is there; see `rejections.reject`."""
+        if self._met is None or not self._met.place.has(step):
+            self._root_steps.reject(step, reason)
+            return
+        place = self._met.place
+        rejections.reject(place.location, step, reason)
         self._saves.pop(step, None)
         try:
-            rejections.reject(self._root, step, reason)
+            self._root_steps.reject(step, reason)
         except CheckpointNotFoundError:
             pass  # it is not uploaded yet
         except OSError as error:
             logger.warning("%s does not know the rejection of step %d: %s", self._root, step, error)
-        return True
 
     # --- End
 
@@ -396,21 +414,26 @@ class Tiers:
         met = self._met
         if met is None:
             return
-        newest = max(self.states, default=-1)
         if not has_failed:
-            state = self.states.get(newest)
-            if state is not None and not state.is_uploaded and newest != met.uploads.newest:
-                if newest in self._saves:
-                    self._queue(newest, self._saves[newest], is_due=True)
-            if not self.wait(self._options.exit_timeout):
-                logger.warning(
-                    "the manager is closed before all steps are uploaded to %s: step %d stays on "
-                    "the hosts, and the next start goes on from it",
-                    self._root,
-                    newest,
-                )
+            self._upload_newest()
         for lane in (met.copies, met.uploads):
             lane.abandon()
+
+    def _upload_newest(self) -> None:
+        """Wait for copies and uploads, and upload the newest step unless the root has it."""
+        newest = max(self._saves, default=-1)
+        seconds = self._options.exit_timeout
+        is_done = self.wait(seconds)
+        if is_done and newest in self._saves and not self.states[newest].is_uploaded:
+            self._queue(newest, self._saves[newest], is_due=True)
+            is_done = self.wait(seconds)
+        if not is_done:
+            logger.warning(
+                "the manager is closed before step %d is uploaded to %s: it stays on the hosts, "
+                "and the next start goes on from it",
+                newest,
+                self._root,
+            )
 
 
 def _is_damage(error: BaseException) -> bool:
