@@ -51,7 +51,8 @@ _MORE = getattr(socket, "MSG_MORE", 0)
 class FileServer:
     """A server of byte ranges of local files to other hosts.
 
-    Clients have its token, and name files by number. It listens at once. A file is opened for each request, so one that is removed is not served.
+    Clients have its token, and name files by number. It listens at once. A file is opened for each
+    request, so one that is removed is not served.
 
     Attributes:
         address: the host and port that other machines of the job connect to.
@@ -191,11 +192,11 @@ class FilesOfHost:
     def read_range(self, number: int, start: int, num_bytes: int) -> Bytes:
         """Return bytes of a file, see `read_into`."""
         memory = np.empty(num_bytes, np.uint8)
-        self.read_into(number, start, memory)
+        self.read_into(number, [memory], start)
         return memory
 
-    def read_into(self, number: int, start: int, memory: Bytes) -> None:
-        """Fill memory with the bytes of a file from a position on.
+    def read_into(self, number: int, buffers: Sequence[Bytes], start: int) -> int:
+        """Fill buffers from a position of a file on; return the bytes read: all.
 
         Raises:
             LostHostError: the host did not answer, or nothing came for `timeout` seconds.
@@ -205,8 +206,7 @@ class FilesOfHost:
             raise self._lost(self._failure, number)
         for is_last in (False, True):
             try:
-                self._read(number, start, memory)
-                return
+                return self._read(number, buffers, start)
             except BlockingIOError:
                 self._failure = f"no bytes came for {self._timeout:g} s"
             except _ToldError as error:
@@ -228,22 +228,27 @@ class FilesOfHost:
             except IndexError:
                 return
 
-    def _read(self, number: int, start: int, memory: Bytes) -> None:
+    def _read(self, number: int, buffers: Sequence[Bytes], start: int) -> int:
         """Send a request, and receive its answer."""
+        num_bytes = sum(map(len, buffers))
         try:
             connection = self._unused.pop()
         except IndexError:
             connection = self._connect()
         with contextlib.ExitStack() as after_error:
             after_error.enter_context(connection)
-            connection.sendall(_REQUEST.pack(number, start, len(memory)))
-            told = _receive_answer(connection, memory)
+            connection.sendall(_REQUEST.pack(number, start, num_bytes))
+            error = _receive_head(connection, num_bytes)
+            if error is None:
+                for buffer in buffers:
+                    _receive(connection, buffer.data)
             after_error.pop_all()
         self._unused.append(connection)
         if len(self._unused) > _MAX_UNUSED:
             self.close()
-        if told is not None:
-            raise told
+        if error is not None:
+            raise error
+        return num_bytes
 
     def _connect(self) -> socket.socket:
         try:
@@ -275,13 +280,12 @@ class _ToldError(OSError):
     """An error that the server told, about one file."""
 
 
-def _receive_answer(connection: socket.socket, memory: Bytes) -> _ToldError | None:
-    """Receive an answer into memory; return an error that the server tells."""
+def _receive_head(connection: socket.socket, num_expected: int) -> _ToldError | None:
+    """Receive the head of an answer; return an error that the server tells."""
     head = memoryview(bytearray(_ANSWER.size))
     _receive(connection, head)
     code, num_bytes = _ANSWER.unpack(head)
-    if not code and num_bytes == len(memory):
-        _receive(connection, memory.data)
+    if not code and num_bytes == num_expected:
         return None
     if not code or num_bytes > _MAX_TEXT_BYTES:
         raise ConnectionError(errno.EPROTO, "it does not answer as a file server does")

@@ -22,7 +22,7 @@ import fsspec
 import numpy as np
 
 from distckpt._base.libc import read_into
-from distckpt._base.memory import Bytes
+from distckpt._base.memory import Bytes, copy_into
 from distckpt._storage import locations, object_store
 from distckpt.manager._tiers._file_server import FilesOfHost, LostHostError
 
@@ -44,9 +44,9 @@ class OwnFile:
         """Return the name of the source in messages."""
         return "this host"
 
-    def read(self, start: int, num_bytes: int) -> Bytes:
-        """Return bytes of the file, fewer if it is shorter."""
-        return _read_local(self.path, start, num_bytes)
+    def read_into(self, buffers: Sequence[Bytes], start: int) -> int:
+        """Fill buffers from a position on; return the bytes read."""
+        return _read_local(self.path, buffers, start)
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class FileOfHost:
         """Return the name of the source in messages."""
         return f"host {self.host.name}"
 
-    def read(self, start: int, num_bytes: int) -> Bytes:
-        """Return bytes of the file."""
-        return self.host.read_range(self.number, start, num_bytes)
+    def read_into(self, buffers: Sequence[Bytes], start: int) -> int:
+        """Fill buffers from a position on; return the bytes read."""
+        return self.host.read_into(self.number, buffers, start)
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,13 @@ class StoredFile:
         """Return the name of the source in messages."""
         return "the store"
 
-    def read(self, start: int, num_bytes: int) -> Bytes:
-        """Return bytes of the file, fewer if it is shorter."""
+    def read_into(self, buffers: Sequence[Bytes], start: int) -> int:
+        """Fill buffers from a position on; return the bytes read."""
         if locations.is_local(self.location):
-            return _read_local(self.location, start, num_bytes)
-        return object_store.at(self.location).read_range(start, num_bytes)
+            return _read_local(self.location, buffers, start)
+        num_bytes = sum(map(len, buffers))
+        data = object_store.at(self.location).read_range(start, num_bytes)
+        return copy_into(buffers, data)
 
 
 Source = OwnFile | FileOfHost | StoredFile
@@ -120,26 +122,34 @@ class TieredFiles:
             return dict(self._num_bytes)
 
     def read_range(self, name: str, start: int, stop: int) -> Bytes:
-        """Return bytes [start, stop) of a file, fewer if it is shorter.
+        """Return bytes [start, stop) of a file, fewer if it is shorter, see `read_into`."""
+        memory = np.empty(max(0, min(stop, self.sizes[name]) - start), np.uint8)
+        self.read_into(name, [memory], start)
+        return memory
+
+    def read_into(self, name: str, buffers: Sequence[Bytes], start: int) -> None:
+        """Fill buffers with the bytes of a file from a position on.
 
         Raises:
             OSError: no source has them.
         """
+        stop = start + sum(map(len, buffers))
         if name in self._contents:
-            return np.frombuffer(self._contents[name], np.uint8)[start:stop]
-        file = self._files[name]
-        num_bytes = max(0, min(stop, file.num_bytes) - start)
+            content = np.frombuffer(self._contents[name], np.uint8)
+            copy_into(buffers, content[start:stop])
+            return
+        sources = self._files[name].sources
         reasons: list[str] = []
-        for number, source in enumerate(file.sources):
+        for number, source in enumerate(sources):
             try:
-                data = _read_whole(source, start, num_bytes)
+                _fill(source, buffers, start, stop)
             except OSError as error:
                 reasons.append(f"{source.holder}: {error}")
-                self._warn(name, source, error, file.sources[number + 1 :])
+                self._warn(name, source, error, sources[number + 1 :])
                 continue
             with self._lock:
-                self._num_bytes[source.tier] += num_bytes
-            return data
+                self._num_bytes[source.tier] += stop - start
+            return
         text = "; ".join(reasons) or "it has no source"
         # Not one of the errors after which a request is repeated.
         raise OSError(errno.ENODATA, f"bytes {start} to {stop} are nowhere: {text}", name)
@@ -160,21 +170,19 @@ class TieredFiles:
             )
 
 
-def _read_whole(source: Source, start: int, num_bytes: int) -> Bytes:
-    """Return bytes of a source; OSError if it does not have all of them."""
-    data = source.read(start, num_bytes)
-    if len(data) != num_bytes:
-        text = f"it ends at byte {start + len(data)}, bytes {start} to {start + num_bytes} are read"
+def _fill(source: Source, buffers: Sequence[Bytes], start: int, stop: int) -> None:
+    """Fill buffers from a source; OSError if it does not have all bytes."""
+    end = start + source.read_into(buffers, start)
+    if end < stop:
+        text = f"it ends at byte {end}, bytes {start} to {stop} are read"
         raise OSError(errno.ENODATA, text)
-    return data
 
 
-def _read_local(path: str, start: int, num_bytes: int) -> Bytes:
-    memory = np.empty(num_bytes, np.uint8)
+def _read_local(path: str, buffers: Sequence[Bytes], start: int) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with locations.naming(path):
-            return memory[: read_into(fd, [memory], start)]
+            return read_into(fd, buffers, start)
     finally:
         os.close(fd)
 
@@ -243,6 +251,12 @@ class TiersFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         if end is None:
             end = files.sizes[name]
         return files.read_range(name, start or 0, end)
+
+    def read_into(self, path: str, buffers: Sequence[Bytes], start: int) -> int:
+        """Fill buffers from a position of a file on; return the bytes read."""
+        files, name = _find(self._strip_protocol(path))
+        files.read_into(name, buffers, start)
+        return sum(map(len, buffers))
 
     def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
         text = f"{SCHEME}:// is only read: save to the root of the manager, or elsewhere"
