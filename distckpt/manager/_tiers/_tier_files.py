@@ -14,9 +14,8 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import fsspec
 import numpy as np
@@ -24,7 +23,7 @@ import numpy as np
 from distckpt._base.libc import read_into
 from distckpt._base.memory import Bytes, copy_into
 from distckpt._storage import locations, object_store
-from distckpt.manager._tiers._file_server import FilesOfHost, LostHostError
+from distckpt.manager._tiers._file_server import FilesOfHost
 
 logger = logging.getLogger(__name__)
 
@@ -32,63 +31,36 @@ SCHEME = "distckpt-tiers"
 """The scheme of mounted files' URLs, which this process alone can read."""
 
 
-@dataclass(frozen=True)
-class OwnFile:
-    """A file in a directory of this host."""
+class Source(NamedTuple):
+    """A place that has a file.
 
-    path: str
-    tier: ClassVar = "own"
+    Attributes:
+        tier: "own", "peer" or "store".
+        location: a path of this host, or a path or URL in the store.
+        host: the host of a "peer".
+        number: the number of the file there.
+    """
 
-    @property
-    def holder(self) -> str:
-        """Return the name of the source in messages."""
-        return "this host"
-
-    def read_into(self, buffers: Sequence[Bytes], start: int) -> int:
-        """Fill buffers from a position on; return the bytes read."""
-        return _read_local(self.path, buffers, start)
-
-
-@dataclass(frozen=True)
-class FileOfHost:
-    """A file that another host serves, by its number there."""
-
-    host: FilesOfHost
-    number: int
-    tier: ClassVar = "peer"
+    tier: Literal["own", "peer", "store"]
+    location: str = ""
+    host: FilesOfHost | None = None
+    number: int = 0
 
     @property
     def holder(self) -> str:
-        """Return the name of the source in messages."""
-        return f"host {self.host.name}"
+        """Return the name of the tier or host in messages."""
+        if self.host is not None:
+            return f"host {self.host.name}"
+        return {"own": "this host", "store": "the store"}[self.tier]
 
     def read_into(self, buffers: Sequence[Bytes], start: int) -> int:
-        """Fill buffers from a position on; return the bytes read."""
-        return self.host.read_into(self.number, buffers, start)
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """A file in the store: a path or URL."""
-
-    location: str
-    tier: ClassVar = "store"
-
-    @property
-    def holder(self) -> str:
-        """Return the name of the source in messages."""
-        return "the store"
-
-    def read_into(self, buffers: Sequence[Bytes], start: int) -> int:
-        """Fill buffers from a position on; return the bytes read."""
-        if locations.is_local(self.location):
-            return _read_local(self.location, buffers, start)
-        num_bytes = sum(map(len, buffers))
-        data = object_store.at(self.location).read_range(start, num_bytes)
-        return copy_into(buffers, data)
-
-
-Source = OwnFile | FileOfHost | StoredFile
+        """Fill buffers from a position of the file on; return the bytes read."""
+        if self.host is not None:
+            return self.host.read_into(self.number, buffers, start)
+        if not locations.is_local(self.location):
+            return object_store.at(self.location).read_into(buffers, start)
+        with locations.naming(self.location), open(self.location, "rb", buffering=0) as file:
+            return read_into(file.fileno(), buffers, start)
 
 
 class TieredFile(NamedTuple):
@@ -122,7 +94,10 @@ class TieredFiles:
             return dict(self._num_bytes)
 
     def read_range(self, name: str, start: int, stop: int) -> Bytes:
-        """Return bytes [start, stop) of a file, fewer if it is shorter, see `read_into`."""
+        """Return bytes [start, stop) of a file, fewer if it is shorter.
+
+        Errors are the ones of `read_into`.
+        """
         memory = np.empty(max(0, min(stop, self.sizes[name]) - start), np.uint8)
         self.read_into(name, [memory], start)
         return memory
@@ -156,10 +131,10 @@ class TieredFiles:
 
     def _warn(self, name: str, source: Source, error: OSError, others: Sequence[Source]) -> None:
         """Log the first error of its kind from a holder of files."""
-        kind = errno.EHOSTUNREACH if isinstance(error, LostHostError) else error.errno or errno.EIO
+        kind = (source.holder, error.errno or errno.EIO)
         with self._lock:
-            is_known = (source.holder, kind) in self._warned
-            self._warned.add((source.holder, kind))
+            is_known = kind in self._warned
+            self._warned.add(kind)
         if others and not is_known:
             logger.warning(
                 "%s is not read from %s (%s), but from %s; more of this kind is not reported",
@@ -176,15 +151,6 @@ def _fill(source: Source, buffers: Sequence[Bytes], start: int, stop: int) -> No
     if end < stop:
         text = f"it ends at byte {end}, bytes {start} to {stop} are read"
         raise OSError(errno.ENODATA, text)
-
-
-def _read_local(path: str, buffers: Sequence[Bytes], start: int) -> int:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with locations.naming(path):
-            return read_into(fd, buffers, start)
-    finally:
-        os.close(fd)
 
 
 # --- The file system ------------------------------------------------------------------------------
