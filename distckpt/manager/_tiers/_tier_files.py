@@ -98,21 +98,24 @@ class TieredFiles:
 
         Errors are the ones of `read_into`.
         """
-        memory = np.empty(max(0, min(stop, self.sizes[name]) - start), np.uint8)
+        size = self.sizes.get(name, 0)
+        memory = np.empty(max(0, min(stop, size) - start), np.uint8)
         self.read_into(name, [memory], start)
         return memory
 
-    def read_into(self, name: str, buffers: Sequence[Bytes], start: int) -> None:
-        """Fill buffers with the bytes of a file from a position on.
+    def read_into(self, name: str, buffers: Sequence[Bytes], start: int) -> int:
+        """Fill buffers from a position of a file on; return the bytes read.
 
         Raises:
-            OSError: no source has them.
+            FileNotFoundError: there is no file of this name.
+            OSError: no source has the bytes.
         """
-        stop = start + sum(map(len, buffers))
+        if name not in self.sizes:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         if name in self._contents:
             content = np.frombuffer(self._contents[name], np.uint8)
-            copy_into(buffers, content[start:stop])
-            return
+            return copy_into(buffers, content[start:])
+        stop = start + sum(map(len, buffers))
         sources = self._files[name].sources
         reasons: list[str] = []
         for number, source in enumerate(sources):
@@ -124,7 +127,7 @@ class TieredFiles:
                 continue
             with self._lock:
                 self._num_bytes[source.tier] += stop - start
-            return
+            return stop - start
         text = "; ".join(reasons) or "it has no source"
         # Not one of the errors after which a request is repeated.
         raise OSError(errno.ENODATA, f"bytes {start} to {stop} are nowhere: {text}", name)
@@ -212,17 +215,14 @@ class TiersFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     ) -> Bytes:
         """Return bytes [start, end) of a file, fewer if it is shorter."""
         files, name = _find(self._strip_protocol(path))
-        if name not in files.sizes:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         if end is None:
-            end = files.sizes[name]
+            end = files.sizes.get(name, 0)
         return files.read_range(name, start or 0, end)
 
     def read_into(self, path: str, buffers: Sequence[Bytes], start: int) -> int:
         """Fill buffers from a position of a file on; return the bytes read."""
         files, name = _find(self._strip_protocol(path))
-        files.read_into(name, buffers, start)
-        return sum(map(len, buffers))
+        return files.read_into(name, buffers, start)
 
     def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
         text = f"{SCHEME}:// is only read: save to the root of the manager, or elsewhere"

@@ -181,6 +181,15 @@ def test_a_file_that_is_nowhere(spread, tmp_path, warnings):
         assert text.count(reason) == 1
 
 
+def test_a_file_without_an_entry_is_missing(spread):
+    files = tiered(spread.path, spread.names[:-1], lambda number, name: [spread.stored(name)])
+    with (
+        mounted(files, "step_00000007") as url,
+        pytest.raises(distckpt.CorruptCheckpointError, match=f"{spread.names[-1]}' is missing"),
+    ):
+        loads_equal(url)
+
+
 def test_damage_is_found(spread):
     for copy in spread.copies:
         with open(copy, "r+b") as file:
