@@ -86,14 +86,14 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 417_960,
-    "classes": 471,
-    "functions": 4_303,
+    "tokens": 420_500,
+    "classes": 476,
+    "functions": 4_330,
     "kernel: modules": 121,
-    "kernel: lines": 34_725,
-    "kernel: tokens": 188_980,
+    "kernel: lines": 34_755,
+    "kernel: tokens": 189_160,
     "kernel, on demand: modules": 149,
-    "kernel, on demand: lines": 42_215,
+    "kernel, on demand: lines": 42_255,
     "modules imported by save": 81,
     "save of a plain tensor: files": 44,
     "save of a plain tensor: changes of file": 229,

@@ -60,6 +60,16 @@ def blocks_at(address: int, num_blocks: int, block_bytes: int, pitch_bytes: int)
     return np.asarray(_Memory(address, (num_blocks, block_bytes), (pitch_bytes, 1)))
 
 
+def copy_into(buffers: Sequence[Bytes], data: Bytes) -> int:
+    """Copy data into consecutive buffers; return the bytes copied."""
+    rest = data
+    for buffer in buffers:
+        count = min(len(buffer), len(rest))
+        buffer[:count] = rest[:count]
+        rest = rest[count:]
+    return len(data) - len(rest)
+
+
 class _Memory:
     """Numpy's access to memory at an address.
 

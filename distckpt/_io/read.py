@@ -22,13 +22,21 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import numpy as np
 
 from distckpt._base.errors import CorruptCheckpointError, add_to_message
 from distckpt._base.lazy import torch
 from distckpt._base.libc import fetch, read_into
-from distckpt._base.memory import Bytes, Copier, bounce_buffer, is_plain_memory, run_bytes
+from distckpt._base.memory import (
+    Bytes,
+    Copier,
+    bounce_buffer,
+    copy_into,
+    is_plain_memory,
+    run_bytes,
+)
 from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
 from distckpt._format.checksum import block_checksums
 from distckpt._format.stored_checkpoint import (
@@ -56,6 +64,9 @@ from distckpt._io.read_parts import (
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations, object_store
 from distckpt._storage.open_files import OpenFiles
+
+_Fill = Callable[[Sequence[Bytes], int], int]
+"""Fills buffers from a position of a file on; returns the bytes read."""
 
 PIECE_BYTES = 1 << 20
 """Bytes that one call reads from a local file: few enough to be in cache still when their checksums
@@ -244,7 +255,8 @@ class Reading:
         content = content_for(self.table, unit)
         with self._naming(unit, len(content.scratch)), self.open(path) as fd:
             piece_bytes = PIECE_BYTES if self.verifies else UNIT_BYTES
-            self._verify(unit, self._read_pieces(unit, content.buffers, fd, piece_bytes))
+            fill = partial(read_into, fd)
+            self._verify(unit, self._read_pieces(unit, content.buffers, fill, piece_bytes))
         self._finish(unit, content)
 
     def open(self, path: str) -> AbstractContextManager[int]:
@@ -253,25 +265,37 @@ class Reading:
 
     def fetch(self, units: list[list[Span]]) -> None:
         """Read units from an object store with one request; finish them."""
+        if len(units) == 1:
+            self._fetch_unit(units[0])
+            return
         file, position, stop = self.range_of(units)
         with self._naming(units[0], stop - position):
             path = self.stored.path_of_file(file)
             data = object_store.at(path).read_range(position, stop - position)
         for unit in units:
             content = content_for(self.table, unit)
-            num_read = _fill(content.buffers, data[self._position(unit) - position :])
+            num_read = copy_into(content.buffers, data[self._position(unit) - position :])
             if num_read < sum(map(len, content.buffers)):
                 raise _cut_off(self, unit, self._position(unit), num_read)
             self._verify(unit, content.buffers)
             self._finish(unit, content)
 
+    def _fetch_unit(self, unit: list[Span]) -> None:
+        """Read a unit from an object store into its memory; finish it."""
+        content = content_for(self.table, unit)
+        num_bytes = len(content.scratch)
+        with self._naming(unit, num_bytes):
+            fill = object_store.at(self._path(unit)).read_into
+            self._verify(unit, self._read_pieces(unit, content.buffers, fill, num_bytes))
+        self._finish(unit, content)
+
     def _read_pieces(
-        self, unit: list[Span], buffers: Sequence[Bytes], fd: int, piece_bytes: int
+        self, unit: list[Span], buffers: Sequence[Bytes], fill: _Fill, piece_bytes: int
     ) -> Iterator[Bytes]:
         """Fill the buffers of a unit in order, and yield them."""
         position = begin = self._position(unit)
         for piece, num_bytes in pieces_of(buffers, piece_bytes):
-            num_read = read_into(fd, piece, position)
+            num_read = fill(piece, position)
             position += num_read
             if num_read < num_bytes:
                 raise _cut_off(self, unit, begin, position - begin)
@@ -284,7 +308,7 @@ class Reading:
         num_whole, rest = divmod(span.num_bytes, len(window))
         buffers = [window] * num_whole + [window[:rest]] * bool(rest)
         start = self.table.parts[span.chunk].start + span.start
-        for piece in self._read_pieces(unit, buffers, fd, len(window)):
+        for piece in self._read_pieces(unit, buffers, partial(read_into, fd), len(window)):
             yield piece
             runs.copy_from(piece, start)
             start += len(piece)
@@ -410,16 +434,6 @@ def pieces_of(buffers: Sequence[Bytes], max_bytes: int) -> Iterator[tuple[list[B
                 room = max_bytes
     if piece:
         yield piece, max_bytes - room
-
-
-def _fill(buffers: Sequence[Bytes], data: Bytes) -> int:
-    """Copy data into consecutive buffers; return the number of bytes copied."""
-    rest = data
-    for buffer in buffers:
-        count = min(len(buffer), len(rest))
-        buffer[:count] = rest[:count]
-        rest = rest[count:]
-    return len(data) - len(rest)
 
 
 # --- Damage ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import fsspec
@@ -194,6 +194,12 @@ class FsspecLocation(RemoteLocation):
         if not num_bytes:
             return NO_BYTES
         return self._request(fetch)
+
+    def read_into(self, buffers: Sequence[Bytes], start: int) -> int:
+        fill = getattr(self._uncached, "read_into", None)
+        if fill is None:
+            return super().read_into(buffers, start)
+        return int(self._request(lambda: fill(self._path, buffers, start)))
 
     def _check_range(self, start: int, num_bytes: int, num_received: int) -> None:
         """Check that the request was answered, up to the file's end."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from distckpt._base.memory import Bytes
+from distckpt._base.memory import Bytes, copy_into
 from distckpt._base.threads import PART_BYTES, Pool
 from distckpt._storage.file_state import FileState
 
@@ -133,6 +133,13 @@ class RemoteLocation(ABC):
 
         There are fewer if it ends before that.
         """
+
+    def read_into(self, buffers: Sequence[Bytes], start: int) -> int:
+        """Fill buffers from a position of the object on; return the bytes read.
+
+        There are fewer than fit if it ends before that.
+        """
+        return copy_into(buffers, self.read_range(start, sum(map(len, buffers))))
 
     @abstractmethod
     def write(self, data: bytes) -> None:

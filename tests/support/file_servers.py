@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 
+import distckpt
 from distckpt.manager._tiers._file_server import FileServer, FilesOfHost
 from distckpt.manager._tiers._tier_files import Source, TieredFile, TieredFiles
 from tests.support.harness import Launch, ask_parent, launched
@@ -62,7 +64,8 @@ def divided(path: Path, names: Sequence[str], folders: Sequence[Path]) -> list[s
     for number, name in enumerate(names):
         copy = folders[number % len(folders)] / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copies.append(shutil.copy(path / name, copy))
+        shutil.copyfile(path / name, copy)
+        copies.append(str(copy))
     return copies
 
 
@@ -78,14 +81,11 @@ def tiered(
 
 def open_things() -> tuple[int, int]:
     """Return the number of threads and of descriptors of this process."""
-    process = psutil.Process()
-    return process.num_threads(), process.num_fds()
+    return threading.active_count(), psutil.Process().num_fds()
 
 
 def loads_equal(location: Any) -> bool:
     """Return whether a location loads the numbered tensors."""
-    import distckpt
-
     checkpoint = distckpt.open(location)
     expected = numbered_tensors()
     loaded = checkpoint.read_tensors()

@@ -89,47 +89,40 @@ class FileServer:
 
     def _accept(self) -> None:
         with self._listener:
-            while True:
+            while not self._is_closed:
                 try:
-                    connection = self._listener.accept()[0]
-                except OSError as error:
-                    if self._is_closed:
-                        return
-                    if isinstance(error, TimeoutError):
-                        continue
-                    logger.warning("a connection to %s failed: %s", self.address, error)
-                    # Such as too many open files.
-                    with self._changed:
-                        self._changed.wait(0.1)
+                    self._admit(self._listener.accept()[0])
+                except TimeoutError:
                     continue
-                self._admit(connection)
+                except (OSError, RuntimeError) as error:
+                    # Such as too many open files or threads: clients wait, or read elsewhere.
+                    with self._changed:
+                        if not self._is_closed:
+                            logger.warning("the file server at %s: %s", self.address, error)
+                            self._changed.wait(_LOOK_SECONDS)
 
     def _admit(self, connection: socket.socket) -> None:
         """Serve a connection in a thread, when there are few enough."""
         thread = threading.Thread(
             target=self._serve, args=(connection,), name="distckpt-file-server", daemon=True
         )
-        with self._changed:
+        with contextlib.ExitStack() as after_error, self._changed:
+            after_error.enter_context(connection)
             while len(self._connections) >= _MAX_CONNECTIONS and not self._is_closed:
                 for idle in self._idle:
                     _shut_down(idle)
                     break
                 self._changed.wait()
             if self._is_closed:
-                connection.close()
                 return
+            thread.start()
             self._connections[connection] = thread
-            try:
-                thread.start()
-            except RuntimeError:
-                # No thread can start: the client reads elsewhere.
-                del self._connections[connection]
-                connection.close()
+            after_error.pop_all()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection, contextlib.suppress(OSError):
-                _set_timeout(connection, _IDLE_SECONDS)
+                _set_up(connection, _IDLE_SECONDS)
                 hello = self._receive(connection, len(self._hello))
                 if hmac.compare_digest(hello, self._hello):
                     while self._answer(connection):
@@ -159,17 +152,39 @@ class FileServer:
         if number >= len(self._paths):
             return False
         path = self._paths[number]
-        with contextlib.ExitStack() as opened:
-            try:
-                fd = _open_range(path, start, start + num_bytes)
-                opened.callback(os.close, fd)
-            except OSError as error:
-                text = f"{error.strerror or error}: {path!r}".encode()[:_MAX_TEXT_BYTES]
-                connection.sendall(_ANSWER.pack(error.errno or errno.EIO, len(text)) + text)
-                return True
+        try:
+            fd = _open_range(path, start, start + num_bytes)
+        except OSError as error:
+            text = f"{error.strerror}: {path!r}".encode()[:_MAX_TEXT_BYTES]
+            connection.sendall(_ANSWER.pack(error.errno, len(text)) + text)
+            return True
+        try:
             connection.sendall(_ANSWER.pack(0, num_bytes), _MORE)
             _send_range(connection, fd, start, start + num_bytes)
+        finally:
+            os.close(fd)
         return True
+
+
+def _open_range(path: str, start: int, stop: int) -> int:
+    """Open a file that has a range of bytes."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    size = os.fstat(fd).st_size
+    if size < stop:
+        os.close(fd)
+        text = f"the file has {size} bytes only, bytes {start} to {stop} were requested"
+        raise OSError(errno.ENODATA, text)
+    return fd
+
+
+def _send_range(connection: socket.socket, fd: int, start: int, stop: int) -> None:
+    # The system reads ahead for each descriptor: this one has read nothing yet.
+    fetch(fd, start, stop - start)
+    while start < stop:
+        num_sent = os.sendfile(connection.fileno(), fd, start, stop - start)
+        if not num_sent:
+            raise OSError(errno.ENODATA, "the file was cut off while it was sent")
+        start += num_sent
 
 
 class FilesOfHost:
@@ -192,34 +207,39 @@ class FilesOfHost:
     def read_range(self, number: int, start: int, num_bytes: int) -> Bytes:
         """Return bytes of a file, see `read_into`."""
         memory = np.empty(num_bytes, np.uint8)
-        self.read_into(number, start, memory)
+        self.read_into(number, [memory], start)
         return memory
 
-    def read_into(self, number: int, start: int, memory: Bytes) -> None:
-        """Fill memory with the bytes of a file from a position on.
+    def read_into(self, number: int, buffers: Sequence[Bytes], start: int) -> int:
+        """Fill buffers from a position of a file on; return the bytes read: all.
 
         Raises:
-            LostHostError: the host did not answer, or nothing came for `timeout` seconds.
-            OSError: the host cannot read these bytes.
+            OSError: the host cannot read these bytes; with errno EHOSTUNREACH, it does not answer,
+                or nothing came for `timeout` seconds.
         """
-        if self._failure:
-            raise self._lost(self._failure, number)
+        place = f"file {number} of {self.name}"
         for is_last in (False, True):
-            try:
-                self._read(number, start, memory)
-                return
-            except BlockingIOError:
-                self._failure = f"no bytes came for {self._timeout:g} s"
-            except _ToldError as error:
-                raise OSError(*error.args, self._place(number)) from None
-            except OSError as error:
-                # The host ends connections that are unused for long: a new one may work.
-                if is_last or isinstance(error, ConnectionRefusedError | TimeoutError):
-                    self._failure = error.strerror or str(error)
-            self.close()
             if self._failure:
                 break
-        raise self._lost(self._failure, number)
+            try:
+                told = self._read(number, buffers, start)
+            except OSError as error:
+                self.close()
+                # The host ends connections that are unused for long: a new one may work.
+                if is_last or error.errno not in (errno.ECONNRESET, errno.EPIPE):
+                    self._failure = self._reason(error)
+                continue
+            if told is not None:
+                raise OSError(*told, place)
+            return sum(map(len, buffers))
+        raise OSError(errno.EHOSTUNREACH, self._failure, place)
+
+    def _reason(self, error: OSError) -> str:
+        if isinstance(error, BlockingIOError):
+            return f"no bytes came for {self._timeout:g} s"
+        if error.errno == errno.ECONNRESET:
+            return f"{error.strerror} (it ended, or belongs to another job)"
+        return error.strerror or str(error)
 
     def close(self) -> None:
         """Close the connections that no thread uses."""
@@ -229,66 +249,53 @@ class FilesOfHost:
             except IndexError:
                 return
 
-    def _read(self, number: int, start: int, memory: Bytes) -> None:
-        """Send a request, and receive its answer."""
+    def _read(self, number: int, buffers: Sequence[Bytes], start: int) -> tuple[int, str] | None:
+        """Send a request, and receive its answer; return an error that the server tells."""
+        num_bytes = sum(map(len, buffers))
         try:
             connection = self._unused.pop()
         except IndexError:
             connection = self._connect()
         with contextlib.ExitStack() as after_error:
             after_error.enter_context(connection)
-            connection.sendall(_REQUEST.pack(number, start, len(memory)))
-            told = _receive_answer(connection, memory)
+            connection.sendall(_REQUEST.pack(number, start, num_bytes))
+            told = _receive_head(connection, num_bytes)
+            if told is None:
+                for buffer in buffers:
+                    _receive(connection, buffer.data)
             after_error.pop_all()
         self._unused.append(connection)
         if len(self._unused) > _MAX_UNUSED:
             self.close()
-        if told is not None:
-            raise told
+        return told
 
     def _connect(self) -> socket.socket:
         try:
             connection = socket.create_connection(self._address, self._timeout)
         except TimeoutError as error:
             text = f"it accepted no connection within {self._timeout:g} s"
-            raise TimeoutError(errno.ETIMEDOUT, text) from error
-        _set_timeout(connection, self._timeout)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            raise OSError(errno.ETIMEDOUT, text) from error
         try:
+            _set_up(connection, self._timeout)
             connection.sendall(self._hello, _MORE)
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _lost(self, reason: str, number: int) -> LostHostError:
-        return LostHostError(errno.EHOSTUNREACH, reason, self._place(number))
 
-    def _place(self, number: int) -> str:
-        return f"file {number} of {self.name}"
-
-
-class LostHostError(OSError):
-    """A host that does not answer, or no longer does."""
-
-
-class _ToldError(OSError):
-    """An error that the server told, about one file."""
-
-
-def _receive_answer(connection: socket.socket, memory: Bytes) -> _ToldError | None:
-    """Receive an answer into memory; return an error that the server tells."""
+def _receive_head(connection: socket.socket, num_expected: int) -> tuple[int, str] | None:
+    """Receive the head of an answer; return an error that the server tells."""
     head = memoryview(bytearray(_ANSWER.size))
     _receive(connection, head)
     code, num_bytes = _ANSWER.unpack(head)
-    if not code and num_bytes == len(memory):
-        _receive(connection, memory.data)
+    if not code and num_bytes == num_expected:
         return None
     if not code or num_bytes > _MAX_TEXT_BYTES:
-        raise ConnectionError(errno.EPROTO, "it does not answer as a file server does")
+        raise OSError(errno.EPROTO, "it does not answer as a file server does")
     text = memoryview(bytearray(num_bytes))
     _receive(connection, text)
-    return _ToldError(code, text.tobytes().decode(errors="replace"))
+    return code, text.tobytes().decode(errors="replace")
 
 
 def _receive(connection: socket.socket, memory: memoryview) -> None:
@@ -296,35 +303,15 @@ def _receive(connection: socket.socket, memory: memoryview) -> None:
 
     Raises:
         BlockingIOError: none came before the timeout.
-        ConnectionError: the connection ended.
+        ConnectionResetError: the connection ended.
     """
     num_received = 0
     while num_received < len(memory):
         more = connection.recv_into(memory[num_received:], 0, socket.MSG_WAITALL)
         if not more:
             text = f"it ended the connection after {num_received} of {len(memory)} bytes"
-            raise ConnectionError(errno.ECONNRESET, text)
+            raise OSError(errno.ECONNRESET, text)
         num_received += more
-
-
-def _open_range(path: str, start: int, stop: int) -> int:
-    """Open a file for reading if it has a range of bytes."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    size = os.fstat(fd).st_size
-    if size < stop:
-        os.close(fd)
-        text = f"the file has {size} bytes only, bytes {start} to {stop} were requested"
-        raise OSError(errno.ENODATA, text, path)
-    fetch(fd, start, stop - start)
-    return fd
-
-
-def _send_range(connection: socket.socket, fd: int, start: int, stop: int) -> None:
-    while start < stop:
-        num_sent = os.sendfile(connection.fileno(), fd, start, stop - start)
-        if not num_sent:
-            raise OSError(errno.EIO, "the file was cut off while it was sent")
-        start += num_sent
 
 
 # --- Sockets --------------------------------------------------------------------------------------
@@ -376,16 +363,18 @@ def _listener(host: str) -> socket.socket:
     raise failure
 
 
-def _set_timeout(connection: socket.socket, seconds: float) -> None:
-    """Limit the time that a call waits for progress.
+def _set_up(connection: socket.socket, timeout: float) -> None:
+    """Limit the time for which a call waits for progress.
 
-    It raises BlockingIOError then. Unlike `settimeout`, the system waits: one call moves many
-    bytes.
+    It raises BlockingIOError then. Unlike with `settimeout`, the system waits, so that one call
+    moves many bytes.
     """
     connection.settimeout(None)
-    limit = struct.pack("@ll", *divmod(max(1, int(seconds * 1e6)), 1_000_000))
+    limit = struct.pack("@ll", *divmod(max(1, int(timeout * 1e6)), 1_000_000))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    # The end of an answer goes out at once.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _shut_down(connection: socket.socket) -> None:

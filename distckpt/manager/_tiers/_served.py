@@ -17,10 +17,7 @@ from distckpt.manager._tiers._file_server import FileServer, FilesOfHost
 from distckpt.manager._tiers._hosts import Hosts
 from distckpt.manager._tiers._local_steps import LocalRoot
 from distckpt.manager._tiers._tier_files import (
-    FileOfHost,
-    OwnFile,
     Source,
-    StoredFile,
     TieredFile,
     TieredFiles,
     mounted,
@@ -85,11 +82,11 @@ def served(
             sources: list[Source] = []
             holders = spread.hosts[name]
             if own in holders:
-                sources.append(OwnFile(locations.join(directory, name)))
+                sources.append(Source("own", locations.join(directory, name)))
             for host in _spread_out(holders, ranks.rank):
                 if host in clients:
                     number = numbers[host][name]
-                    sources.append(FileOfHost(clients[host], number))
+                    sources.append(Source("peer", host=clients[host], number=number))
             files[name] = TieredFile(num_bytes, sources)
         if known.root_suffix is not None:
             _add_root(files, contents, in_root, known.root_suffix)
@@ -114,6 +111,6 @@ def _add_root(
         name = file.name
         if suffix:
             name = in_folder(name, suffix)
-        source = StoredFile(locations.join(in_root, name))
+        source = Source("store", locations.join(in_root, name))
         sources = [*files[file.name].sources, source] if file.name in files else [source]
         files[file.name] = TieredFile(file.num_bytes, sources)

@@ -14,17 +14,16 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import fsspec
 import numpy as np
 
 from distckpt._base.libc import read_into
-from distckpt._base.memory import Bytes
+from distckpt._base.memory import Bytes, copy_into
 from distckpt._storage import locations, object_store
-from distckpt.manager._tiers._file_server import FilesOfHost, LostHostError
+from distckpt.manager._tiers._file_server import FilesOfHost
 
 logger = logging.getLogger(__name__)
 
@@ -32,61 +31,36 @@ SCHEME = "distckpt-tiers"
 """The scheme of mounted files' URLs, which this process alone can read."""
 
 
-@dataclass(frozen=True)
-class OwnFile:
-    """A file in a directory of this host."""
+class Source(NamedTuple):
+    """A place that has a file.
 
-    path: str
-    tier: ClassVar = "own"
+    Attributes:
+        tier: "own", "peer" or "store".
+        location: a path of this host, or a path or URL in the store.
+        host: the host of a "peer".
+        number: the number of the file there.
+    """
 
-    @property
-    def holder(self) -> str:
-        """Return the name of the source in messages."""
-        return "this host"
-
-    def read(self, start: int, num_bytes: int) -> Bytes:
-        """Return bytes of the file, fewer if it is shorter."""
-        return _read_local(self.path, start, num_bytes)
-
-
-@dataclass(frozen=True)
-class FileOfHost:
-    """A file that another host serves, by its number there."""
-
-    host: FilesOfHost
-    number: int
-    tier: ClassVar = "peer"
+    tier: Literal["own", "peer", "store"]
+    location: str = ""
+    host: FilesOfHost | None = None
+    number: int = 0
 
     @property
     def holder(self) -> str:
-        """Return the name of the source in messages."""
-        return f"host {self.host.name}"
+        """Return the name of the tier or host in messages."""
+        if self.host is not None:
+            return f"host {self.host.name}"
+        return {"own": "this host", "store": "the store"}[self.tier]
 
-    def read(self, start: int, num_bytes: int) -> Bytes:
-        """Return bytes of the file."""
-        return self.host.read_range(self.number, start, num_bytes)
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """A file in the store: a path or URL."""
-
-    location: str
-    tier: ClassVar = "store"
-
-    @property
-    def holder(self) -> str:
-        """Return the name of the source in messages."""
-        return "the store"
-
-    def read(self, start: int, num_bytes: int) -> Bytes:
-        """Return bytes of the file, fewer if it is shorter."""
-        if locations.is_local(self.location):
-            return _read_local(self.location, start, num_bytes)
-        return object_store.at(self.location).read_range(start, num_bytes)
-
-
-Source = OwnFile | FileOfHost | StoredFile
+    def read_into(self, buffers: Sequence[Bytes], start: int) -> int:
+        """Fill buffers from a position of the file on; return the bytes read."""
+        if self.host is not None:
+            return self.host.read_into(self.number, buffers, start)
+        if not locations.is_local(self.location):
+            return object_store.at(self.location).read_into(buffers, start)
+        with locations.naming(self.location), open(self.location, "rb", buffering=0) as file:
+            return read_into(file.fileno(), buffers, start)
 
 
 class TieredFile(NamedTuple):
@@ -122,34 +96,48 @@ class TieredFiles:
     def read_range(self, name: str, start: int, stop: int) -> Bytes:
         """Return bytes [start, stop) of a file, fewer if it is shorter.
 
-        Raises:
-            OSError: no source has them.
+        Errors are the ones of `read_into`.
         """
+        size = self.sizes.get(name, 0)
+        memory = np.empty(max(0, min(stop, size) - start), np.uint8)
+        self.read_into(name, [memory], start)
+        return memory
+
+    def read_into(self, name: str, buffers: Sequence[Bytes], start: int) -> int:
+        """Fill buffers from a position of a file on; return the bytes read.
+
+        Raises:
+            FileNotFoundError: there is no file of this name.
+            OSError: no source has the bytes.
+        """
+        if name not in self.sizes:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         if name in self._contents:
-            return np.frombuffer(self._contents[name], np.uint8)[start:stop]
-        file = self._files[name]
-        num_bytes = max(0, min(stop, file.num_bytes) - start)
+            content = np.frombuffer(self._contents[name], np.uint8)
+            return copy_into(buffers, content[start:])
+        stop = start + sum(map(len, buffers))
+        sources = self._files[name].sources
         reasons: list[str] = []
-        for number, source in enumerate(file.sources):
+        for number, source in enumerate(sources):
             try:
-                data = _read_whole(source, start, num_bytes)
+                _fill(source, buffers, start, stop)
             except OSError as error:
                 reasons.append(f"{source.holder}: {error}")
-                self._warn(name, source, error, file.sources[number + 1 :])
+                self._warn(name, source, error, sources[number + 1 :])
                 continue
             with self._lock:
-                self._num_bytes[source.tier] += num_bytes
-            return data
+                self._num_bytes[source.tier] += stop - start
+            return stop - start
         text = "; ".join(reasons) or "it has no source"
         # Not one of the errors after which a request is repeated.
         raise OSError(errno.ENODATA, f"bytes {start} to {stop} are nowhere: {text}", name)
 
     def _warn(self, name: str, source: Source, error: OSError, others: Sequence[Source]) -> None:
         """Log the first error of its kind from a holder of files."""
-        kind = errno.EHOSTUNREACH if isinstance(error, LostHostError) else error.errno or errno.EIO
+        kind = (source.holder, error.errno or errno.EIO)
         with self._lock:
-            is_known = (source.holder, kind) in self._warned
-            self._warned.add((source.holder, kind))
+            is_known = kind in self._warned
+            self._warned.add(kind)
         if others and not is_known:
             logger.warning(
                 "%s is not read from %s (%s), but from %s; more of this kind is not reported",
@@ -160,23 +148,12 @@ class TieredFiles:
             )
 
 
-def _read_whole(source: Source, start: int, num_bytes: int) -> Bytes:
-    """Return bytes of a source; OSError if it does not have all of them."""
-    data = source.read(start, num_bytes)
-    if len(data) != num_bytes:
-        text = f"it ends at byte {start + len(data)}, bytes {start} to {start + num_bytes} are read"
+def _fill(source: Source, buffers: Sequence[Bytes], start: int, stop: int) -> None:
+    """Fill buffers from a source; OSError if it does not have all bytes."""
+    end = start + source.read_into(buffers, start)
+    if end < stop:
+        text = f"it ends at byte {end}, bytes {start} to {stop} are read"
         raise OSError(errno.ENODATA, text)
-    return data
-
-
-def _read_local(path: str, start: int, num_bytes: int) -> Bytes:
-    memory = np.empty(num_bytes, np.uint8)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with locations.naming(path):
-            return memory[: read_into(fd, [memory], start)]
-    finally:
-        os.close(fd)
 
 
 # --- The file system ------------------------------------------------------------------------------
@@ -238,11 +215,14 @@ class TiersFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     ) -> Bytes:
         """Return bytes [start, end) of a file, fewer if it is shorter."""
         files, name = _find(self._strip_protocol(path))
-        if name not in files.sizes:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         if end is None:
-            end = files.sizes[name]
+            end = files.sizes.get(name, 0)
         return files.read_range(name, start or 0, end)
+
+    def read_into(self, path: str, buffers: Sequence[Bytes], start: int) -> int:
+        """Fill buffers from a position of a file on; return the bytes read."""
+        files, name = _find(self._strip_protocol(path))
+        return files.read_into(name, buffers, start)
 
     def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
         text = f"{SCHEME}:// is only read: save to the root of the manager, or elsewhere"

@@ -7,21 +7,20 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import fsspec
 import pytest
+import torch
 
 import distckpt
+from distckpt import ShardedTensor
 from distckpt.manager._tiers._file_server import FilesOfHost
-from distckpt.manager._tiers._tier_files import (
-    FileOfHost,
-    OwnFile,
-    StoredFile,
-    mounted,
-)
+from distckpt.manager._tiers._tier_files import Source, mounted
 from tests.support.file_servers import (
     SMALL,
     TOKEN,
     divided,
     loads_equal,
+    numbered_tensors,
     open_things,
     saved,
     serving_process,
@@ -40,8 +39,11 @@ class Spread(NamedTuple):
     def sizes(self):
         return [(self.path / name).stat().st_size for name in self.names]
 
+    def files(self, sources):
+        return tiered(self.path, self.names, sources)
+
     def stored(self, name):
-        return StoredFile(str(self.path / name))
+        return Source("store", str(self.path / name))
 
 
 @pytest.fixture
@@ -66,10 +68,10 @@ def test_a_checkpoint_on_own_disk_and_another_host(spread, warnings):
 
         def sources(number, name):
             if number % 2:
-                return [FileOfHost(client, number)]
-            return [OwnFile(spread.copies[number])]
+                return [Source("peer", host=client, number=number)]
+            return [Source("own", spread.copies[number])]
 
-        files = tiered(spread.path, spread.names, sources)
+        files = spread.files(sources)
         with mounted(files, "step_00000007") as url:
             assert loads_equal(url)
             assert url.endswith("/step_00000007")
@@ -82,22 +84,27 @@ def test_a_checkpoint_on_own_disk_and_another_host(spread, warnings):
 
 
 def test_load_fills_tensors(spread):
-    import torch
-
     target = torch.zeros(100, 6000)
-    files = tiered(spread.path, spread.names, lambda number, name: [spread.stored(name)])
+    files = spread.files(lambda number, name: [spread.stored(name)])
     with mounted(files, "step_00000007") as url:
         distckpt.load({"w3": whole("w3", target)}, url, strict="report")
-    assert torch.equal(target, torch.arange(600_000.0).reshape(100, 6000) + 3)
+    assert torch.equal(target, numbered_tensors()["w3"])
     assert files.bytes_of_tiers().keys() == {"store"}
+
+
+def test_columns_are_read_with_the_gaps_between_them(spread):
+    with serving_process(spread.copies) as (_, client):
+        files = spread.files(lambda number, name: [Source("peer", host=client, number=number)])
+        target = ShardedTensor.from_rank_offsets("w1", torch.zeros(100, 1500), (1, 2, 4))
+        with mounted(files, "step_00000007") as url:
+            loaded = distckpt.load({"w1": target}, url, strict="report")
+    assert torch.equal(loaded["w1"], numbered_tensors()["w1"][:, 3000:4500])
 
 
 def test_a_killed_host_is_replaced_by_the_store_with_one_warning(spread, warnings):
     with serving_process(spread.copies) as (launch, client):
-        files = tiered(
-            spread.path,
-            spread.names,
-            lambda number, name: [FileOfHost(client, number), spread.stored(name)],
+        files = spread.files(
+            lambda number, name: [Source("peer", host=client, number=number), spread.stored(name)],
         )
         name = spread.names[0]
         expected = (spread.path / name).read_bytes()
@@ -120,13 +127,11 @@ def test_a_silent_host_and_a_wrong_token_are_replaced(spread, warnings):
         silent = FilesOfHost(listener.getsockname(), TOKEN, 0.2)
         address = tuple(good.name.split(":"))
         stranger = FilesOfHost(address, b"x" * len(TOKEN), 10)
-        files = tiered(
-            spread.path,
-            spread.names,
+        files = spread.files(
             lambda number, name: [
-                FileOfHost(silent, number),
-                FileOfHost(stranger, number),
-                FileOfHost(good, number),
+                Source("peer", host=silent, number=number),
+                Source("peer", host=stranger, number=number),
+                Source("peer", host=good, number=number),
             ],
         )
         with mounted(files, "step_00000007") as url:
@@ -143,10 +148,8 @@ def test_a_file_that_was_cut_off_is_read_elsewhere_behind_its_end(spread, warnin
     expected = (spread.path / name).read_bytes()
     with open(spread.copies[place], "r+b") as file:
         file.truncate(1000)
-    files = tiered(
-        spread.path,
-        spread.names,
-        lambda number, name: [OwnFile(spread.copies[number]), spread.stored(name)],
+    files = spread.files(
+        lambda number, name: [Source("own", spread.copies[number]), spread.stored(name)],
     )
     assert files.read_range(name, 0, 1000).tobytes() == expected[:1000]
     assert warnings() == []
@@ -162,13 +165,11 @@ def test_a_file_that_was_cut_off_is_read_elsewhere_behind_its_end(spread, warnin
 
 def test_a_file_that_is_nowhere(spread, tmp_path, warnings):
     with serving_process(["/nowhere"] * len(spread.names)) as (_, client):
-        files = tiered(
-            spread.path,
-            spread.names,
+        files = spread.files(
             lambda number, name: [
-                OwnFile(str(tmp_path / "none")),
-                FileOfHost(client, number),
-                StoredFile(f"memory://none/{name}"),
+                Source("own", str(tmp_path / "none")),
+                Source("peer", host=client, number=number),
+                Source("store", f"memory://none/{name}"),
             ],
         )
         with mounted(files, "step_00000007") as url, pytest.raises(OSError, match="nowhere") as e:
@@ -180,6 +181,15 @@ def test_a_file_that_is_nowhere(spread, tmp_path, warnings):
         assert text.count(reason) == 1
 
 
+def test_a_file_without_an_entry_is_missing(spread):
+    files = tiered(spread.path, spread.names[:-1], lambda number, name: [spread.stored(name)])
+    with (
+        mounted(files, "step_00000007") as url,
+        pytest.raises(distckpt.CorruptCheckpointError, match=f"{spread.names[-1]}' is missing"),
+    ):
+        loads_equal(url)
+
+
 def test_damage_is_found(spread):
     for copy in spread.copies:
         with open(copy, "r+b") as file:
@@ -187,7 +197,7 @@ def test_damage_is_found(spread):
             content[-100] ^= 1
             file.seek(0)
             file.write(content)
-    files = tiered(spread.path, spread.names, lambda number, name: [OwnFile(spread.copies[number])])
+    files = spread.files(lambda number, name: [Source("own", spread.copies[number])])
     with (
         mounted(files, "step_00000007") as url,
         pytest.raises(distckpt.CorruptCheckpointError, match="Checksum mismatch"),
@@ -197,7 +207,9 @@ def test_damage_is_found(spread):
 
 def test_eight_threads_load_at_a_time(spread):
     with serving_process(spread.copies) as (_, client):
-        files = tiered(spread.path, spread.names, lambda number, name: [FileOfHost(client, number)])
+        files = spread.files(
+            lambda number, name: [Source("peer", host=client, number=number)],
+        )
         with mounted(files, "step_00000007") as url, ThreadPoolExecutor(8) as pool:
             assert all(pool.map(loads_equal, [url] * 8))
 
@@ -205,8 +217,8 @@ def test_eight_threads_load_at_a_time(spread):
 def test_nothing_is_left(spread):
     def use():
         with serving_process(spread.copies) as (_, client):
-            files = tiered(
-                spread.path, spread.names, lambda number, name: [FileOfHost(client, number)]
+            files = spread.files(
+                lambda number, name: [Source("peer", host=client, number=number)],
             )
             with mounted(files, "step_00000007") as url:
                 assert loads_equal(url)
@@ -221,7 +233,7 @@ def test_nothing_is_left(spread):
 
 
 def test_writing_is_refused(spread):
-    files = tiered(spread.path, spread.names, lambda number, name: [spread.stored(name)])
+    files = spread.files(lambda number, name: [spread.stored(name)])
     with (
         mounted(files, "step_00000007") as url,
         pytest.raises(OSError, match="distckpt-tiers:// is only read"),
@@ -230,9 +242,7 @@ def test_writing_is_refused(spread):
 
 
 def test_listing(spread):
-    files = tiered(spread.path, spread.names, lambda number, name: [spread.stored(name)])
-    import fsspec
-
+    files = spread.files(lambda number, name: [spread.stored(name)])
     with mounted(files, "step_00000007") as url:
         fs, path = fsspec.url_to_fs(url)
         assert sorted(fs.find(path)) == sorted(f"{path}/{name}" for name in [*spread.names, *SMALL])
