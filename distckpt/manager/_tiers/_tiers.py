@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,8 @@ from distckpt.manager._tiers._copies import copy_to_peers, deliveries
 from distckpt.manager._tiers._host_save import HostSave
 from distckpt.manager._tiers._lane import Pace
 from distckpt.manager._tiers._local_steps import LocalRoot
-from distckpt.manager._tiers._meeting import Meeting, StepState, TierSettings, agree
+from distckpt.manager._tiers._meeting import Meeting, TierSettings, agree
+from distckpt.manager._tiers._run_files import StepState, write_state
 from distckpt.manager._tiers._served import SCHEME, served
 from distckpt.manager._tiers._survey import (
     SpreadStep,
@@ -67,9 +69,11 @@ class Tiers:
         self._met: Meeting | None = None
         self._num_saves = 0
         self._saves: dict[int, str] = {}
+        self._last = -1
         # The last step known to survive the loss of a host.
         self._safe = -1
         self.states: dict[int, StepState] = {}
+        self._noting = threading.RLock()
         self._upload_pace = Pace(settings.upload_bandwidth)
         self._peer_pace = Pace(settings.peer_bandwidth)
 
@@ -107,19 +111,17 @@ class Tiers:
         Collective operation: all ranks must call it.
         """
         met = self._meeting
-        is_leader = met.hosts.leads(ranks.rank)
-        host_save = HostSave(met.place, step, met.attempt, is_leader)
+        host_save = HostSave(met.place, step, met.attempt, met.is_leader)
         try:
             report = host_save.write(ranks, save)
         except BaseException as error:
             if not steps.all_find(ranks, error, steps.is_of_the_storage):
                 raise
             return self._write_to_root(step, ranks, save, error)
-        self.states[step] = StepState(is_local=True)
-        self._saves[step] = host_save.name
+        self._note(step, StepState(is_local=True))
         is_due = self._num_saves % self._settings.upload_every == 0
         self._num_saves += 1
-        if is_leader:
+        if met.is_leader:
             with locations.only_logging(f"remove old steps from {met.place.location}"):
                 self._remove_old(met.place, step)
         self._queue(step, host_save.name, is_due)
@@ -137,8 +139,9 @@ class Tiers:
                 self._root,
             )
         location = steps.step_location(self._root, step)
+        self._last = step
         report = write_and_commit(ranks, replace(save, location=location))
-        self.states[step] = StepState(is_uploaded=True)
+        self._note(step, StepState(is_uploaded=True))
         if ranks.is_coordinator:
             self._after_upload(step)
         return report
@@ -148,7 +151,7 @@ class Tiers:
         held = sorted(place.held(), key=lambda item: (item.attempt, item.step), reverse=True)
         kept = {last, self._safe}
         for lane in (self._meeting.copies, self._meeting.uploads):
-            kept |= {lane.running, lane.newest}
+            kept |= {lane.running, lane.waiting}
         for item in held[: self._settings.keep_local]:
             kept.add(item.step)
         for item in held:
@@ -158,11 +161,9 @@ class Tiers:
     def _queue(self, step: int, save: str, is_due: bool) -> None:
         """Queue the copies of a step, and its upload if that is due."""
         met = self._meeting
-        state = self.states[step]
-
-        def note(problem: str) -> None:
-            state.problem = problem
-
+        self._saves[step] = save
+        self._last = step
+        note = partial(self._note_problem, step)
         if max(met.hosts.peers) >= 0:
             met.copies.submit(step, partial(self._copy, step, save), note)
         if is_due:
@@ -180,6 +181,21 @@ class Tiers:
                 "A manager with a local directory stores the built-in format only: leave out "
                 "strategy=, or local=."
             )
+
+    # --- States
+
+    def _note(self, step: int, state: StepState, is_seen_here_only: bool = False) -> None:
+        """Note the state of a step, here and for programs outside the job."""
+        met = self._meeting
+        with self._noting:
+            self.states[step] = state
+            if met.is_leader or is_seen_here_only:
+                with locations.only_logging(f"note the state of step {step}"):
+                    write_state(met.place.location, step, state)
+
+    def _note_problem(self, step: int, problem: str, is_seen_here_only: bool = False) -> None:
+        with self._noting:
+            self._note(step, replace(self.states[step], problem=problem), is_seen_here_only)
 
     # --- Copies and uploads, in their threads
 
@@ -206,9 +222,10 @@ class Tiers:
             raise CheckpointingException(
                 f"{len(problems)} files of step {step} have no copy: {problems[0]}"
             )
-        if min(met.hosts.peers) >= 0:
-            self.states[step].is_replicated = True
+        if spread.is_whole and min(met.hosts.peers) >= 0:
             self._safe = step
+            with self._noting:
+                self._note(step, replace(self.states[step], is_replicated=True))
 
     def _opened(self, ranks: Ranks, spread: SpreadStep) -> StoredCheckpoint:
         """Open a step in the local directory, which gets marker and manifest if it has none.
@@ -226,7 +243,6 @@ class Tiers:
 
     def _upload(self, step: int, save: str, ranks: Ranks) -> None:
         met = self._meeting
-        state = self.states[step]
         location = steps.step_location(self._root, step)
         spread = spread_step(ranks, met.hosts, met.place, step, save)
         if spread is None or not spread.is_whole:
@@ -234,14 +250,11 @@ class Tiers:
         stored = self._opened(ranks, spread)
         chosen = shared_out(list(spread.sizes), spread, met.hosts)
         own = [name for name, rank in chosen.items() if rank == ranks.rank]
-
-        def note_stall(text: str) -> None:
-            state.problem = text
-
+        note_stall = partial(self._note_problem, step, is_seen_here_only=True)
         with Progress(step, self._settings.stall_timeout, note_stall) as progress:
             upload(ranks, stored, own, location, self._options, progress, self._upload_pace)
-        state.is_uploaded = True
-        state.problem = None
+        with self._noting:
+            self._note(step, replace(self.states[step], is_uploaded=True, problem=None))
         if ranks.is_coordinator:
             self._after_upload(step)
 
@@ -333,9 +346,11 @@ class Tiers:
     def _resume(self, known: Known) -> None:
         """Copy again what only one host has, and upload what is not in the root."""
         step = known.spread.step
-        self._safe = step
+        if self._settings.peers:
+            self._safe = step
         is_due = known.root_suffix is None
-        self.states.setdefault(step, StepState(is_local=True, is_uploaded=not is_due))
+        if step not in self.states:
+            self._note(step, StepState(is_local=True, is_uploaded=not is_due))
         self._queue(step, known.spread.save, is_due)
 
     def known(self, ranks: Ranks) -> tuple[list[int], int | None, dict[int, str]]:
@@ -368,25 +383,24 @@ class Tiers:
         return all(are_done)
 
     def close(self, has_failed: bool) -> None:
-        """Upload the newest step, wait as long as the end of the process may, and stop.
+        """Upload the last step, wait as long as the end of the process may, and stop.
 
         After a failure, nothing is uploaded any more.
         """
         met = self._met
         if met is None:
             return
-        newest = max(self.states, default=-1)
+        last = self._last
         if not has_failed:
-            state = self.states.get(newest)
-            if state is not None and not state.is_uploaded and newest != met.uploads.newest:
-                save = self._saves[newest]
-                self._queue(newest, save, is_due=True)
+            state = self.states.get(last)
+            if state is not None and not state.is_uploaded and last != met.uploads.newest:
+                self._queue(last, self._saves[last], is_due=True)
             if not self.wait(self._options.exit_timeout):
                 logger.warning(
                     "the manager is closed before all steps are uploaded to %s: step %d stays on "
                     "the hosts, and the next start goes on from it",
                     self._root,
-                    newest,
+                    last,
                 )
         for lane in (met.copies, met.uploads):
             lane.abandon()
