@@ -311,6 +311,9 @@ class Tiers:
             for number, problem in problems.items():
                 if number not in passed.reasons:
                     logger.warning("step %d is passed over: %s", number, problem)
+            if known is None and not root.answers:
+                # Training would begin anew beside the steps in the root.
+                raise CheckpointingException(_unknown_steps(root.location, problems))
             return [known and known.as_json(), list(problems.items())]
 
         fields, problems = ranks.decide_json("find the latest checkpoint", decide)
@@ -415,6 +418,17 @@ def _is_damage(error: BaseException) -> bool:
     return steps.is_damage_of(SCHEME, error)
 
 
+def _unknown_steps(root: str, problems: Mapping[int, str]) -> str:
+    return (
+        f"{root!r} does not answer, and no step on the hosts can be loaded: start the job again "
+        f"when it answers.{_listed(problems)}"
+    )
+
+
+def _listed(problems: Mapping[int, str]) -> str:
+    return "".join(f"\n  {number}: {problem}" for number, problem in problems.items())
+
+
 def _nothing_to_load(root: str, step: int | None, reasons: Mapping[int, str]) -> str:
     if step is not None and step not in reasons:
         return f"Step {step} is neither on any host nor in {root!r}."
@@ -423,5 +437,4 @@ def _nothing_to_load(root: str, step: int | None, reasons: Mapping[int, str]) ->
             f"No step is on any host or in {root!r}. A run that begins has none: call load() only "
             "if manager.steps() has any."
         )
-    lines = "".join(f"\n  {number}: {reason}" for number, reason in reasons.items())
-    return f"No step on the hosts or in {root!r} can be loaded.{lines}"
+    return f"No step on the hosts or in {root!r} can be loaded.{_listed(reasons)}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distckpt import CheckpointManager, ShardedTensor, list_checkpoints
+from distckpt import CheckpointingException, CheckpointManager, ShardedTensor, list_checkpoints
 from distckpt.manager._tiers._uploads import Progress
 from tests.support.cli_command import call, call_json
 from tests.support.disk import flip
@@ -175,3 +175,20 @@ def test_a_manager_that_has_loaded_two_steps_is_closed(tmp_path):
         assert manager.load(state)["step"] == 2
         manager.wait(uploaded=True)
         assert manager.load(state, 1)["step"] == 1
+
+
+def test_a_run_does_not_begin_anew_while_its_root_does_not_answer(tmp_path):
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(8)), "step": 7}
+    (tmp_path / "mount").mkdir()
+    with CheckpointManager(tmp_path / "mount/run", local=tmp_path / "host0") as manager:
+        manager.save(7, state)
+    (tmp_path / "mount").rename(tmp_path / "away")
+    (tmp_path / "mount").write_text("not mounted")
+    with CheckpointManager(tmp_path / "mount/run", local=tmp_path / "host0") as manager:
+        assert manager.steps() == [7]
+        assert manager.load({**state, "step": 0})["step"] == 7
+    # On a new host nothing is left: whether the run has begun cannot be known.
+    manager = CheckpointManager(tmp_path / "mount/run", local=tmp_path / "new")
+    for look in (manager.steps, manager.latest, lambda: manager.load(state)):
+        with pytest.raises(CheckpointingException, match=r"mount/run' does not answer"):
+            look()
