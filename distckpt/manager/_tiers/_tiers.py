@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -379,11 +380,19 @@ class Tiers:
     # --- End
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for copies and uploads; return False if some are not done in `seconds` each."""
+        """Wait for copies and uploads; return False if some are not done in `seconds`."""
         if self._met is None:
             return True
-        are_done = [lane.wait(seconds) for lane in (self._met.copies, self._met.uploads)]
-        return all(are_done)
+        end = None
+        if seconds is not None:
+            end = time.monotonic() + seconds
+        are_done = True
+        for lane in (self._met.copies, self._met.uploads):
+            left = None
+            if end is not None:
+                left = max(0.0, end - time.monotonic())
+            are_done &= lane.wait(left)
+        return are_done
 
     def close(self, has_failed: bool) -> None:
         """Upload the last step, wait as long as the end of the process may, and stop.
