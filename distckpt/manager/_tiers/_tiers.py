@@ -29,9 +29,9 @@ from distckpt.manager._tiers._choice import Known, Passed, Root, choose
 from distckpt.manager._tiers._copies import copy_to_peers, deliveries
 from distckpt.manager._tiers._host_save import HostSave
 from distckpt.manager._tiers._lane import Pace
-from distckpt.manager._tiers._local_steps import LocalRoot
 from distckpt.manager._tiers._meeting import Meeting, TierSettings, agree
-from distckpt.manager._tiers._run_files import StepState, write_state
+from distckpt.manager._tiers._local_steps import ATTEMPT, LocalRoot
+from distckpt.manager._tiers._run_files import RUN, StepState, write_state
 from distckpt.manager._tiers._served import SCHEME, served
 from distckpt.manager._tiers._survey import (
     SpreadStep,
@@ -141,7 +141,13 @@ class Tiers:
             )
         location = steps.step_location(self._root, step)
         self._last = step
-        report = write_and_commit(ranks, replace(save, location=location))
+        notes = dict(save.request.notes)
+        if steps.NOTE in notes:
+            # Without the attempt it would be older than all steps on hosts.
+            met = self._meeting
+            notes[steps.NOTE] = {**notes[steps.NOTE], RUN: met.place.run, ATTEMPT: met.attempt}
+        request = replace(save.request, notes=notes)
+        report = write_and_commit(ranks, replace(save, location=location, request=request))
         self._note(step, StepState(is_uploaded=True))
         if ranks.is_coordinator:
             self._after_upload(step)

@@ -213,3 +213,20 @@ def test_containers_that_share_a_directory_are_one_host(tmp_path):
     if None in results:
         pytest.skip("a host name of its own takes root")
     assert results == [["run.json", "states.json", "step_00000001"]] * 2
+
+
+def test_a_step_that_no_host_could_keep_is_the_newest(tmp_path):
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(8))}
+    with CheckpointManager(tmp_path / "root", local=tmp_path / "host0") as manager:
+        manager.save(1, state).result()
+        manager.wait(uploaded=True)
+        directory = directory_of_host(tmp_path, 0)
+        directory.rename(tmp_path / "away")
+        directory.write_text("a broken disk")
+        manager.save(2, state).result()
+        directory.unlink()
+        (tmp_path / "away").rename(directory)
+        assert not manager.states[2].is_local
+        assert manager.states[2].is_uploaded
+        assert manager.latest() == 2
+    assert CheckpointManager(tmp_path / "root", local=tmp_path / "host0").latest() == 2
