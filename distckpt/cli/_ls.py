@@ -24,6 +24,7 @@ def run(arguments: Namespace, output: Output) -> int:
     rows = list(map(cells_of_checkpoint, infos))
     output.table(CHECKPOINT_HEADS, rows, num_text=4, drop="metrics saved")
     for info in infos:
-        if info.problem:
-            output.line(f"{info.name}: {info.problem}")
+        for problem in (info.problem, info.tier_problem):
+            if problem:
+                output.line(f"{info.name}: {problem}")
     return 0

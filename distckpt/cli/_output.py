@@ -255,6 +255,7 @@ def cells_of_checkpoint(info: CheckpointInfo) -> list[str]:
     """Return the cells of a checkpoint in a table with `CHECKPOINT_HEADS`."""
     metrics = " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items())
     words = {
+        str(info.tier): info.tier is not None,
         "not whole": info.problem is not None,
         "newest": info.is_newest,
         "pinned": info.pinned,

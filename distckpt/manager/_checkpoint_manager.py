@@ -38,7 +38,7 @@ from distckpt.mapping._wrappers import ShardedStateDict, StateDict
 from distckpt.rules._rule import Rule
 
 if TYPE_CHECKING:
-    from distckpt.manager._tiers._meeting import StepState
+    from distckpt.manager._tiers._run_files import StepState
     from distckpt.manager._tiers._tiers import Tiers
 
 logger = logging.getLogger(__name__)

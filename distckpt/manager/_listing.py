@@ -23,6 +23,7 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
 from distckpt.manager._rejections import is_rejection, rejections
+from distckpt.manager._tiers._run_files import StepState, is_of_host, read_states
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class CheckpointInfo:
             highest step of those without a problem that are not rejected. If no manager saves
             there, the one with the highest number, or if none has a number, the one that was saved
             last.
+        tier: "local only", "replicated" or "uploaded" in the local directory of a host, see
+            [Fast tiers](tiers.md); None elsewhere.
+        tier_problem: the reason why a copy or an upload failed, or stands still.
     """
 
     name: str
@@ -60,6 +64,8 @@ class CheckpointInfo:
     problem: str | None
     rejected: str | None
     is_newest: bool
+    tier: str | None = None
+    tier_problem: str | None = None
 
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
@@ -72,6 +78,9 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
     Markers, manifests, and the sizes and headers of files are read, as
     `distckpt.verify(mode="fast")` does. Any rank may call, alone; nothing is changed.
+
+    In the directory of a run on a host (`LOCAL/run-ID`), steps are the parts that the host has:
+    `num_bytes` is the size of its files, and files of other hosts are not missed.
 
     Raises:
         CheckpointNotFoundError: there is no such directory, or an unfinished checkpoint.
@@ -92,8 +101,9 @@ def _describe_all(root: str) -> tuple[list[str], list[CheckpointInfo]]:
     Begins again when some were removed meanwhile, perhaps for newer ones that are not listed.
     """
     names = _visible_names(root)
+    states = read_states(root) if is_of_host(root) else None
     for _ in range(MAX_READS):
-        infos = [_describe(root, name) for name in names]
+        infos = [_describe(root, name, states) for name in names]
         now = _visible_names(root)
         if set(names) <= set(now):
             break
@@ -152,10 +162,15 @@ class _Files:
         return steps.note_in(self.marker).get("step")
 
 
-def _describe(root: str, name: str) -> CheckpointInfo | None:
-    """Describe a directory; return None if it is not a checkpoint."""
+def _describe(
+    root: str, name: str, states: Mapping[int, StepState] | None
+) -> CheckpointInfo | None:
+    """Describe a directory; return None if it is not a checkpoint.
+
+    `states` has the tiers of steps if the root is the directory of a host.
+    """
     location = locations.join(root, name)
-    files = _look(location, steps.parse_step(name))
+    files = _look(location, steps.parse_step(name), states is not None)
     if files is None or (files.problem is not None and not locations.exists(location)):
         # No checkpoint, or another program has removed it meanwhile.
         return None
@@ -166,7 +181,7 @@ def _describe(root: str, name: str) -> CheckpointInfo | None:
         saved = steps.saved_at(location, step)
     if files.marker is not None:
         saved_at = locations.modified_time(locations.join(location, CONFIG_FNAME))
-    return CheckpointInfo(
+    info = CheckpointInfo(
         name=name,
         location=location,
         step=_number_in(name) if saved is None else saved.step,
@@ -179,12 +194,16 @@ def _describe(root: str, name: str) -> CheckpointInfo | None:
         rejected=None,
         is_newest=False,
     )
+    if states is None:
+        return info
+    state = states.get(step, StepState())
+    return replace(info, tier=state.tier, tier_problem=state.problem)
 
 
-def _look(location: str, step: int | None) -> _Files | None:
+def _look(location: str, step: int | None, is_of_host: bool) -> _Files | None:
     """Return the facts of a checkpoint's files, or None without a checkpoint.
 
-    Its name may be a step's.
+    Its name may be a step's. A host has some of the files.
     """
     marker: dict[str, Any] | None = None
     try:
@@ -195,13 +214,17 @@ def _look(location: str, step: int | None) -> _Files | None:
         if not is_ours and not isinstance(error, CorruptCheckpointError):
             return None
         return _Files(marker, 0, f"{type(error).__name__}: {error}")
-    files = _Files(marker, sum(file.num_bytes for file in manifest.files), None)
+    num_bytes = 0
+    for file in manifest.files:
+        if not is_of_host or locations.exists(locations.join(location, file.name)):
+            num_bytes += file.num_bytes
+    files = _Files(marker, num_bytes, None)
     if manifest.origin is not None and marker is None:
         return files
     expected = step
     if step is None:
         expected = files.noted_step
-    return replace(files, problem=steps.problem_at(location, expected))
+    return replace(files, problem=steps.problem_at(location, expected, is_of_host))
 
 
 def _number_in(name: str) -> int | None:

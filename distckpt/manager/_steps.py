@@ -219,8 +219,8 @@ def problem_with(root: str, step: int) -> str | None:
     return problem
 
 
-def problem_at(location: str, step: int | None) -> str | None:
-    """Check the checkpoint of a step at any location."""
+def problem_at(location: str, step: int | None, is_of_host: bool = False) -> str | None:
+    """Check the checkpoint of a step at any location; a host has some of the files."""
     try:
         marker = read_marker(location)
         if marker is None:
@@ -230,6 +230,8 @@ def problem_at(location: str, step: int | None) -> str | None:
         if isinstance(note, dict) and note.get("step") != step:
             return f"the marker says that this is step {note.get('step')!r}"
         problems = verify(location, "fast").problems if backend == BACKEND else ()
+        if is_of_host:
+            problems = tuple(found for found in problems if locations.exists(found.file))
     except (CheckpointingException, OSError) as error:
         return f"{type(error).__name__}: {error}"
     if not problems:

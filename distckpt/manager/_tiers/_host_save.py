@@ -18,7 +18,8 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
-from distckpt.manager._tiers._local_steps import ATTEMPT, NUM_BYTES, NUM_FILES, RUN, LocalRoot
+from distckpt.manager._tiers._local_steps import ATTEMPT, NUM_BYTES, NUM_FILES, LocalRoot
+from distckpt.manager._tiers._run_files import RUN
 
 
 @dataclass

@@ -62,12 +62,12 @@ def meet(ranks: Ranks, directory: str, domains: Mapping[str, str], num_peers: in
 
 
 def _identity_of(directory: str) -> list[str | int]:
-    """Return values that only ranks with the same directory have in common, the name first."""
+    """Return name and directory, and values that ranks with the same directory have in common."""
     status = os.stat(directory)
-    boot = ""
-    if _BOOT_ID.exists():
-        boot = _BOOT_ID.read_text()
-    return [os.uname().nodename, directory, boot, status.st_dev, status.st_ino]
+    name = os.uname().nodename
+    # Containers of a machine have names of their own.
+    machine = _BOOT_ID.read_text() if _BOOT_ID.exists() else name
+    return [name, directory, machine, status.st_dev, status.st_ino]
 
 
 def _grouped(
@@ -76,8 +76,8 @@ def _grouped(
     numbers: dict[bytes, int] = {}
     of_rank = []
     for payload in payloads:
-        name, _, *place = json.loads(payload)
-        of_rank.append(numbers.setdefault(json.dumps([name, *place]).encode(), len(numbers)))
+        _, _, *place = json.loads(payload)
+        of_rank.append(numbers.setdefault(json.dumps(place).encode(), len(numbers)))
     firsts = [json.loads(payloads[of_rank.index(number)]) for number in range(len(numbers))]
     times = Counter(name for name, *_ in firsts)
     names = []

@@ -25,6 +25,7 @@ class Lane:
     Attributes:
         is_broken: whether a rank was lost, so that no task runs any more.
         running: the step that a task works on; -1 without one.
+        waiting: the step whose turn comes last; -1 without one.
         newest: the step of the last task; -1 without one.
     """
 
@@ -35,6 +36,7 @@ class Lane:
         self._worker = Worker(f"distckpt-{name}")
         self.is_broken = False
         self.running = -1
+        self.waiting = -1
         self.newest = -1
 
     def submit(
@@ -45,6 +47,7 @@ class Lane:
         It is passed over if there is a later one by the time of its turn.
         """
         self.newest = step
+        self.waiting = step
         title = f"the {self._name} of step {step}"
         run = partial(self._run, step, work, title, note_problem)
         self._worker.submit(Task(run, title, None, self._exit_timeout))
@@ -67,6 +70,8 @@ class Lane:
             note_problem(f"{type(error).__name__}: {error}")
         finally:
             self.running = -1
+            if self.waiting == step:
+                self.waiting = -1
 
     def _run_in_turn(self, step: int, work: Callable[[Ranks], None], title: str) -> None:
         newest: int = self._ranks.decide_json("choose the next step", lambda: self.newest)

@@ -19,13 +19,11 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.manager import _rejections as rejections
 from distckpt.manager import _steps as steps
+from distckpt.manager._tiers._run_files import RUN, RUN_FILE, encode_run, read_run
 from distckpt.manager._tiers._stored_files import problems_of
 
 logger = logging.getLogger(__name__)
 
-RUN_FILE = "run.json"
-"""File that identifies a run, in its root and in each of its local directories."""
-RUN = "run"
 ATTEMPT = "attempt"
 NUM_FILES = "files"
 NUM_BYTES = "bytes"
@@ -162,23 +160,10 @@ def runs_in(directory: str, root: str) -> list[str]:
     runs = []
     for name in locations.list_names(directory):
         if name.startswith("run-"):
-            run, of = _read_run(locations.join(directory, name, RUN_FILE))
+            run, of = read_run(locations.join(directory, name, RUN_FILE))
             if name == f"run-{run}" and of == root:
                 runs.append(run)
     return runs
-
-
-def encode_run(run: str, root: str) -> bytes:
-    """Encode the content of a file that identifies a run."""
-    return json.dumps({RUN: run, "root": root}).encode()
-
-
-def _read_run(path: str) -> tuple[str, str]:
-    with contextlib.suppress(OSError, ValueError):
-        fields = json.loads(locations.read_bytes(path, 4096))
-        if isinstance(fields, dict) and fields.get(RUN):
-            return str(fields[RUN]), str(fields.get("root"))
-    return "", ""
 
 
 def run_of_root(root: str) -> str:

@@ -50,28 +50,12 @@ class TierSettings:
                 raise ValueError(f"{name} is a number of bytes per second, got {value!r}")
 
 
-@dataclass
-class StepState:
-    """The tiers that a step has reached.
-
-    Attributes:
-        is_local: committed on all hosts.
-        is_replicated: each file is on two hosts.
-        is_uploaded: committed in the root.
-        problem: the reason why a copy or an upload failed, or stands still.
-    """
-
-    is_local: bool = False
-    is_replicated: bool = False
-    is_uploaded: bool = False
-    problem: str | None = None
-
-
 @dataclass(frozen=True)
 class Meeting:
     """The facts that ranks have agreed about at their first save or load."""
 
     hosts: Hosts
+    is_leader: bool
     place: LocalRoot
     attempt: int
     whole: frozenset[int]
@@ -107,7 +91,8 @@ def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting
     for name in ("copies", "uploads"):
         own = Ranks.in_background(request.process_group, request.options.timeout)
         lanes.append(Lane(name, own, request.options.exit_timeout))
-    return Meeting(hosts, place, attempt, frozenset(whole), *lanes)
+    is_leader = hosts.leads(ranks.rank)
+    return Meeting(hosts, is_leader, place, attempt, frozenset(whole), *lanes)
 
 
 def _next_attempt(found: Sequence[SpreadStep], root: Root) -> int:

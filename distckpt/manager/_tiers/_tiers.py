@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,8 +31,9 @@ from distckpt.manager._tiers._choice import Known, Passed, Root, choose
 from distckpt.manager._tiers._copies import copy_to_peers, deliveries
 from distckpt.manager._tiers._host_save import HostSave
 from distckpt.manager._tiers._lane import Pace
-from distckpt.manager._tiers._local_steps import LocalRoot
-from distckpt.manager._tiers._meeting import Meeting, StepState, TierSettings, agree
+from distckpt.manager._tiers._local_steps import ATTEMPT, LocalRoot
+from distckpt.manager._tiers._meeting import Meeting, TierSettings, agree
+from distckpt.manager._tiers._run_files import RUN, StepState, write_state
 from distckpt.manager._tiers._served import SCHEME, served
 from distckpt.manager._tiers._survey import (
     SpreadStep,
@@ -69,9 +72,11 @@ class Tiers:
         self._met: Meeting | None = None
         self._num_saves = 0
         self._saves: dict[int, str] = {}
+        self._last = -1
         # The last step known to survive the loss of a host.
         self._safe = -1
         self.states: dict[int, StepState] = {}
+        self._noting = threading.RLock()
         self._upload_pace = Pace(settings.upload_bandwidth)
         self._peer_pace = Pace(settings.peer_bandwidth)
 
@@ -117,19 +122,17 @@ class Tiers:
         Collective operation: all ranks must call it.
         """
         met = self._meeting
-        is_leader = met.hosts.leads(ranks.rank)
-        host_save = HostSave(met.place, step, met.attempt, is_leader)
+        host_save = HostSave(met.place, step, met.attempt, met.is_leader)
         try:
             report = host_save.write(ranks, save)
         except BaseException as error:
             if not steps.all_find(ranks, error, steps.is_of_the_storage):
                 raise
             return self._write_to_root(step, ranks, save, error)
-        self.states[step] = StepState(is_local=True)
-        self._saves[step] = host_save.name
+        self._note(step, StepState(is_local=True))
         is_due = self._num_saves % self._settings.upload_every == 0
         self._num_saves += 1
-        if is_leader:
+        if met.is_leader:
             with locations.only_logging(f"remove old steps from {met.place.location}"):
                 self._remove_old(met.place, step)
         self._queue(step, host_save.name, is_due)
@@ -147,8 +150,15 @@ class Tiers:
                 self._root,
             )
         location = steps.step_location(self._root, step)
-        report = write_and_commit(ranks, replace(save, location=location))
-        self.states[step] = StepState(is_uploaded=True)
+        self._last = step
+        notes = dict(save.request.notes)
+        if steps.NOTE in notes:
+            # Without the attempt it would be older than all steps on hosts.
+            met = self._meeting
+            notes[steps.NOTE] = {**notes[steps.NOTE], RUN: met.place.run, ATTEMPT: met.attempt}
+        request = replace(save.request, notes=notes)
+        report = write_and_commit(ranks, replace(save, location=location, request=request))
+        self._note(step, StepState(is_uploaded=True))
         if ranks.is_coordinator:
             self._root_steps.clear_leftovers()
             self._root_steps.after_commit(step)
@@ -159,7 +169,7 @@ class Tiers:
         held = sorted(place.held(), key=lambda item: (item.attempt, item.step), reverse=True)
         kept = {last, self._safe}
         for lane in (self._meeting.copies, self._meeting.uploads):
-            kept |= {lane.running, lane.newest}
+            kept |= {lane.running, lane.waiting}
         good = [item for item in held if item.rejection is None]
         for item in good[: self._settings.keep_local]:
             kept.add(item.step)
@@ -170,11 +180,9 @@ class Tiers:
     def _queue(self, step: int, save: str, is_due: bool) -> None:
         """Queue the copies of a step, and its upload if that is due."""
         met = self._meeting
-        state = self.states[step]
-
-        def note(problem: str) -> None:
-            state.problem = problem
-
+        self._saves[step] = save
+        self._last = step
+        note = partial(self._note_problem, step)
         if max(met.hosts.peers) >= 0:
             met.copies.submit(step, partial(self._copy, step, save), note)
         if is_due:
@@ -192,6 +200,21 @@ class Tiers:
                 "A manager with a local directory stores the built-in format only: leave out "
                 "strategy=, or local=."
             )
+
+    # --- States
+
+    def _note(self, step: int, state: StepState, is_seen_here_only: bool = False) -> None:
+        """Note the state of a step, here and for programs outside the job."""
+        met = self._meeting
+        with self._noting:
+            self.states[step] = state
+            if met.is_leader or is_seen_here_only:
+                with locations.only_logging(f"note the state of step {step}"):
+                    write_state(met.place.location, step, state)
+
+    def _note_problem(self, step: int, problem: str, is_seen_here_only: bool = False) -> None:
+        with self._noting:
+            self._note(step, replace(self.states[step], problem=problem), is_seen_here_only)
 
     # --- Copies and uploads, in their threads
 
@@ -218,9 +241,10 @@ class Tiers:
             raise CheckpointingException(
                 f"{len(problems)} files of step {step} have no copy: {problems[0]}"
             )
-        if min(met.hosts.peers) >= 0:
-            self.states[step].is_replicated = True
+        if spread.is_whole and min(met.hosts.peers) >= 0:
             self._safe = step
+            with self._noting:
+                self._note(step, replace(self.states[step], is_replicated=True))
 
     def _opened(self, ranks: Ranks, spread: SpreadStep) -> StoredCheckpoint:
         """Open a step in the local directory, which gets marker and manifest if it has none.
@@ -238,7 +262,6 @@ class Tiers:
 
     def _upload(self, step: int, save: str, ranks: Ranks) -> None:
         met = self._meeting
-        state = self.states[step]
         location = steps.step_location(self._root, step)
         spread = spread_step(ranks, met.hosts, met.place, step, save)
         if spread is None or not spread.is_whole:
@@ -248,14 +271,11 @@ class Tiers:
         stored = self._opened(ranks, spread)
         chosen = shared_out(list(spread.sizes), spread, met.hosts)
         own = [name for name, rank in chosen.items() if rank == ranks.rank]
-
-        def note_stall(text: str) -> None:
-            state.problem = text
-
+        note_stall = partial(self._note_problem, step, is_seen_here_only=True)
         with Progress(step, self._settings.stall_timeout, note_stall) as progress:
             upload(ranks, stored, own, location, self._options, progress, self._upload_pace)
-        state.is_uploaded = True
-        state.problem = None
+        with self._noting:
+            self._note(step, replace(self.states[step], is_uploaded=True, problem=None))
         if ranks.is_coordinator:
             self._root_steps.clear_leftovers()
             self._root_steps.after_commit(step)
@@ -315,6 +335,9 @@ class Tiers:
             for number, problem in problems.items():
                 if number not in passed.reasons:
                     logger.warning("step %d is passed over: %s", number, problem)
+            if known is None and not root.answers:
+                # Training would begin anew beside the steps in the root.
+                raise CheckpointingException(_unknown_steps(root.location, problems))
             return [known and known.as_json(), list(problems.items())]
 
         fields, problems = ranks.decide_json("find the latest checkpoint", decide)
@@ -350,9 +373,11 @@ class Tiers:
     def _resume(self, known: Known) -> None:
         """Copy again what only one host has, and upload what is not in the root."""
         step = known.spread.step
-        self._safe = step
+        if self._settings.peers:
+            self._safe = step
         is_due = known.root_suffix is None
-        self.states.setdefault(step, StepState(is_local=True, is_uploaded=not is_due))
+        if step not in self.states:
+            self._note(step, StepState(is_local=True, is_uploaded=not is_due))
         self._queue(step, known.spread.save, is_due)
 
     def find(self, ranks: Ranks) -> tuple[int | None, dict[int, str]]:
@@ -400,14 +425,22 @@ class Tiers:
     # --- End
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for copies and uploads; return False if some are not done in `seconds` each."""
+        """Wait for copies and uploads; return False if some are not done in `seconds`."""
         if self._met is None:
             return True
-        are_done = [lane.wait(seconds) for lane in (self._met.copies, self._met.uploads)]
-        return all(are_done)
+        end = None
+        if seconds is not None:
+            end = time.monotonic() + seconds
+        are_done = True
+        for lane in (self._met.copies, self._met.uploads):
+            left = None
+            if end is not None:
+                left = max(0.0, end - time.monotonic())
+            are_done &= lane.wait(left)
+        return are_done
 
     def close(self, has_failed: bool) -> None:
-        """Upload the newest step, wait as long as the end of the process may, and stop.
+        """Upload the last step, wait as long as the end of the process may, and stop.
 
         After a failure, nothing is uploaded any more.
         """
@@ -415,23 +448,23 @@ class Tiers:
         if met is None:
             return
         if not has_failed:
-            self._upload_newest()
+            self._upload_last()
         for lane in (met.copies, met.uploads):
             lane.abandon()
 
-    def _upload_newest(self) -> None:
-        """Wait for copies and uploads, and upload the newest step unless the root has it."""
-        newest = max(self._saves, default=-1)
-        seconds = self._options.exit_timeout
-        is_done = self.wait(seconds)
-        if is_done and newest in self._saves and not self.states[newest].is_uploaded:
-            self._queue(newest, self._saves[newest], is_due=True)
-            is_done = self.wait(seconds)
+    def _upload_last(self) -> None:
+        """Wait for copies and uploads, and upload the last step unless the root has it."""
+        deadline = time.monotonic() + self._options.exit_timeout
+        last = self._last
+        is_done = self.wait(self._options.exit_timeout)
+        if is_done and last in self._saves and not self.states[last].is_uploaded:
+            self._queue(last, self._saves[last], is_due=True)
+            is_done = self.wait(max(0.0, deadline - time.monotonic()))
         if not is_done:
             logger.warning(
                 "the manager is closed before step %d is uploaded to %s: it stays on the hosts, "
                 "and the next start goes on from it",
-                newest,
+                last,
                 self._root,
             )
 
@@ -445,6 +478,17 @@ def _is_damage(error: BaseException) -> bool:
     return steps.is_damage_of(SCHEME, error)
 
 
+def _unknown_steps(root: str, problems: Mapping[int, str]) -> str:
+    return (
+        f"{root!r} does not answer, and no step on the hosts can be loaded: start the job again "
+        f"when it answers.{_listed(problems)}"
+    )
+
+
+def _listed(problems: Mapping[int, str]) -> str:
+    return "".join(f"\n  {number}: {problem}" for number, problem in problems.items())
+
+
 def _nothing_to_load(root: str, step: int | None, reasons: Mapping[int, str]) -> str:
     if step is not None and step not in reasons:
         return f"Step {step} is neither on any host nor in {root!r}."
@@ -453,5 +497,4 @@ def _nothing_to_load(root: str, step: int | None, reasons: Mapping[int, str]) ->
             f"No step is on any host or in {root!r}. A run that begins has none: call load() only "
             "if manager.steps() has any."
         )
-    lines = "".join(f"\n  {number}: {reason}" for number, reason in reasons.items())
-    return f"No step on the hosts or in {root!r} can be loaded.{lines}"
+    return f"No step on the hosts or in {root!r} can be loaded.{_listed(reasons)}"

@@ -34,7 +34,7 @@ class Progress:
     """The progress of an upload on one rank; a thread names one that stands still.
 
     Attributes:
-        location: the file that is uploaded.
+        location: the file that is uploaded; empty while this rank has nothing to do.
         num_bytes: bytes that were handed over.
     """
 
@@ -44,6 +44,8 @@ class Progress:
         self._step = step
         self._seconds = seconds
         self._note_stall = note_stall
+        self._before = -1
+        self._since = 0.0
         self._ended = threading.Event()
 
     def __enter__(self) -> Progress:
@@ -57,19 +59,23 @@ class Progress:
         """Note that bytes were handed over."""
         self.num_bytes += num_bytes
 
+    def stall(self, now: float) -> str | None:
+        """Return a text if nothing was uploaded for long, up to a time in seconds."""
+        if self.num_bytes != self._before or not self.location:
+            self._before = self.num_bytes
+            self._since = now
+        if now - self._since < self._seconds:
+            return None
+        self._since = now
+        return (
+            f"host {os.uname().nodename!r} has uploaded nothing of {self.location!r} for "
+            f"{self._seconds:g} s, after {self.num_bytes} bytes of this rank"
+        )
+
     def _watch(self) -> None:
-        before = -1
-        since = time.monotonic()
         while not self._ended.wait(min(1.0, self._seconds / 4)):
-            if self.num_bytes != before:
-                before = self.num_bytes
-                since = time.monotonic()
-            elif time.monotonic() - since >= self._seconds:
-                since = time.monotonic()
-                text = (
-                    f"host {os.uname().nodename!r} has uploaded nothing of {self.location!r} for "
-                    f"{self._seconds:g} s, after {before} bytes of this rank"
-                )
+            text = self.stall(time.monotonic())
+            if text is not None:
                 logger.warning("step %d stays on the hosts: %s", self._step, text)
                 self._note_stall(text)
 
@@ -116,6 +122,8 @@ class StoredFiles(PreparedSave):
             self.progress.location = location
             source = self._paced(locations.join(self.stored.location, name))
             rewrite({location: file}, {location: source}, block_bytes, settings)
+        # Now it waits for others, each of which watches itself.
+        self.progress.location = ""
         return b""
 
     def _paced(self, path: str) -> Callable[[int, Any], None]:
@@ -130,6 +138,7 @@ class StoredFiles(PreparedSave):
     def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
         del told
         data, name, files = self._manifest()
+        self.progress.location = locations.join(checkpoint_dir, name)
         locations.write_bytes(locations.join(checkpoint_dir, name), data, self.durable)
         self.written = [*files, (name, len(data))]
         return marker_fields(data, name, version_of(self.stored.manifest.files))
@@ -195,4 +204,5 @@ def upload(
     request = SaveRequest(path=location, overwrite=True, options=options, notes=notes)
     prepared = StoredFiles(stored, own, progress, pace, options.durable)
     timer = PhaseTimer("upload", ranks.rank, location)
+    progress.location = location
     write_and_commit(ranks, PlannedSave(location, request, config, prepared, timer))
