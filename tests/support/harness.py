@@ -149,6 +149,13 @@ class Launch:
         while self._running.intersection(ranks):
             self._pump(f"waiting for ranks {ranks} to end")
 
+    def wait_for_any_end(self, *ranks: int) -> None:
+        """Wait until one of these ranks has ended; an AssertionError when it died."""
+        while self._running.issuperset(ranks):
+            self._pump(f"waiting for one of ranks {ranks} to end")
+        for rank in set(ranks) - self._running:
+            assert rank in self._outcomes, f"rank {rank} died\n{self._log(rank)}"
+
     def outcomes(self) -> list[Outcome | None]:
         """Wait for all ranks; None stands for one that was killed."""
         self.wait_for_end(*range(len(self.processes)))

@@ -1,0 +1,355 @@
+"""Hosts are lost with their local directories, at any moment: the newest step that was committed and
+replicated comes back, bit by bit, at any number of ranks.
+
+Four hosts are imitated by directories. Losses follow one another: a job that has loaded what the
+last loss left goes on, and loses hosts itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from distckpt import CheckpointManager, ShardedTensor
+from tests.support.harness import ask_parent, launched, run
+from tests.support.lost_hosts import (
+    Left,
+    Ledger,
+    Loss,
+    Phase,
+    Saved,
+    Start,
+    left_on_disk,
+    loaded_alone,
+    newest,
+    num_wrong,
+    run_to_end,
+    run_until_loss,
+)
+
+PHASES: tuple[Phase, ...] = ("training", "saving", "copying", "uploading", "restoring")
+SHARES = (1, 3, 3, 3, 3)
+NUM_CALLS = {"training": 1, "saving": 100, "copying": 60, "uploading": 70, "restoring": 60}
+"""About how many file-system calls a rank makes in a phase."""
+MAX_SECONDS = 0.15
+SMALL = 8
+LARGE = 512
+"""Columns of 2520 rows of four bytes."""
+
+
+class Report(NamedTuple):
+    """The outcome of one loss."""
+
+    phase: Phase
+    is_delay: bool
+    sizes: tuple[int, int]
+    num_lost: int
+    left: Left
+    loaded: Saved
+    promised: Saved
+    uploaded: Saved
+    wrong: int
+
+
+class Chain:
+    """Starts of one job, each of which loses hosts.
+
+    Args:
+        folder: for all files.
+        seed: of all that is random.
+        num_lost: hosts that are lost together.
+    """
+
+    def __init__(self, folder: Path, seed: int, num_lost: int = 1) -> None:
+        self._folder = folder
+        self._random = random.Random(seed)
+        self._num_lost = num_lost
+        self._num_hosts = 0
+        self._number = 0
+        self._hosts = [self._new_host() for _ in range(4)]
+        self._columns = self._random.choice((SMALL, SMALL, LARGE))
+        self._settings = {
+            "upload_every": self._random.choice((1, 2, 4)),
+            "keep_local": self._random.choice((1, 2)),
+            "keep_last": 3,
+            "timeout": 30.0,
+        }
+        self._ledger = Ledger(str(folder))
+        self._promised = Saved(-1, -1)
+        self._pending: list[Any] = []
+        self.reports: list[Report] = []
+
+    def lose(self, phase: Phase, count: int | None = None, seconds: float | None = None) -> None:
+        """Start, and lose hosts in a phase."""
+        if phase == "restoring":
+            # All hosts are there, and what they have is restored.
+            self._start("saving" if self._number else "training", [], None, None)
+            self._start(phase, self._victims(), count, seconds)
+        else:
+            self._start(phase, self._victims(), count, seconds)
+
+    def end(self) -> None:
+        """Start once more, end as a job ends, and load the newest step alone."""
+        start = self._new_start(None)
+        run_to_end(start)
+        self._check_loaded(start)
+        saved = newest(self._ledger.lines(), "local")
+        location = f"{self._folder}/data/root/step_{saved.step:08d}"
+        with loaded_alone(location, self._columns) as loaded:
+            assert (loaded["start"], loaded["step"]) == saved
+            assert num_wrong(loaded, 0, 1, self._columns) == 0
+
+    def _victims(self) -> list[str]:
+        return self._random.sample(self._hosts, self._num_lost)
+
+    def _new_host(self) -> str:
+        self._num_hosts += 1
+        directory = f"{self._folder}/data/host{self._num_hosts}"
+        os.makedirs(directory)
+        return directory
+
+    def _new_start(self, loss: Loss | None, ranks: Sequence[str] = ()) -> Start:
+        ranks = ranks or self._ranks()
+        start = Start(
+            str(self._folder),
+            self._number,
+            tuple(ranks),
+            loss,
+            self._columns,
+            self._random.choice((2, 3, 4)),
+            self._random.random() < 0.5,
+            self._settings,
+        )
+        self._number += 1
+        return start
+
+    def _ranks(self) -> list[str]:
+        ranks = []
+        self._random.shuffle(self._hosts)
+        for host in self._hosts:
+            ranks += [host] * self._random.choice((1, 1, 2))
+        if self._random.random() < 0.3:
+            # Ranks of a host need not follow one another.
+            self._random.shuffle(ranks)
+        return ranks
+
+    def _start(
+        self, phase: Phase, victims: Sequence[str], count: int | None, seconds: float | None
+    ) -> None:
+        ranks = self._ranks()
+        loss = self._loss(phase, victims, ranks, count, seconds)
+        start = self._new_start(loss, ranks)
+        where = f"start {start.number} of {self._folder}: {start}"
+        survivors_end = self._random.random() < 0.1
+        try:
+            run_until_loss(start, survivors_end)
+            self._check_loaded(start)
+            self._note_loss(start)
+        except AssertionError as error:
+            raise AssertionError(f"{where}\n{error}") from error
+
+    def _loss(
+        self,
+        phase: Phase,
+        victims: Sequence[str],
+        ranks: Sequence[str],
+        count: int | None,
+        seconds: float | None,
+    ) -> Loss:
+        choice = self._random
+        rank = choice.choice([rank for rank, host in enumerate(ranks) if host in (victims or ranks)])
+        if count is None and seconds is None and choice.random() < 0.6 and phase != "training":
+            count = 1 + int(choice.random() ** 2 * NUM_CALLS[phase])
+        if seconds is None:
+            seconds = choice.random() * MAX_SECONDS
+        save = 0 if phase == "restoring" else choice.choice((0, 1, 1))
+        moment = choice.choice(("before", "after"))
+        return Loss(tuple(victims), rank, phase, count or 0, moment, seconds, save)
+
+    def _note_loss(self, start: Start) -> None:
+        """Note what must come back, and go on with other hosts."""
+        loss = start.loss
+        assert loss is not None
+        lines = self._ledger.lines()
+        (killed,) = [
+            line for line in lines if line["event"] == "killed" and line["number"] == start.number
+        ]
+        uploaded = newest(lines, "uploaded")
+        if not loss.hosts:
+            self._promised = newest(lines, "local", "uploaded")
+        elif len(loss.hosts) == 1:
+            own = self._lines_since_loss(lines)
+            self._promised = max(newest(own, "replicated"), uploaded)
+        else:
+            self._promised = uploaded
+        left = left_on_disk(self._folder)
+        self._pending.append((loss, killed["phase"], len(start.hosts), uploaded, left, self._promised))
+        self._num_lines_at_loss = len(lines) if loss.hosts else self._num_lines_at_loss
+        self._hosts = [host for host in self._hosts if host not in loss.hosts]
+        if loss.hosts:
+            num_new = self._random.choice((0, len(loss.hosts), len(loss.hosts), len(loss.hosts) + 1))
+            while num_new + len(self._hosts) < 3:
+                num_new += 1
+            for _ in range(min(num_new, 5 - len(self._hosts))):
+                self._hosts.append(self._new_host())
+
+    _num_lines_at_loss = 0
+
+    def _lines_since_loss(self, lines: Sequence[Any]) -> Sequence[Any]:
+        return lines[self._num_lines_at_loss :]
+
+    def _check_loaded(self, start: Start) -> None:
+        """Compare what a start has loaded with what the losses before have left."""
+        lines = [line for line in self._ledger.lines() if line.get("number") == start.number]
+        loaded = [line for line in lines if line["event"] == "loaded"]
+        if not self._pending:
+            assert not loaded
+            return
+        if not loaded and any(line["event"] == "nothing" for line in lines):
+            for *_, left, promised in self._pending:
+                assert left.whole is None, f"nothing is loaded, {left.whole} is there"
+                assert promised == Saved(-1, -1), f"nothing is loaded, {promised} was promised"
+        for line in loaded:
+            saved = Saved(*line["saved"])
+            assert line["wrong"] == 0, line
+            *_, left, promised = self._pending[-1]
+            assert saved >= promised, f"{saved} is loaded, {promised} was promised"
+            assert saved.step == left.whole, f"{saved} is loaded, {left.whole} is whole"
+            assert left.partial <= set(line["skipped"]), f"{line} does not name {left.partial}"
+        if loaded or lines and lines[0]["event"] == "nothing":
+            self._report(start, loaded)
+
+    def _report(self, start: Start, loaded: Sequence[Any]) -> None:
+        saved = Saved(-1, -1)
+        if loaded:
+            saved = Saved(*loaded[0]["saved"])
+        for loss, phase, num_ranks, uploaded, left, promised in self._pending:
+            self.reports.append(
+                Report(
+                    phase,
+                    not loss.count,
+                    (num_ranks, len(start.hosts)),
+                    len(loss.hosts),
+                    left,
+                    saved,
+                    promised,
+                    uploaded,
+                    sum(line["wrong"] for line in loaded),
+                )
+            )
+        self._pending = []
+
+
+def size_of(report: Report) -> str:
+    before, after = report.sizes
+    if before == after:
+        return "same"
+    return "smaller" if after < before else "larger"
+
+
+def summary_of(reports: Sequence[Report]) -> dict[str, Any]:
+    """Count losses by phase and world size."""
+    hosts = [report for report in reports if report.num_lost]
+    return {
+        "losses": len(hosts),
+        "whole jobs killed": len(reports) - len(hosts),
+        "phases": dict(Counter(report.phase for report in hosts)),
+        "sizes": dict(Counter(size_of(report) for report in hosts)),
+        "exact": sum(not report.is_delay for report in hosts),
+        "newer than uploaded": sum(report.loaded > report.uploaded for report in hosts),
+        "promised by copies": sum(report.promised > report.uploaded for report in hosts),
+        "fell back": sum(bool(report.left.partial) for report in hosts),
+        "nothing yet": sum(report.loaded.step < 0 for report in hosts),
+        "wrong": sum(report.wrong for report in reports),
+    }
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_host_is_lost(phase, tmp_path):
+    chain = Chain(tmp_path, seed=PHASES.index(phase))
+    chain.lose("training")
+    chain.lose(phase, count=7)
+    chain.end()
+    assert [report.phase for report in chain.reports if report.num_lost] == ["training", phase]
+
+
+def test_two_hosts_are_lost_together(tmp_path):
+    chain = Chain(tmp_path, seed=11, num_lost=2)
+    chain.lose("training")
+    chain.lose("copying", count=5)
+    chain.end()
+
+
+LENGTH = 10
+
+
+def sweep(folder: Path, seed: int, num_lost: int) -> list[Report]:
+    chain = Chain(folder, seed, num_lost)
+    for number in range(LENGTH):
+        (phase,) = chain._random.choices(PHASES, SHARES)
+        chain.lose(phase if number else "training")
+    chain.end()
+    return chain.reports
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(30))
+def test_any_host_is_lost_at_any_moment(seed, tmp_path, record_property):
+    record_property("summary", json.dumps(summary_of(sweep(tmp_path, seed, 1))))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(10))
+def test_any_two_hosts_are_lost_at_any_moment(seed, tmp_path, record_property):
+    record_property("summary", json.dumps(summary_of(sweep(tmp_path, 1000 + seed, 2))))
+
+
+# --- What was found -------------------------------------------------------------------------------
+
+
+def rows_with(step, rank, num_rows):
+    rows = torch.full((num_rows,), float(step))
+    return {"rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, 2)), "step": step}
+
+
+def save_faster_than_copies(rank, folder):
+    """Copy a large file at once, and no other one for minutes after it."""
+    settings = {"peers": 1, "keep_local": 1, "upload_every": 9, "peer_bandwidth": 20_000}
+    with CheckpointManager(f"{folder}/root", local=f"{folder}/host{rank}", **settings) as manager:
+        manager.save(10, rows_with(10, rank, 16))
+        manager.wait(uploaded=True)
+        manager.save(20, rows_with(20, rank, 1 << 20))
+        manager.wait(uploaded=True)
+        assert manager.states[20].is_replicated
+        for step in (30, 40, 50):
+            manager.save(step, rows_with(step, rank, 16)).result()
+        ask_parent()
+
+
+def load_on_hosts(rank, folder, names, num_rows):
+    directory = f"{folder}/{names[rank]}"
+    with CheckpointManager(f"{folder}/root", local=directory, peers=1) as manager:
+        loaded = manager.load(rows_with(0, rank, num_rows))
+        assert (loaded["rows"].data == loaded["step"]).all()
+        return loaded["step"], sorted(manager.skipped)
+
+
+def test_the_newest_step_with_copies_stays_until_a_newer_one_has_some(tmp_path):
+    with launched(save_faster_than_copies, 2, str(tmp_path)) as launch:
+        for rank in range(2):
+            launch.wait_for_signal(rank)
+        launch.kill(0, 1)
+    shutil.rmtree(tmp_path / "host1")
+    args = (str(tmp_path), ["host0", "host2"], 1 << 20)
+    assert run(load_on_hosts, 2, *args) == [(20, [30, 40, 50])] * 2
