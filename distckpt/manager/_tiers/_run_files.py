@@ -70,7 +70,8 @@ def read_states(directory: str) -> dict[int, StepState]:
     found = {}
     for step, fields in _read_object(locations.join(directory, STATES_FILE)).items():
         with contextlib.suppress(TypeError, ValueError):
-            found[int(step)] = StepState(**fields)
+            if isinstance(fields, dict):
+                found[int(step)] = StepState(**fields)
     return found
 
 
