@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,13 +13,28 @@ import distckpt
 NUM_STEPS, SAVE_EVERY = 30, 10
 
 
-def train(root: Path, on_report: Callable[[distckpt.SaveReport], object]) -> None:
-    """Train, and save every few steps in the background."""
+def train(
+    root: Path,
+    on_report: Callable[[distckpt.SaveReport], object] | None = None,
+    on_start: Callable[[distckpt.CheckpointManager], object] | None = None,
+    **options: Any,
+) -> None:
+    """Train, and save every few steps in the background.
+
+    Args:
+        root: the directory of the checkpoints.
+        on_report: called with the report of each save.
+        on_start: called with the manager before the first step.
+        options: further options of the manager.
+    """
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     inputs = torch.randn(256, 64)
-    with distckpt.CheckpointManager(root, keep_last=2, on_report=on_report) as manager:
+    options = {"keep_last": 2, "on_report": on_report, **options}
+    with distckpt.CheckpointManager(root, **options) as manager:
+        if on_start is not None:
+            on_start(manager)
         for step in range(1, NUM_STEPS + 1):
             optimizer.zero_grad()
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import io
 import itertools
+import json
 import os
 import re
 import shutil
@@ -100,6 +101,14 @@ def make_places(directory: Path) -> None:
     with CheckpointManager(directory / "runs/a", async_save=False) as manager:
         for step in (100, 200, 300, 400, 500):
             manager.save(step, {"step": step}, metrics={"loss": 300 / step}, pinned=step == 200)
+    (directory / "runs/b").mkdir()
+    identity = {"run": "0123456789abcdef", "root": str(directory / "runs/b")}
+    (directory / "runs/b/run.json").write_text(json.dumps(identity))
+    with CheckpointManager(
+        directory / "runs/b", local=directory / "nvme", upload_every=3, async_save=False
+    ) as manager:
+        for step in (100, 200, 300):
+            manager.save(step, {"step": step})
     interrupted = directory / "runs/a/.step_00000450.tmp-0123456789abcdef"
     interrupted.mkdir()
     os.utime(interrupted, (0, 0))

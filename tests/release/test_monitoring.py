@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import time
 
 import pytest
 
+import distckpt
 from tests.support.example_programs import ROOT, docstring_of, run_command
 
 PAGE = (ROOT / "docs" / "monitoring.md").read_text()
@@ -16,6 +18,7 @@ CLIENTS = {
     "json_lines": "json",
     "open_telemetry": "opentelemetry",
     "prometheus": "prometheus_client",
+    "prometheus_uploads": "prometheus_client",
     "tensorboard_scalars": "tensorboard",
     "weights_and_biases": "wandb",
 }
@@ -49,8 +52,47 @@ def test_prometheus_serves_the_figures(tmp_path):
 
     assert "distckpt_saves_total 3.0" in output
     assert "distckpt_last_step 30.0" in output
+    output += run_example("prometheus_uploads", tmp_path)
     for name in set(re.findall(r"distckpt_\w+", ALERTS)):
         assert f"\n{name}" in output
+
+
+def alerts_that_fire(registry, now):
+    """Return the names of alerts whose expressions are true; each is a comparison of numbers."""
+    fired = set()
+    for name, text in re.findall(r"alert: (\w+)\s+expr: (.*)", ALERTS):
+        known = re.search(r"distckpt_\w+", text)[0]
+        value = registry.get_sample_value(known)
+        if value is not None and eval(text, {"time": lambda: now, known: value}):
+            fired.add(name)
+    return fired
+
+
+def test_alerts_fire_when_uploads_fail(tmp_path, monkeypatch):
+    pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    from prometheus_client import CollectorRegistry
+
+    monkeypatch.syspath_prepend(ROOT / "examples" / "monitoring")
+    uploads = importlib.import_module("prometheus_uploads")
+    root = tmp_path / "run"
+    registry = CollectorRegistry()
+    started = time.time()
+    with distckpt.CheckpointManager(root, local=tmp_path / "host") as manager:
+        uploads.Uploads(registry, manager)
+        manager.save(1, {"step": 1})
+        manager.wait(uploaded=True)
+        assert alerts_that_fire(registry, time.time()) == set()
+        (root / "step_00000002").write_text("in the way")
+        manager.save(2, {"step": 2})
+        manager.wait(uploaded=True)
+        assert registry.get_sample_value("distckpt_steps_on_hosts_only") == 1
+        late = {"UploadsHaveProblems", "NoUpload"}
+        assert alerts_that_fire(registry, started + 7100) == {"UploadsHaveProblems"}
+        assert alerts_that_fire(registry, time.time() + 7300) == late
+        (root / "step_00000002").unlink()
+        manager.save(3, {"step": 3})
+        manager.wait(uploaded=True)
+        assert alerts_that_fire(registry, time.time()) == set()
 
 
 @pytest.mark.slow
