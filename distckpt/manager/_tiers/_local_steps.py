@@ -98,6 +98,7 @@ class LocalRoot:
         attempt, num_files, num_bytes = (note.get(name) for name in NUMBERS)
         if not isinstance(attempt, int) or not isinstance(num_files, int):
             return None
+        rejection = rejections.rejection_of(self.location, step)
         return HeldStep(
             step,
             str(note.get("save")),
@@ -105,6 +106,7 @@ class LocalRoot:
             num_files,
             int(num_bytes or 0),
             files_in(directory),
+            None if rejection is None else str(rejection),
         )
 
     def has(self, step: int, save: str | None = None) -> bool:

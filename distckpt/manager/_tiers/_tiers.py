@@ -97,19 +97,22 @@ class Tiers:
     # --- Save
 
     def aimed(self, request: SaveRequest, step: int) -> SaveRequest:
-        """Return a request for a step in the local directory of this host.
+        """Return a request for a step in the local directory of this host."""
+        return replace(request, path=self._meeting.place.step(step))
+
+    def begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
+        """Return the request with all ranks' notes; for the coordinator.
 
         Raises:
             CheckpointExistsError: the hosts have the step whole, and it must not be replaced.
         """
         met = self._meeting
+        outcome = "replaced when the new one is complete"
         if not request.overwrite and (step in met.whole or step in self._saves):
-            raise posix.already_complete(f"step {step} on the hosts", "pass overwrite=True")
+            if not rejections.warn_of(met.place.location, step, outcome):
+                raise posix.already_complete(f"step {step} on the hosts", "pass overwrite=True")
         # Files of a step that hosts do not have whole are no obstacle.
-        return replace(request, path=met.place.step(step), overwrite=True)
-
-    def begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
-        """Return the request with all ranks' notes; for the coordinator."""
+        request = replace(request, overwrite=True)
         # The root may not answer, and training goes on.
         self._root_steps.look_if_it_answers()
         return self._root_steps.noted(step, notes, request)
@@ -414,7 +417,6 @@ class Tiers:
             return
         place = self._met.place
         rejections.reject(place.location, step, reason)
-        self._saves.pop(step, None)
         try:
             self._root_steps.reject(step, reason)
         except CheckpointNotFoundError:

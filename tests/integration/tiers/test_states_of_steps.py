@@ -15,7 +15,7 @@ from distckpt import CheckpointingException, CheckpointManager, ShardedTensor, l
 from distckpt.manager._tiers._uploads import Progress
 from tests.support.cli_command import call, call_json
 from tests.support.disk import flip
-from tests.support.harness import run
+from tests.support.harness import run, sum_over_ranks
 
 
 def rows_of(rank, num_ranks, step):
@@ -194,6 +194,32 @@ def test_a_run_does_not_begin_anew_while_its_root_does_not_answer(tmp_path):
     for look in (manager.steps, manager.latest, lambda: manager.load(state)):
         with pytest.raises(CheckpointingException, match=r"mount/run' does not answer"):
             look()
+
+
+def reject_on_a_host(rank, base, rejecting):
+    manager = CheckpointManager(base / "root", local=base / f"host{rank}", upload_every=9)
+    for step in (10, 20):
+        manager.save(step, rows_of(rank, 2, step))
+        manager.wait(uploaded=True)
+    sum_over_ranks(0)
+    if rank == rejecting:
+        manager.reject(20, "the loss of a replay differs")
+    sum_over_ranks(0)
+    loaded = manager.load({"step": -1})["step"]
+    skipped = manager.skipped
+    if rejecting == 0:
+        manager.save(20, rows_of(rank, 2, 21)).result()
+    manager.close()
+    return loaded, skipped
+
+
+@pytest.mark.parametrize("rejecting", [0, 1])
+def test_a_step_that_one_host_rejects_is_neither_loaded_nor_uploaded(tmp_path, rejecting):
+    for loaded, skipped in run(reject_on_a_host, 2, tmp_path, rejecting):
+        assert (loaded, skipped) == (10, {20: "rejected: the loss of a replay differs"})
+    manager = CheckpointManager(tmp_path / "root")
+    # Once it is saved again, it is good.
+    assert manager.steps() == ([10, 20] if rejecting == 0 else [10])
 
 
 def save_in_container(rank, base):
