@@ -84,7 +84,7 @@ class CheckpointManager(SaysOtherNames):
         async_save: save in the background; with False a save is complete when `save` returns.
         local: a directory of each host, on its own disk or in its memory (`/dev/shm/run`). A step
             is committed when every rank's bytes are there, and uploaded to the root afterwards,
-            see [Fast tiers](tiers.md). All calls of `steps` and `latest` are collective operations
+            see `docs/tiers.md`. All calls of `steps` and `latest` are collective operations
             then.
         peers: with 1, another host keeps a copy of each file, so that the newest step survives the
             loss of any one host.

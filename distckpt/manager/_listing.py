@@ -49,7 +49,7 @@ class CheckpointInfo:
             there, the one with the highest number, or if none has a number, the one that was saved
             last.
         tier: "local only", "replicated" or "uploaded" in the local directory of a host, see
-            [Fast tiers](tiers.md); None elsewhere.
+            `docs/tiers.md`; None elsewhere.
         tier_problem: the reason why a copy or an upload failed, or stands still.
     """
 

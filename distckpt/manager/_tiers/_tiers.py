@@ -107,10 +107,15 @@ class Tiers:
             CheckpointExistsError: the hosts have the step whole, and it must not be replaced.
         """
         met = self._meeting
+        is_there = step in met.whole or step in self._saves
         outcome = "replaced when the new one is complete"
-        if not request.overwrite and (step in met.whole or step in self._saves):
-            if not rejections.warn_of(met.place.location, step, outcome):
-                raise posix.already_complete(f"step {step} on the hosts", "pass overwrite=True")
+        overwrite = (
+            request.overwrite
+            or not is_there
+            or rejections.warn_of(met.place.location, step, outcome)
+        )
+        if not overwrite:
+            raise posix.already_complete(f"step {step} on the hosts", "pass overwrite=True")
         # Files of a step that hosts do not have whole are no obstacle.
         request = replace(request, overwrite=True)
         # The root may not answer, and training goes on.
@@ -404,7 +409,10 @@ class Tiers:
         def numbers() -> list[int]:
             whole = {spread.step for spread in found if spread.is_whole}
             none: list[int] = []
-            in_root = Root(self._root).ask(partial(steps.committed_steps, self._root), none)
+            root = Root(self._root)
+            in_root = root.ask(partial(steps.committed_steps, self._root), none)
+            if not whole and not root.answers:
+                raise CheckpointingException(_unknown_steps(self._root, {}))
             return sorted(whole.union(in_root))
 
         result: list[int] = ranks.decide_json("list the steps", numbers)
