@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import shutil
 import signal
@@ -160,6 +161,18 @@ class Ledger:
         return []
 
 
+class _Warnings(logging.Handler):
+    """Notes warnings and errors in the ledger."""
+
+    def __init__(self, ledger: Ledger, **fields: Any) -> None:
+        super().__init__(logging.WARNING)
+        self._ledger = ledger
+        self._fields = fields
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._ledger.note("warning", text=record.getMessage(), **self._fields)
+
+
 class _Rank:
     """One rank of a start."""
 
@@ -178,6 +191,8 @@ class _Rank:
 
     def run(self) -> None:
         start = self.start
+        warnings = _Warnings(self.ledger, number=start.number, rank=self.rank)
+        logging.getLogger("distckpt").addHandler(warnings)
         _copies.PIECE_BYTES = 64 << 10
         _meeting.StepState.__setattr__ = self._state_setter()
         directory = start.hosts[self.rank]
