@@ -353,3 +353,54 @@ def test_the_newest_step_with_copies_stays_until_a_newer_one_has_some(tmp_path):
     shutil.rmtree(tmp_path / "host1")
     args = (str(tmp_path), ["host0", "host2"], 1 << 20)
     assert run(load_on_hosts, 2, *args) == [(20, [30, 40, 50])] * 2
+
+
+def save_without_upload(rank, folder):
+    """Leave steps 10 and 20 with copies on two hosts, of which only the first is in the root."""
+    manager = CheckpointManager(
+        f"{folder}/root", local=f"{folder}/host{rank}", peers=1, upload_every=9
+    )
+    for step in (10, 20):
+        manager.save(step, rows_with(step, rank, 16))
+        manager.wait(uploaded=True)
+    manager._close(has_failed=True)
+
+
+def load_and_save_again(rank, folder, names):
+    directory = f"{folder}/{names[rank]}"
+    manager = CheckpointManager(f"{folder}/root", local=directory, peers=1, upload_every=9)
+    first = manager.load(rows_with(0, rank, 16))["step"]
+    manager.save(first + 10, rows_with(first + 10, rank, 16)).result()
+    manager.wait(uploaded=True)
+    manager._close(has_failed=True)
+    return first, {step: (state.tier, state.problem) for step, state in manager.states.items()}
+
+
+def test_a_step_is_saved_again_over_a_copy_that_was_interrupted(tmp_path):
+    run(save_without_upload, 2, str(tmp_path))
+    for path in tmp_path.glob("host*/run-*/step_00000020/tensors/shard-00001-*"):
+        path.rename(path.with_name(f".{path.name}.0123456789abcdef"))
+    results = run(load_and_save_again, 2, str(tmp_path), ["host0", "host1"])
+    states = {10: ("uploaded", None), 20: ("uploaded", None)}
+    assert results == [(10, states)] * 2
+    names = {path.name for path in tmp_path.glob("host*/run-*/step_00000020/tensors/*")}
+    assert not any(name.startswith(".") for name in names)
+
+
+def load_on_an_empty_host(rank, folder):
+    local = Path(folder, f"new{rank}" if rank else "host0")
+    with CheckpointManager(f"{folder}/root", local=local, peers=1) as manager:
+        manager.load(rows_with(0, rank, 16))
+        # Copies and uploads go on beside saves, which may clear away what they have begun.
+        names = {path.name for path in local.glob("run-*/step_00000020/*.*")}
+        manager.save(30, rows_with(30, rank, 16))
+        manager.wait(uploaded=True)
+        return names, manager.states[20].problem
+
+
+def test_an_empty_host_has_the_manifest_before_copies_and_uploads_begin(tmp_path):
+    run(save_without_upload, 2, str(tmp_path))
+    shutil.rmtree(tmp_path / "host1")
+    names, problem = run(load_on_an_empty_host, 2, str(tmp_path))[1]
+    assert names == {"metadata.json", "manifest.safetensors"}
+    assert problem is None or "given up" in problem

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import shutil
 import signal
@@ -26,7 +27,7 @@ from safetensors.numpy import load_file
 
 import distckpt
 from distckpt import CheckpointManager, ShardedTensor
-from distckpt.manager._tiers import _copies, _meeting
+from distckpt.manager._tiers import _copies
 from tests.support.calls import Call, Moment, watched
 from tests.support.harness import launched
 
@@ -160,6 +161,18 @@ class Ledger:
         return []
 
 
+class _Warnings(logging.Handler):
+    """Notes warnings and errors in the ledger."""
+
+    def __init__(self, ledger: Ledger, **fields: Any) -> None:
+        super().__init__(logging.WARNING)
+        self._ledger = ledger
+        self._fields = fields
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._ledger.note("warning", text=record.getMessage(), **self._fields)
+
+
 class _Rank:
     """One rank of a start."""
 
@@ -171,6 +184,7 @@ class _Rank:
         self.is_restoring = False
         self.loaded = Saved(-1, -1)
         self.num_calls = 0
+        self._early: list[tuple[int, Any]] = []
         self._handles: list[Any] = []
         self._manager: CheckpointManager | None = None
         self._pids: list[int] = [0] * self.num_ranks
@@ -178,13 +192,15 @@ class _Rank:
 
     def run(self) -> None:
         start = self.start
+        warnings = _Warnings(self.ledger, number=start.number, rank=self.rank)
+        logging.getLogger("distckpt").addHandler(warnings)
         _copies.PIECE_BYTES = 64 << 10
-        _meeting.StepState.__setattr__ = self._state_setter()
         directory = start.hosts[self.rank]
         with CheckpointManager(
             f"{start.folder}/data/root", local=directory, peers=1, **start.settings
         ) as manager:
             self._manager = manager
+            manager._place.states = _States(self)  # type: ignore[union-attr]
             self._restore(manager)
             for number in range(start.num_saves):
                 self._begin("training", number)
@@ -219,6 +235,8 @@ class _Rank:
         else:
             self.ledger.note("nothing", number=self.start.number)
         self.is_restoring = False
+        for step, state in self._early:
+            self.note_state(step, state)
 
     def _save(self, manager: CheckpointManager, number: int) -> None:
         step = max(self.loaded.step, 0) + STEP * (number + 1)
@@ -236,23 +254,18 @@ class _Rank:
 
         handle.add_done_callback(note_commit)
 
-    # --- What a rank learns
-
-    def _state_setter(self) -> Any:
-        def note_and_set(state: Any, name: str, value: Any) -> None:
-            object.__setattr__(state, name, value)
-            if value is True and self._manager is not None:
-                self._note_state(state, name)
-
-        return note_and_set
-
-    def _note_state(self, state: Any, name: str) -> None:
-        for step, other in list(self._manager.states.items()):  # type: ignore[union-attr]
-            if other is state:
-                saved = Saved(self.start.number, step)
-                if step == self.loaded.step:
-                    saved = self.loaded
-                self.ledger.note(name.removeprefix("is_"), saved=saved)
+    def note_state(self, step: int, state: Any) -> None:
+        """Note what a manager says about a step."""
+        if self.is_restoring:
+            # The start that has saved it is not known yet.
+            self._early.append((step, state))
+            return
+        saved = Saved(self.start.number, step)
+        if step == self.loaded.step:
+            saved = self.loaded
+        for tier in ("replicated", "uploaded"):
+            if getattr(state, f"is_{tier}"):
+                self.ledger.note(tier, saved=saved)
 
     # --- The moment
 
@@ -314,6 +327,18 @@ class _Rank:
         ]
         for pid in sorted(lost, key=lambda pid: pid == os.getpid()):
             os.kill(pid, signal.SIGKILL)
+
+
+class _States(dict[int, Any]):
+    """The states of steps, each of which is noted."""
+
+    def __init__(self, rank: _Rank) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def __setitem__(self, step: int, state: Any) -> None:
+        super().__setitem__(step, state)
+        self._rank.note_state(step, state)
 
 
 def run_start(rank: int, start: Start) -> None:
@@ -381,7 +406,7 @@ def run_until_loss(start: Start, survivors_end: bool) -> None:
         launch.wait_for_end(*lost)
         for host in loss.hosts:
             shutil.rmtree(host)
-        if survivors_end:
+        if survivors_end and others:
             # As with torchrun, which ends all ranks after one has failed.
             launch.wait_for_any_end(*others)
         launch.kill(*others)

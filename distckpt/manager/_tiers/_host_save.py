@@ -70,15 +70,10 @@ class HostSave:
 
     def _begin(self, ranks: Ranks, save: PlannedSave, cleaning: contextlib.ExitStack) -> str:
         """Make the directory that is written into, on each host; return it."""
-        with ranks.telling("create directories on the hosts") as told:
-            if self.is_leader:
-                with locations.only_logging(f"clear up in {self.place.location}"):
-                    self.place.clear_leftovers()
-        with ranks.answering(told, "create directories on the hosts"):
-            if ranks.is_coordinator:
-                name = save.request.notes[steps.NOTE]["save"]
-                told.answer = f"{secrets.token_hex(8)} {name}".encode()
-        nonce, self.name = told.answer.decode().split(" ")
+        nonce, self.name = ranks.decide_json(
+            "create directories on the hosts",
+            lambda: [secrets.token_hex(8), save.request.notes[steps.NOTE]["save"]],
+        )
         directory = self.place.hidden(self.step, nonce)
         if self.is_leader:
             cleaning.callback(self._give_up, directory)

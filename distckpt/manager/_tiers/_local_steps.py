@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from distckpt._checkpoint.opening import open_checkpoint
@@ -144,12 +145,19 @@ class LocalRoot:
             locations.remove_tree(trash)
 
     def clear_leftovers(self) -> None:
-        """Remove what interrupted saves and removals have left; for the leader."""
+        """Remove what interrupted saves, copies and removals have left.
+
+        For the leader, before any of them begins.
+        """
         names = steps.list_root(self.location)
         rejections.clear_stale(self.location, names)
         for name in names:
             if steps.is_leftover(name) or steps.replaced_step(name) is not None:
                 locations.remove_tree(locations.join(self.location, name))
+        # A copy that was interrupted would refuse the next save of its step.
+        for step in steps.all_steps(self.location):
+            for path in Path(self.step(step)).glob("*/.*"):
+                locations.remove_file(str(path))
 
 
 def local_root(directory: str, run: str) -> LocalRoot:

@@ -16,6 +16,7 @@ from distckpt._base.options import check_seconds
 from distckpt._commit import posix
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
 from distckpt.manager._tiers._choice import Root, known_steps
 from distckpt.manager._tiers._hosts import Hosts, meet
 from distckpt.manager._tiers._lane import Lane
@@ -78,8 +79,12 @@ def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting
         if ranks.is_coordinator:
             told.answer = _run_of(root, told.payloads).encode()
     place = local_root(directory, told.answer.decode())
+    is_leader = hosts.leads(ranks.rank)
     with ranks.phase("open the local directories"):
         place.make(root.location)
+        if is_leader:
+            with locations.only_logging(f"clear up in {place.location}"):
+                place.clear_leftovers()
     found = held_by_hosts(ranks, hosts, place)
 
     def number_attempt() -> tuple[int, list[int]]:
@@ -91,7 +96,6 @@ def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting
     for name in ("copies", "uploads"):
         own = Ranks.in_background(request.process_group, request.options.timeout)
         lanes.append(Lane(name, own, request.options.exit_timeout))
-    is_leader = hosts.leads(ranks.rank)
     return Meeting(hosts, is_leader, place, attempt, frozenset(whole), *lanes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -23,6 +24,8 @@ from distckpt.manager._tiers._tier_files import (
     mounted,
 )
 from distckpt.manager._tiers._uploads import files_of_manifest
+
+logger = logging.getLogger(__name__)
 
 SCHEME = "distckpt-tiers://"
 _ANSWER_SECONDS = 30.0
@@ -90,9 +93,17 @@ def served(
             files[name] = TieredFile(num_bytes, sources)
         if known.root_suffix is not None:
             _add_root(files, contents, in_root, known.root_suffix)
-        yield serving.enter_context(
-            mounted(TieredFiles(contents, files), steps.step_name(spread.step))
-        )
+        tiered = TieredFiles(contents, files)
+        yield serving.enter_context(mounted(tiered, steps.step_name(spread.step)))
+        logger.info("%s", _describe(spread.step, tiered.bytes_of_tiers()))
+
+
+def _describe(step: int, num_bytes: Mapping[str, int]) -> str:
+    parts = []
+    for tier, name in (("own", "this host"), ("peer", "other hosts"), ("store", "the root")):
+        if num_bytes.get(tier):
+            parts.append(f"{num_bytes[tier]} bytes from {name}")
+    return f"step {step} was read: {', '.join(parts) or 'nothing but the manifest'}"
 
 
 def _spread_out(holders: Sequence[int], rank: int) -> list[int]:

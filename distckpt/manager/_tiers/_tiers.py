@@ -255,18 +255,15 @@ class Tiers:
                 self._note(step, replace(self.states[step], is_replicated=True))
 
     def _opened(self, ranks: Ranks, spread: SpreadStep) -> StoredCheckpoint:
-        """Open a step in the local directory, which gets marker and manifest if it has none.
+        """Open a step in the local directory.
 
         Collective operation: all ranks must call it.
         """
-        met = self._meeting
-        directory = met.place.step(spread.step)
-        contents = fetch_small_files(ranks, met.hosts, met.place, spread.step, spread.save)
-        with ranks.phase("keep the manifest"):
-            if met.hosts.leads(ranks.rank) and not met.place.has(spread.step, spread.save):
-                met.place.adopt(spread.step, contents)
+        place = self._meeting.place
         with ranks.phase("open the step"):
-            return open_checkpoint(Ranks.alone(), directory)
+            if not place.has(spread.step, spread.save):
+                raise CheckpointingException(f"{place.location!r} has no manifest of the step")
+            return open_checkpoint(Ranks.alone(), place.step(spread.step))
 
     def _upload(self, step: int, save: str, ranks: Ranks) -> None:
         met = self._meeting
@@ -359,7 +356,13 @@ class Tiers:
         spread = known.spread
         contents = fetch_small_files(ranks, met.hosts, met.place, spread.step, spread.save)
         with served(ranks, met.hosts, met.place, known, in_root, contents) as url:
-            return load_at(url)
+            result = load_at(url)
+        with ranks.phase("keep the manifest"):
+            # Before copies and uploads begin: both need it.
+            if met.is_leader and not met.place.has(spread.step, spread.save):
+                with locations.only_logging(f"keep the manifest of step {spread.step}"):
+                    met.place.adopt(spread.step, contents)
+        return result
 
     def _note_damage(
         self, ranks: Ranks, known: Known, passed: Passed, error: BaseException
