@@ -86,12 +86,12 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 416_500,
+    "tokens": 416_640,
     "classes": 470,
     "functions": 4_287,
     "kernel: modules": 121,
     "kernel: lines": 34_725,
-    "kernel: tokens": 188_980,
+    "kernel: tokens": 189_120,
     "kernel, on demand: modules": 149,
     "kernel, on demand: lines": 42_215,
     "modules imported by save": 81,

@@ -334,7 +334,7 @@ def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> Mapped
     """
     parts: list[RegionCopy] = []
     for part in single_rows(mapped):
-        if (key := _same_as(sources[part.key])) is not None:
+        if (key := same_as(sources[part.key])) is not None:
             if key != part.key:
                 part = part._replace(key=key)
             parts.append(part)
@@ -353,7 +353,7 @@ def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> Mapped
     return MappedTensor(mapped.shape, mapped.dtype, tuple(parts), trimmed)
 
 
-def _same_as(mapped: MappedTensor) -> str | None:
+def same_as(mapped: MappedTensor) -> str | None:
     """Return the key of the one tensor that a target copies whole.
 
     The name may be another one.
