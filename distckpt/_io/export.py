@@ -137,16 +137,16 @@ def _divide(
     to_cast: list[_Range] = []
     begin = 0
     for span, chunks in zip(unit, _copied_chunks(source, tensors, unit), strict=True):
-        memory = filled[begin : begin + span.num_bytes]
-        begin += len(memory)
         for chunk, start, stop in chunks:
-            copied.append(ReadPart(chunk, 0, stop - start, memory[start:stop], 0))
-        if chunks:
-            continue
-        tensor = tensors[span.chunk]
-        values = torch.from_numpy(memory).view(FROM_NAME[tensor.dtype])
-        alike = as_read if source.converts(tensor) else to_cast
-        alike.append(_Range(tensor, span.start // values.itemsize, values))
+            memory = filled[begin + start : begin + stop]
+            copied.append(ReadPart(chunk, 0, stop - start, memory, 0))
+        end = begin + span.num_bytes
+        if not chunks:
+            tensor = tensors[span.chunk]
+            values = torch.from_numpy(filled[begin:end]).view(FROM_NAME[tensor.dtype])
+            alike = as_read if source.converts(tensor) else to_cast
+            alike.append(_Range(tensor, span.start // values.itemsize, values))
+        begin = end
     return copied, as_read, to_cast
 
 
@@ -164,10 +164,13 @@ def _copied_chunks(
     for place, span in enumerate(unit):
         tensor = tensors[span.chunk]
         key = _copied_key(source, tensor)
-        if key is not None and span.num_bytes == tensor.num_bytes:
+        if key is None or span.num_bytes != tensor.num_bytes:
+            continue
+        key_id = manifest.key_index[key]
+        if manifest.global_shapes[key_id] == tensor.shape:
             # Scalars have no axes.
             num_rows = (*tensor.shape, 1)[0]
-            copied.append((place, manifest.key_index[key], tensor.num_bytes // num_rows))
+            copied.append((place, key_id, tensor.num_bytes // num_rows))
     if not copied:
         return chunks_of_spans
     # All at once: thousands of lookups in arrays take longer.
@@ -183,20 +186,19 @@ def _copied_chunks(
     rows = iter(zip(chunks.tolist(), starts.tolist(), stops.tolist(), strict=True))
     for place, count in zip(places.tolist(), counts.tolist(), strict=True):
         chunks_of_span = list(islice(rows, count))
-        begins = [*(start for _, start, _ in chunks_of_span), unit[place].num_bytes]
-        is_whole = begins == [0, *(stop for _, _, stop in chunks_of_span)]
-        if is_whole and chunks_of_span[0][0] not in stored.quantized:
+        end = 0
+        for _, start, stop in chunks_of_span:
+            end = stop if start == end else -1
+        if end == unit[place].num_bytes and chunks_of_span[0][0] not in stored.quantized:
             chunks_of_spans[place] = chunks_of_span
     return chunks_of_spans
 
 
 def _copied_key(source: TensorSource, tensor: OutputTensor) -> str | None:
     """Return the key whose values a tensor has unchanged, or None."""
-    key = same_as(tensor.mapped)
-    is_whole = key is not None and source.stored.global_shape(key) == tensor.shape
-    if is_whole and tensor.dtype == tensor.mapped.dtype and source.is_stored(tensor):
-        return key
-    return None
+    if tensor.dtype != tensor.mapped.dtype or not source.is_stored(tensor):
+        return None
+    return same_as(tensor.mapped)
 
 
 def _read_ranges(
