@@ -86,14 +86,14 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 416_500,
-    "classes": 470,
-    "functions": 4_287,
+    "tokens": 416_600,
+    "classes": 471,
+    "functions": 4_288,
     "kernel: modules": 121,
     "kernel: lines": 34_725,
     "kernel: tokens": 188_980,
     "kernel, on demand: modules": 149,
-    "kernel, on demand: lines": 42_215,
+    "kernel, on demand: lines": 42_237,
     "modules imported by save": 81,
     "save of a plain tensor: files": 44,
     "save of a plain tensor: changes of file": 229,
