@@ -87,13 +87,13 @@ VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
     "tokens": 416_640,
-    "classes": 470,
-    "functions": 4_287,
+    "classes": 471,
+    "functions": 4_288,
     "kernel: modules": 121,
     "kernel: lines": 34_725,
     "kernel: tokens": 189_120,
     "kernel, on demand: modules": 149,
-    "kernel, on demand: lines": 42_215,
+    "kernel, on demand: lines": 42_237,
     "modules imported by save": 81,
     "save of a plain tensor: files": 44,
     "save of a plain tensor: changes of file": 229,
