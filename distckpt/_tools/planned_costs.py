@@ -24,7 +24,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._io.planned_reads import ReadFigures, planned_reads
 from distckpt._io.planned_shards import plan_for_all
-from distckpt._io.shared_read import HELD_SHARE, OwnUnits, Pieces, Wave
+from distckpt._io.shared_read import HELD_SHARE, OwnUnits, Wave
 from distckpt._plan.decoded import decoded, hidden_keys
 from distckpt._plan.layout import lay_out_files
 from distckpt._plan.load import Copy
@@ -253,16 +253,16 @@ class _LoadingRanks:
             yield self._reads_at(place)
             return
         copies, targets = self._planned_at(place)
-        pieces = Pieces(copies, divide(self.view.manifest, copies, unit_bytes))
-        own = OwnUnits(plan, pieces.divided.units, targets)
+        units = divide(self.view.manifest, copies, unit_bytes)
+        own = OwnUnits(plan, units, targets)
         held = torch.empty(int(own.held_bytes.sum()), dtype=torch.uint8, device="meta")
         for number in range(plan.num_waves):
             wave = Wave(own, number, held)
-            direct = pieces.join(wave.direct_units)
+            direct = units.join(wave.direct_units)
             held_copies, memories = wave.held_copies(len(targets))
             yield planned_reads(self.view, [*direct, *held_copies], [*targets, *memories])
         left = np.flatnonzero(plan.readers < 0)
-        yield planned_reads(self.view, pieces.join(left), targets)
+        yield planned_reads(self.view, units.join(left), targets)
 
     def _plan_at(self, place: Place) -> tuple[list[Copy], Sequence[torch.Tensor]]:
         """Return the copies of a rank, into targets, before they are shared."""
