@@ -41,9 +41,9 @@ def run(arguments: Namespace, output: Output) -> int:
             "layout": {**layout._asdict(), "num_replicas": layout.num_replicas},
             "whole": whole_keys(tensors) if layout.tp > 1 else [],
         }
-        for share_reads in ("off", "on"):
-            costs = load_costs(stored, job, LoadOptions(share_reads=share_reads), rules)
-            facts[f"load_share_reads_{share_reads}"] = _load_facts(costs, arguments.storage)
+        costs = load_costs(stored, job, LoadOptions(), rules)
+        for share_reads, of_load in zip(("off", "on"), costs, strict=True):
+            facts[f"load_share_reads_{share_reads}"] = _load_facts(of_load, arguments.storage)
         facts["save"] = _save_facts(save_costs(job), job.nodes, arguments.storage)
     output.json(facts)
     _show(facts, layout, arguments.nodes, output)
