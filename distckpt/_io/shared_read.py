@@ -37,6 +37,7 @@ from distckpt._plan.share import (
     ReadCosts,
     SharePlan,
     Units,
+    costs_of,
     describe_units,
     divide,
     unit_bytes_for,
@@ -114,7 +115,7 @@ def read_shared(
             return copies
         sending = _sample_sending(ranks, members[sharing.group])
     with ranks.telling("describe the reads", answer_each=True) as message:
-        costs = ReadCosts(stored.manifest, sharing.is_local and not stored.verifies)
+        costs = costs_of(stored)
         units = divide(costs.manifest, copies, unit_bytes_for(sharing.most_bytes))
         dtypes = [target.dtype for target in targets]
         table = describe_units(costs, units, dtypes, sharing.group)

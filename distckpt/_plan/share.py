@@ -10,19 +10,23 @@ import functools
 import math
 import operator
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._format.columns import compress, decompress
 from distckpt._format.manifest import Manifest
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray, Region, regions_to_arrays
 from distckpt._plan.load import Copy
+from distckpt._quantization.quantized import QuantizedTensor
+from distckpt._storage import locations
 
 UNIT_BYTES = 2 << 20
 """Approximate size of cells: few to plan, small to balance."""
@@ -184,7 +188,8 @@ def _block_bytes(manifest: Manifest) -> int:
     return manifest.block_bytes
 
 
-class ReadCosts(NamedTuple):
+@dataclass(frozen=True)
+class ReadCosts:
     """The costs of reading regions of chunks, in bytes.
 
     Attributes:
@@ -192,17 +197,18 @@ class ReadCosts(NamedTuple):
         are_exact: whether runs of a region may be read without the gaps between them; otherwise all
             blocks from the first element to the last one are read.
         request_bytes: the cost of a request.
+        quantized: the chunks that are computed from codes and scales; these are read.
     """
 
     manifest: Manifest
     are_exact: bool = False
     request_bytes: int = REQUEST_COST_BYTES
+    quantized: Mapping[int, QuantizedTensor] = field(default_factory=dict)
 
     def of(self, chunks: IntArray, offsets: IntArray, shapes: IntArray) -> IntArray:
         """Return the cost of each region, without its first request."""
         manifest = self.manifest
-        item_bytes = np.array([ITEM_BYTES.get(name, 0) for name in manifest.dtypes], np.int64)
-        items = item_bytes[manifest.key_ids[chunks]]
+        items = self._item_bytes[manifest.key_ids[chunks]]
         sizes: IntArray = np.prod(shapes, axis=1, dtype=np.int64) * items
         strides = np.ones_like(shapes)
         strides[:, :-1] = np.cumprod(manifest.shapes[chunks][:, :0:-1], axis=1)[:, ::-1]
@@ -215,7 +221,28 @@ class ReadCosts(NamedTuple):
         if self.are_exact:
             num_gaps = _num_runs(manifest.shapes[chunks], shapes) - 1
             span = np.minimum(span, sizes + num_gaps * self.request_bytes)
+        if self.quantized:
+            span = (span * self._stored_share[chunks]).astype(np.int64)
         return span * (sizes > 0)
+
+    @cached_property
+    def _item_bytes(self) -> IntArray:
+        """The element size of each key."""
+        return np.array([ITEM_BYTES.get(name, 0) for name in self.manifest.dtypes], np.int64)
+
+    @cached_property
+    def _stored_share(self) -> npt.NDArray[np.float64]:
+        """The stored bytes of each chunk, relative to the bytes of its values."""
+        shares = np.ones(len(self.manifest.key_ids))
+        for chunk, tensor in self.quantized.items():
+            shares[chunk] = tensor.num_bytes / max(1, int(self.manifest.num_bytes[chunk]))
+        return shares
+
+
+def costs_of(stored: StoredCheckpoint) -> ReadCosts:
+    """Return the costs of reading from a checkpoint, or from a view as of `decoded`."""
+    are_exact = locations.is_local(stored.location) and not stored.verifies
+    return ReadCosts(stored.manifest, are_exact, quantized=stored.quantized)
 
 
 def _num_runs(chunk_shapes: IntArray, shapes: IntArray) -> IntArray:

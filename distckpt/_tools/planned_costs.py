@@ -7,7 +7,7 @@ Tensors are on the meta device, and nothing is read but what opening the checkpo
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,12 +25,12 @@ from distckpt._geometry.region import Region
 from distckpt._io.planned_reads import Call, ReadFigures, ReadPlanner, meta_tensor
 from distckpt._io.planned_shards import plan_for_all
 from distckpt._io.shared_read import HELD_SHARE, OwnUnits, Wave
-from distckpt._plan.decoded import decoded, hidden_keys
+from distckpt._plan.decoded import hidden_keys
 from distckpt._plan.layout import lay_out_files
 from distckpt._plan.share import (
-    ReadCosts,
     SharePlan,
     Units,
+    costs_of,
     describe_units,
     divide,
     unit_bytes_for,
@@ -38,7 +38,7 @@ from distckpt._plan.share import (
 from distckpt._plan.share_out import plan_shares
 from distckpt._state.shards import ShardTable, shard_table
 from distckpt._storage import locations
-from distckpt._tools.layouts import DividedTensor, Layout, Place
+from distckpt._tools.layouts import DividedTensor, Layout, Place, regions_at
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.rules._mapped import TensorSpec
 from distckpt.rules._rule import Rule
@@ -79,15 +79,12 @@ class LoadCosts(NamedTuple):
     num_parallel: int
 
 
-def tensors_in_memory(
-    stored: StoredCheckpoint, rules: Sequence[Rule] = ()
-) -> dict[str, TensorSpec]:
-    """Describe the tensors of a model that is loaded.
+def tensors_in_memory(view: StoredCheckpoint, rules: Sequence[Rule] = ()) -> dict[str, TensorSpec]:
+    """Describe the tensors of a model that is loaded from a view of a checkpoint, see `decoded`.
 
     They have the names of the checkpoint, quantized ones with their values. With the rules of a
     family of transformers they have those of the model in memory.
     """
-    view = decoded(stored)
     manifest = view.manifest
     hidden = hidden_keys(view)
     columns = zip(manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True)
@@ -130,25 +127,34 @@ class Job:
                 f"{num_ranks} ranks are not the same number on each of {num_nodes} nodes: use a "
                 f"multiple of the nodes, such as {-(-num_ranks // num_nodes) * num_nodes} ranks."
             )
-        self.tensors = tensors
         self.layout = layout
         self.places = [layout.place(rank) for rank in range(num_ranks)]
         step = num_ranks // num_nodes
         self.nodes = [range(first, first + step) for first in range(0, num_ranks, step)]
-        most = max(1, _CACHED_SHARDS // max(1, len(tensors)))
-        self.shards_at = functools.lru_cache(most)(self._shards_at)
+        self._tensors = tensors
+        self._rows_of: dict[tuple[int, int | None], list[int]] = defaultdict(list)
+        for row, tensor in enumerate(tensors):
+            for stage in tensor.stages:
+                self._rows_of[stage, tensor.expert].append(row)
+        most_shards = max(len(self._rows_at(place)) for place in self.places)
+        self.num_cached = max(1, _CACHED_SHARDS // max(1, most_shards))
+        self.shards_at = functools.lru_cache(self.num_cached)(self._shards_at)
+
+    def _rows_at(self, place: Place) -> list[int]:
+        """Return the rows of the tensors at a place, in order."""
+        rows_of = self._rows_of
+        return sorted((*rows_of[place.stage, None], *rows_of[place.stage, place.expert]))
 
     def _shards_at(self, place: Place) -> list[ShardedTensor]:
         """Return the shards of the ranks of a place, without data."""
         shards = []
-        for tensor in self.tensors:
+        for row in self._rows_at(place):
+            tensor = self._tensors[row]
             dtype = FROM_NAME[tensor.spec.dtype]
-            for region in tensor.regions(self.layout, place):
-                data = meta_tensor(region.shape, dtype)
-                shape = tensor.spec.shape
-                shards.append(
-                    ShardedTensor(tensor.key, data, dtype, region.shape, shape, region.offset, None)
-                )
+            shape = tensor.spec.shape
+            for offset, extent in regions_at(tensor.division, self.layout, place):
+                data = meta_tensor(extent, dtype)
+                shards.append(ShardedTensor(tensor.key, data, dtype, extent, shape, offset, None))
         return shards
 
     def num_bytes_at(self, place: Place) -> int:
@@ -164,11 +170,11 @@ class Job:
 
 
 def load_costs(
-    stored: StoredCheckpoint, job: Job, options: LoadOptions, rules: Sequence[Rule] = ()
+    view: StoredCheckpoint, job: Job, options: LoadOptions, rules: Sequence[Rule] = ()
 ) -> tuple[LoadCosts, LoadCosts]:
-    """Plan a load on each rank, with `share_reads` off and on."""
-    ranks = _LoadingRanks(stored, job, options, rules)
-    is_local = locations.is_local(stored.location)
+    """Plan a load on each rank, with `share_reads` off and on, from a view of a checkpoint."""
+    ranks = _LoadingRanks(view, job, options, rules)
+    is_local = locations.is_local(view.location)
     num_parallel_within = num_threads_within if is_local else num_requests_within
     num_parallel = num_parallel_within(options.max_inflight_bytes)
     costs = []
@@ -182,18 +188,17 @@ class _LoadingRanks:
     """The ranks of a job that load, imitated one after the other."""
 
     def __init__(
-        self, stored: StoredCheckpoint, job: Job, options: LoadOptions, rules: Sequence[Rule]
+        self, view: StoredCheckpoint, job: Job, options: LoadOptions, rules: Sequence[Rule]
     ) -> None:
         self.tensor_bytes = list(map(job.num_bytes_at, job.places))
-        self._view = decoded(stored)
-        self._is_local = locations.is_local(stored.location)
+        self._view = view
+        self._is_local = locations.is_local(view.location)
         self._job = job
         self._settings = ReadSettings(options, rules)
-        self._costs = ReadCosts(self._view.manifest, self._is_local and not self._view.verifies)
+        self._costs = costs_of(view)
         self._planner = ReadPlanner(self._view)
-        self._objects = self._planner.reads([], find_objects(stored, [COMMON_STATE]).stored_chunks)
-        most = max(1, _CACHED_SHARDS // max(1, len(job.tensors)))
-        self._units_at = functools.lru_cache(most)(self._divided_at)
+        self._objects = self._planner.reads([], find_objects(view, [COMMON_STATE]).stored_chunks)
+        self._units_at = functools.lru_cache(job.num_cached)(self._divided_at)
         self._alone_at = functools.cache(self._planned_alone)
 
     def nodes_alone(self) -> Iterator[NodeLoad]:

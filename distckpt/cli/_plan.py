@@ -11,6 +11,7 @@ from typing import Any
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import LoadOptions
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._plan.decoded import decoded
 from distckpt._tools.layouts import Layout, divide_tensors, layout_of, whole_keys
 from distckpt._tools.planned_costs import (
     Job,
@@ -32,7 +33,8 @@ def run(arguments: Namespace, output: Output) -> int:
     layout = layout_of(arguments.ranks, arguments.layout)
     with opened_at(arguments.path) as stored:
         rules = _rules_of(stored, arguments.family)
-        tensors = divide_tensors(tensors_in_memory(stored, rules), layout)
+        view = decoded(stored)
+        tensors = divide_tensors(tensors_in_memory(view, rules), layout)
         job = Job(tensors, layout, arguments.nodes)
         facts = {
             "path": stored.location,
@@ -41,7 +43,7 @@ def run(arguments: Namespace, output: Output) -> int:
             "layout": {**layout._asdict(), "num_replicas": layout.num_replicas},
             "whole": whole_keys(tensors) if layout.tp > 1 else [],
         }
-        costs = load_costs(stored, job, LoadOptions(), rules)
+        costs = load_costs(view, job, LoadOptions(), rules)
         for share_reads, of_load in zip(("off", "on"), costs, strict=True):
             facts[f"load_share_reads_{share_reads}"] = _load_facts(of_load, arguments.storage)
         facts["save"] = _save_facts(save_costs(job), job.nodes, arguments.storage)
