@@ -12,7 +12,7 @@ import struct
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
@@ -123,7 +123,10 @@ def read_shared(
         reading = 0.0
         if sharing.is_auto:
             with ranks.part("read"):
-                left, reading = _read_sample(sharing, units, table.num_bytes, targets, read)
+                # Rates are those of values, which are sent.
+                values = replace(costs, quantized={})
+                num_bytes = values.of(table.names[:, 0], table.offsets, table.shapes)
+                left, reading = _read_sample(sharing, units, num_bytes, targets, read)
         message.payload = _RATES.pack(reading, sending) + table.take(left).to_bytes()
     data = ranks.decide_each(
         "plan shared reads", lambda: _plan_together(sharing, message.payloads, costs), message

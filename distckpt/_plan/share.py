@@ -10,10 +10,10 @@ import functools
 import math
 import operator
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +48,7 @@ _KINDS = 64
 
 
 @dataclass(frozen=True)
-class Units(Sequence[Copy]):
+class Units:
     """The units of one rank, as columns.
 
     Attributes:
@@ -68,8 +68,11 @@ class Units(Sequence[Copy]):
     def __len__(self) -> int:
         return len(self.copy_of)
 
-    def __getitem__(self, number: Any) -> Any:
-        copy = self.copies[self.copy_of[number]]
+    def __iter__(self) -> Iterator[Copy]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, number: int) -> Copy:
+        copy = self.copies[int(self.copy_of[number])]
         offset, shape = copy.source
         ndim = len(shape)
         source = Region(
@@ -83,7 +86,7 @@ class Units(Sequence[Copy]):
 
     def request(self, number: int) -> int:
         """Return the request of a unit."""
-        return self.copies[self.copy_of[number]].request
+        return self.copies[int(self.copy_of[number])].request
 
     def take(self, numbers: IntArray) -> Units:
         """Return some of the units."""
@@ -222,8 +225,15 @@ class ReadCosts:
             num_gaps = _num_runs(manifest.shapes[chunks], shapes) - 1
             span = np.minimum(span, sizes + num_gaps * self.request_bytes)
         if self.quantized:
-            span = (span * self._stored_share[chunks]).astype(np.int64)
+            span = (span * self.stored_shares[chunks]).astype(np.int64)
         return span * (sizes > 0)
+
+    def of_requests(self, chunks: IntArray) -> npt.NDArray[np.float64]:
+        """Return the cost of a request for a region of each chunk.
+
+        It is as much of the cell as for tensors that are stored as they are.
+        """
+        return self.request_bytes * self.stored_shares[chunks]
 
     @cached_property
     def _item_bytes(self) -> IntArray:
@@ -231,7 +241,7 @@ class ReadCosts:
         return np.array([ITEM_BYTES.get(name, 0) for name in self.manifest.dtypes], np.int64)
 
     @cached_property
-    def _stored_share(self) -> npt.NDArray[np.float64]:
+    def stored_shares(self) -> npt.NDArray[np.float64]:
         """The stored bytes of each chunk, relative to the bytes of its values."""
         shares = np.ones(len(self.manifest.key_ids))
         for chunk, tensor in self.quantized.items():

@@ -134,7 +134,7 @@ class Job:
         self._tensors = tensors
         self._rows_of: dict[tuple[int, int | None], list[int]] = defaultdict(list)
         for row, tensor in enumerate(tensors):
-            for stage in tensor.stages:
+            for stage in set(tensor.stages):
                 self._rows_of[stage, tensor.expert].append(row)
         most_shards = max(len(self._rows_at(place)) for place in self.places)
         self.num_cached = max(1, _CACHED_SHARDS // max(1, most_shards))
