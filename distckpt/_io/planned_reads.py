@@ -28,12 +28,12 @@ from distckpt._storage.open_files import OpenFiles
 _FILE_BYTES = 1 << 44
 """Distance of the first bytes of two files from each other: more than a file has."""
 _UNLIMITED = 1 << 60
-"""Size of a request that has no limit, and the pitch of a single range."""
+"""Size of an unlimited request, and pitch of a single range."""
 _CACHED_COPIES = 1 << 18
 """Copies of quantized tensors whose requests are kept for another look: about 200 MB."""
 
 Call: TypeAlias = tuple[Sequence[Copy], Sequence[torch.Tensor]]
-"""The copies of a call of `read_copies`, and their targets, which may be on the meta device."""
+"""Copies of a call of `read_copies`, and their targets, also meta tensors."""
 _Row: TypeAlias = tuple[int, int, int, int, int, int]
 
 
@@ -112,7 +112,7 @@ class ReadFigures(NamedTuple):
         return ReadFigures(*(column[rows] for column in self))
 
     def _one_by_one(self) -> ReadFigures:
-        """Return each of the ranges at equal distances in a row of its own."""
+        """Give each of the ranges a row of its own."""
         rows = np.repeat(np.arange(len(self.counts)), self.counts)
         number = np.arange(len(rows)) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
         single = self._take(rows)
@@ -122,8 +122,8 @@ class ReadFigures(NamedTuple):
         )
 
 
-class ReadPlanner:
-    """The requests for copies out of a checkpoint, a view as of `decoded`."""
+class RequestCounter:
+    """A counter of the requests to a view of a checkpoint."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored = stored
@@ -187,7 +187,7 @@ class ReadPlanner:
         return groups
 
     def _rows_of(self, groups: Sequence[Sequence[ReadPart]]) -> Iterator[tuple[int, _Row]]:
-        """Yield the requests of a call of `read_parts` for each group, with its number."""
+        """Yield the number and the requests of each group, read apart."""
         table = self._table_of(groups)
         reading = Reading(table, OpenFiles())
         if reading.is_local:
@@ -240,7 +240,7 @@ def _rows_of_unit(reading: Reading, unit: list[Span], verifies: bool) -> Iterato
 
 
 def _rows_of_runs(stored: StoredCheckpoint, part: ReadPart, start: int) -> Iterator[_Row]:
-    """Yield the runs of a sparse part, which begins at a place in the file."""
+    """Yield the runs of a sparse part, given its position."""
     shape = stored.manifest.chunk_region(part.chunk).shape
     item = stored.dtype_of(part.chunk).itemsize
     region = part.region

@@ -35,7 +35,6 @@ from distckpt._geometry.region import (
     num_outer_axes,
     run_starts,
     step_over,
-    whole,
 )
 from distckpt._geometry.units import Span, cut_region
 from distckpt._plan.load import Copy
@@ -113,90 +112,57 @@ def parts_by_copy(
     chunks = np.array([copy.chunk for copy in copies], np.int64)
     sizes = manifest.num_bytes[chunks].tolist()
     key_ids = manifest.key_ids[chunks].tolist()
-    shapes = manifest.shapes[chunks].tolist()
-    is_local = locations.is_local(stored.location)
-    # Blocks are read whole, even if only a part of them is requested: to verify them, the bytes
-    # between the runs are needed as well.
-    margin = manifest.block_bytes if stored.verifies else 0
-    for copy, size, key_id, shape in zip(copies, sizes, key_ids, shapes, strict=True):
+    for copy, size, key_id in zip(copies, sizes, key_ids, strict=True):
         goal = targets[copy.request]
         if copy.target.shape != goal.shape:
             goal = goal[copy.target.slices()]
         dtype = FROM_NAME[manifest.dtypes[key_id]]
         if goal.nbytes == size and goal.dtype == dtype and copier.is_plain(goal):
-            yield (ReadPart(copy.chunk, 0, size, goal, 0),)
-            continue
-        extent = copy.source.shape
-        way = _way_to_read(tuple(shape[: len(extent)]), extent, dtype.itemsize, is_local, margin)
-        is_plain = way.has_runs and goal.dtype == dtype
-        yield list(_parts_of_region(way, copy, size, goal, copier if is_plain else None))
+            yield [ReadPart(copy.chunk, 0, size, goal, 0)]
+        else:
+            yield list(_parts_of_region(stored, copy, goal, copier))
 
 
-class _Way(NamedTuple):
-    """The division of a region within a chunk, the same for all regions of its shape.
-
-    Attributes:
-        shape: the shape of the chunk.
-        item: the bytes of an element.
-        margin: parts begin and end at multiples of so many bytes.
-        is_sparse: whether runs are read without the gaps between them.
-        num_axes: the leading axes along which each index is a part.
-        has_runs: whether each part is contiguous.
-    """
-
-    shape: tuple[int, ...]
-    item: int
-    margin: int
-    is_sparse: bool
-    num_axes: int
-    has_runs: bool
-
-
-@functools.lru_cache(maxsize=4096)
-def _way_to_read(
-    shape: tuple[int, ...], extent: tuple[int, ...], item: int, is_local: bool, margin: int
-) -> _Way:
-    """Decide how to divide a region within a chunk; `margin` is 0 without checksums.
+def _parts_of_region(
+    stored: StoredCheckpoint, copy: Copy, goal: torch.Tensor, copier: Copier
+) -> Iterator[ReadPart]:
+    """Yield the parts of a region within a chunk.
 
     The gaps between its runs are left out if the runs are short and far apart. Otherwise rows are
     only separate if no read would hold two of them.
     """
-    region = whole(extent)
-    if is_local and not margin and _is_sparse(shape, region, item):
-        return _Way(shape, item, 1, True, 0, False)
-    margin = max(1, margin)
-    reach_bytes = REACH_BYTES if is_local else REQUEST_BYTES
-    num_axes = _num_separate_axes(shape, region, item, reach_bytes, margin)
-    piece = whole((1,) * num_axes + extent[num_axes:])
-    return _Way(shape, item, margin, False, num_axes, num_outer_axes(shape, piece) == 0)
-
-
-def _parts_of_region(
-    way: _Way, copy: Copy, size: int, goal: torch.Tensor, copier: Copier | None
-) -> Iterator[ReadPart]:
-    """Yield the parts of a region within a chunk of `size` bytes.
-
-    The copier says whether their targets are plain; None if values are converted or scattered.
-    """
-    if way.is_sparse:
-        pieces = cut_region(copy.source, REACH_BYTES // way.item)
+    shape = stored.manifest.chunk_region(copy.chunk).shape
+    dtype = stored.dtype_of(copy.chunk)
+    item = dtype.itemsize
+    # Blocks are read whole, even if only a part of them is requested: to verify them, the bytes
+    # between the runs are needed as well.
+    margin = stored.manifest.block_bytes if stored.verifies else 1
+    is_local = locations.is_local(stored.location)
+    is_sparse = is_local and not stored.verifies and _is_sparse(shape, copy.source.shape, item)
+    if is_sparse:
+        pieces = cut_region(copy.source, REACH_BYTES // item)
     else:
-        pieces = step_over(copy.source, way.num_axes)
+        reach_bytes = REACH_BYTES if is_local else REQUEST_BYTES
+        num_axes = _num_separate_axes(shape, copy.source.shape, item, reach_bytes, margin)
+        pieces = step_over(copy.source, num_axes)
     for piece in pieces:
         place = goal
         if piece.shape != copy.source.shape:
             place = goal[piece.relative_to(copy.source.offset).slices()]
-        first, last = _byte_range(way.shape, piece, way.item)
-        start = first // way.margin * way.margin
-        stop = min(-(-last // way.margin) * way.margin, size)
+        first, last = _byte_range(shape, piece, item)
+        start = first // margin * margin
+        stop = min(-(-last // margin) * margin, int(stored.manifest.num_bytes[copy.chunk]))
+        is_run = not is_sparse and num_outer_axes(shape, piece) == 0
         lead = NOT_PLAIN
-        if copier is not None and copier.is_plain(place):
+        if is_run and place.dtype == dtype and copier.is_plain(place):
             lead = first - start
-        yield ReadPart(copy.chunk, start, stop, place, lead, piece, way.is_sparse)
+        yield ReadPart(copy.chunk, start, stop, place, lead, piece, is_sparse)
 
 
-def _is_sparse(shape: tuple[int, ...], region: Region, item: int) -> bool:
+@functools.lru_cache(maxsize=1024)
+def _is_sparse(shape: tuple[int, ...], extent: tuple[int, ...], item: int) -> bool:
     """Whether the runs of a region are short and far apart. Such runs are read without the gaps."""
+    region = Region((0,) * len(shape), extent)
     outer = num_outer_axes(shape, region)
     num_runs = math.prod(region.shape[:outer])
     run = math.prod(region.shape[outer:]) * item
@@ -213,14 +179,16 @@ def _byte_range(shape: tuple[int, ...], region: Region, item: int) -> tuple[int,
     return first, first + covering_elements(shape, region) * item
 
 
+@functools.lru_cache(maxsize=1024)
 def _num_separate_axes(
-    shape: tuple[int, ...], region: Region, item: int, reach_bytes: int, margin: int
+    shape: tuple[int, ...], extent: tuple[int, ...], item: int, reach_bytes: int, margin: int
 ) -> int:
     """Count the leading axes along which each index is read separately.
 
     These are all axes if runs, each with `margin` more bytes, are long and far apart; else the axes
     whose rows are so far apart that no read would hold two.
     """
+    region = Region((0,) * len(shape), extent)
     outer = num_outer_axes(shape, region)
     run = math.prod(region.shape[outer:])
     num_needed = (run + margin // item) * math.prod(region.shape[:outer])

@@ -339,7 +339,7 @@ class OwnUnits:
 
         It is 0 for a region that is read into a target.
         """
-        items = [self.targets[self.units.request(unit)].itemsize for unit in self._unit_in]
+        items = [self.targets[self.units[unit].request].itemsize for unit in self._unit_in]
         sizes = np.prod(self.plan.read_shapes, axis=1) * np.array(items, np.int64)
         return np.where(self.plan.read_units < 0, -(-sizes // ALIGN_BYTES) * ALIGN_BYTES, 0)
 

@@ -84,10 +84,6 @@ class Units:
         target = Region(tuple(map(operator.add, place, copy.target.offset)), source.shape)
         return Copy(copy.chunk, source, copy.request, target)
 
-    def request(self, number: int) -> int:
-        """Return the request of a unit."""
-        return self.copies[int(self.copy_of[number])].request
-
     def take(self, numbers: IntArray) -> Units:
         """Return some of the units."""
         columns = (self.copy_of, self.cells, self.offsets, self.shapes)
@@ -96,18 +92,13 @@ class Units:
     def join(self, numbers: IntArray) -> list[Copy]:
         """Return the copies for some units. A copy whose units are all among them stays whole."""
         num_given = np.bincount(self.copy_of[numbers], minlength=len(self.copies))
-        is_complete = num_given == self._num_units
+        is_complete = num_given == np.bincount(self.copy_of, minlength=len(self.copies))
         complete = np.flatnonzero(is_complete & (num_given > 0))
         others = numbers[~is_complete[self.copy_of[numbers]]]
         return [
             *(self.copies[i] for i in complete.tolist()),
             *(self[i] for i in others.tolist()),
         ]
-
-    @cached_property
-    def _num_units(self) -> IntArray:
-        """The number of units of each copy."""
-        return np.bincount(self.copy_of, minlength=len(self.copies))
 
 
 def unit_bytes_for(most_bytes: int) -> int:
@@ -228,13 +219,6 @@ class ReadCosts:
             span = (span * self.stored_shares[chunks]).astype(np.int64)
         return span * (sizes > 0)
 
-    def of_requests(self, chunks: IntArray) -> npt.NDArray[np.float64]:
-        """Return the cost of a request for a region of each chunk.
-
-        It is as much of the cell as for tensors that are stored as they are.
-        """
-        return self.request_bytes * self.stored_shares[chunks]
-
     @cached_property
     def _item_bytes(self) -> IntArray:
         """The element size of each key."""
@@ -242,7 +226,7 @@ class ReadCosts:
 
     @cached_property
     def stored_shares(self) -> npt.NDArray[np.float64]:
-        """The stored bytes of each chunk, relative to the bytes of its values."""
+        """The stored bytes of each chunk per byte of its values."""
         shares = np.ones(len(self.manifest.key_ids))
         for chunk, tensor in self.quantized.items():
             shares[chunk] = tensor.num_bytes / max(1, int(self.manifest.num_bytes[chunk]))
@@ -250,7 +234,7 @@ class ReadCosts:
 
 
 def costs_of(stored: StoredCheckpoint) -> ReadCosts:
-    """Return the costs of reading from a checkpoint, or from a view as of `decoded`."""
+    """Return the costs of reading from a view of a checkpoint."""
     are_exact = locations.is_local(stored.location) and not stored.verifies
     return ReadCosts(stored.manifest, are_exact, quantized=stored.quantized)
 

@@ -167,7 +167,7 @@ class DividedTensor(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 16)
 def regions_at(division: Division, layout: Layout, place: Place) -> list[Region]:
-    """Return the regions of a tensor that the ranks of a place hold."""
+    """Return the regions of a tensor at a place."""
     region = whole(division.shape)
     if division.is_stacked:
         region = _part(region, 0, place.stage, layout.pp)

@@ -22,7 +22,7 @@ from distckpt._checkpoint.stored_values import COMMON_STATE, find_objects
 from distckpt._format.manifest import OBJECT
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
-from distckpt._io.planned_reads import Call, ReadFigures, ReadPlanner, meta_tensor
+from distckpt._io.planned_reads import Call, ReadFigures, RequestCounter, meta_tensor
 from distckpt._io.planned_shards import plan_for_all
 from distckpt._io.shared_read import HELD_SHARE, OwnUnits, Wave
 from distckpt._plan.decoded import hidden_keys
@@ -80,7 +80,7 @@ class LoadCosts(NamedTuple):
 
 
 def tensors_in_memory(view: StoredCheckpoint, rules: Sequence[Rule] = ()) -> dict[str, TensorSpec]:
-    """Describe the tensors of a model that is loaded from a view of a checkpoint, see `decoded`.
+    """Describe the tensors of a model that loads from a view.
 
     They have the names of the checkpoint, quantized ones with their values. With the rules of a
     family of transformers they have those of the model in memory.
@@ -172,7 +172,7 @@ class Job:
 def load_costs(
     view: StoredCheckpoint, job: Job, options: LoadOptions, rules: Sequence[Rule] = ()
 ) -> tuple[LoadCosts, LoadCosts]:
-    """Plan a load on each rank, with `share_reads` off and on, from a view of a checkpoint."""
+    """Plan a load from a view, with `share_reads` off and on."""
     ranks = _LoadingRanks(view, job, options, rules)
     is_local = locations.is_local(view.location)
     num_parallel_within = num_threads_within if is_local else num_requests_within
@@ -196,8 +196,8 @@ class _LoadingRanks:
         self._job = job
         self._settings = ReadSettings(options, rules)
         self._costs = costs_of(view)
-        self._planner = ReadPlanner(self._view)
-        self._objects = self._planner.reads([], find_objects(view, [COMMON_STATE]).stored_chunks)
+        self._requests = RequestCounter(self._view)
+        self._objects = self._requests.reads([], find_objects(view, [COMMON_STATE]).stored_chunks)
         self._units_at = functools.lru_cache(job.num_cached)(self._divided_at)
         self._alone_at = functools.cache(self._planned_alone)
 
@@ -225,10 +225,10 @@ class _LoadingRanks:
         return divide(self._view.manifest, planned.copies, unit_bytes), planned.targets
 
     def _planned_alone(self, place: Place) -> tuple[ReadFigures, bytes]:
-        """Return the requests of a rank without sharing, and its message about sharing."""
+        """Return the requests of a rank alone, and its message."""
         units, targets = self._units_at(place)
         table = describe_units(self._costs, units, [target.dtype for target in targets], 0)
-        return self._planner.reads([(units.copies, targets)]), table.to_bytes()
+        return self._requests.reads([(units.copies, targets)]), table.to_bytes()
 
     def _reads_of_plan(self, place: Place, plan: SharePlan) -> ReadFigures:
         """Return the requests of all waves and for units not shared."""
@@ -242,10 +242,10 @@ class _LoadingRanks:
             wave = Wave(own, number, held)
             copies, memories = wave.held_copies(len(targets))
             calls.append(([*units.join(wave.direct_units), *copies], [*targets, *memories]))
-        return self._planner.reads(calls)
+        return self._requests.reads(calls)
 
     def _load_of(self, ranks: range, reads: Sequence[ReadFigures]) -> NodeLoad:
-        """Sum up the reads of the ranks of a node, together with those of common state."""
+        """Sum up the reads of a node, with those of common state."""
         with_objects = []
         for rank, own in zip(ranks, reads, strict=True):
             # From a store, one rank reads it.
