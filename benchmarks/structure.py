@@ -86,14 +86,14 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 416_640,
+    "tokens": 418_100,
     "classes": 471,
-    "functions": 4_288,
+    "functions": 4_300,
     "kernel: modules": 121,
-    "kernel: lines": 34_725,
-    "kernel: tokens": 189_120,
+    "kernel: lines": 34_800,
+    "kernel: tokens": 189_650,
     "kernel, on demand: modules": 149,
-    "kernel, on demand: lines": 42_237,
+    "kernel, on demand: lines": 42_300,
     "modules imported by save": 81,
     "save of a plain tensor: files": 44,
     "save of a plain tensor: changes of file": 229,
@@ -102,7 +102,7 @@ BUDGETS = {
     "load of a plain tensor: files": 58,
     "load of a plain tensor: changes of file": 342,
     "load of a ShardedTensor: files": 59,
-    "load of a ShardedTensor: changes of file": 363,
+    "load of a ShardedTensor: changes of file": 364,
     "load: frames to where it waits or reads": 13,
     "classes named ...Plan...": 14,
     'free "what" per 1,000 words': 0.1,
