@@ -15,7 +15,7 @@ from distckpt._format.manifest import Manifest
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import Region
 from distckpt._plan.load import Copy
-from distckpt._plan.share import ReadCosts, SharePlan, Units, describe_units
+from distckpt._plan.share import ReadCosts, SharePlan, describe_units, divide
 from distckpt._plan.share_out import plan_shares
 
 ROWS, COLUMNS, ITEM = 8, 4096, 2
@@ -73,12 +73,12 @@ def _messages(
 ) -> Iterator[bytes]:
     """Yield what each rank tells rank 0."""
     num_files, width = num_ranks // num_sharing, COLUMNS // num_sharing
-    none = np.zeros(num_regions, np.int64)
     for rank in range(num_ranks):
         region = Region((0, rank % num_sharing * width), (ROWS, width))
         chunks = range(rank // num_sharing, num_files * num_regions, num_files)
-        units = [Copy(chunk, region, 0, Region((0, 0), (ROWS, width))) for chunk in chunks]
-        table = describe_units(costs, Units(units, none, none), [torch.bfloat16], 0)
+        copies = [Copy(chunk, region, 0, Region((0, 0), (ROWS, width))) for chunk in chunks]
+        units = divide(costs.manifest, copies, ROWS * COLUMNS * 2)
+        table = describe_units(costs, units, [torch.bfloat16], 0)
         yield table.to_bytes()
 
 

@@ -373,7 +373,7 @@ def reads_together(
     ]
     found = []
     for rank, plan in enumerate(map(SharePlan.from_bytes, plan_shares(messages, costs))):
-        alone = [unit for unit, r in zip(divided[rank].units, plan.readers, strict=True) if r < 0]
+        alone = [unit for unit, r in zip(divided[rank], plan.readers, strict=True) if r < 0]
         mine, regions = list(alone), list(requests[rank])
         for chunk, offset, shape in zip(
             plan.read_chunks.tolist(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import UNIT_BYTES, num_threads_within
+from distckpt._format.columns import joined_ranges
 from distckpt._geometry.region import flat_range_regions, whole
 from distckpt._geometry.units import Span, cut_region, units_of
 from distckpt._io.read import read_parts
@@ -21,6 +23,7 @@ from distckpt._io.tensor_source import TensorSource, Wanted
 from distckpt._io.write import Fill, NewFile, WriteSettings
 from distckpt._plan.export import OutputFile, OutputTensor
 from distckpt._quantization.numbers import scratch
+from distckpt.rules._mapped import same_as
 
 _WINDOWS_PER_THREAD = 4
 """Buffers of `UNIT_BYTES` that a thread may use at a time: window, bounce buffer with its widening,
@@ -98,20 +101,6 @@ class _Range(NamedTuple):
     values: torch.Tensor
 
 
-class _Ranges(NamedTuple):
-    """The memory of one unit of a file, by kind of work.
-
-    Attributes:
-        whole: whole chunks of the checkpoint, whose bytes are read.
-        as_read: ranges that are read in the dtype of the export.
-        to_cast: ranges that are read in another one and converted.
-    """
-
-    whole: list[ReadPart]
-    as_read: list[_Range]
-    to_cast: list[_Range]
-
-
 def filling(
     source: TensorSource, tensors: Sequence[OutputTensor], overflows: dict[str, int]
 ) -> Fill:
@@ -120,15 +109,14 @@ def filling(
     It adds to `overflows`, by name, the number of values that did not fit the dtype they were
     converted to.
     """
-    chunks = _complete_chunks(source, tensors)
 
     def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
         filled = memory_of_thread[: sum(span.num_bytes for span in unit)]
-        ranges = _divide(source, tensors, chunks, unit, filled)
-        read_parts(source.stored, ranges.whole, num_threads=1)
-        _read_ranges(source, ranges.as_read)
-        ranges.to_cast.extend(_overflowed(source, ranges.as_read))
-        for tensor, num_overflows in _read_and_cast(source, ranges.to_cast):
+        copied, as_read, to_cast = _divide(source, tensors, unit, filled)
+        read_parts(source.stored, copied, num_threads=1)
+        _read_ranges(source, as_read)
+        to_cast += _overflowed(source, as_read)
+        for tensor, num_overflows in _read_and_cast(source, to_cast):
             with _counting:
                 overflows[tensor.name] = overflows.get(tensor.name, 0) + num_overflows
         return [filled]
@@ -137,66 +125,80 @@ def filling(
 
 
 def _divide(
-    source: TensorSource,
-    tensors: Sequence[OutputTensor],
-    chunks: Sequence[int | None],
-    unit: Sequence[Span],
-    filled: Bytes,
-) -> _Ranges:
-    """Divide the memory for a unit by kind of work."""
-    ranges = _Ranges([], [], [])
+    source: TensorSource, tensors: Sequence[OutputTensor], unit: Sequence[Span], filled: Bytes
+) -> tuple[list[ReadPart], list[_Range], list[_Range]]:
+    """Divide the memory for a unit by kind of work.
+
+    Bytes of whole chunks are copied; other ranges are read in the dtype of the export, or in
+    another one and converted.
+    """
+    copied: list[ReadPart] = []
+    as_read: list[_Range] = []
+    to_cast: list[_Range] = []
     begin = 0
-    for span in unit:
-        memory = filled[begin : begin + span.num_bytes]
-        begin += len(memory)
-        tensor = tensors[span.chunk]
-        chunk = chunks[span.chunk]
-        if chunk is not None and len(memory) == tensor.num_bytes:
-            ranges.whole.append(ReadPart(chunk, 0, len(memory), memory, lead=0))
-            continue
-        values = torch.from_numpy(memory).view(FROM_NAME[tensor.dtype])
-        alike = ranges.as_read if source.converts(tensor) else ranges.to_cast
-        alike.append(_Range(tensor, span.start // values.itemsize, values))
-    return ranges
+    for span, chunks in zip(unit, _copied_chunks(source, tensors, unit), strict=True):
+        for chunk, start, stop in chunks:
+            memory = filled[begin + start : begin + stop]
+            copied.append(ReadPart(chunk, 0, stop - start, memory, 0))
+        end = begin + span.num_bytes
+        if not chunks:
+            tensor = tensors[span.chunk]
+            values = torch.from_numpy(filled[begin:end]).view(FROM_NAME[tensor.dtype])
+            alike = as_read if source.converts(tensor) else to_cast
+            alike.append(_Range(tensor, span.start // values.itemsize, values))
+        begin = end
+    return copied, as_read, to_cast
 
 
-def _complete_chunks(source: TensorSource, tensors: Sequence[OutputTensor]) -> list[int | None]:
-    """Return for each tensor the chunk that holds exactly its bytes.
+def _copied_chunks(
+    source: TensorSource, tensors: Sequence[OutputTensor], unit: Sequence[Span]
+) -> list[list[tuple[int, int, int]]]:
+    """Return for each span the chunks that hold its bytes in order.
 
-    The entry is None if no chunk does.
+    Each has its beginning and end in the span. Only spans of whole tensors have some.
     """
     stored = source.stored
-    manifest = source.stored.manifest
-    keys = [_copied_key(source, tensor) for tensor in tensors]
+    manifest = stored.manifest
+    chunks_of_spans: list[list[tuple[int, int, int]]] = [[] for _ in unit]
     copied = []
-    for i, key in enumerate(keys):
-        if key is not None:
-            copied.append((i, manifest.key_index[key]))
+    for place, span in enumerate(unit):
+        tensor = tensors[span.chunk]
+        key = _copied_key(source, tensor)
+        if key is None or span.num_bytes != tensor.num_bytes:
+            continue
+        key_id = manifest.key_index[key]
+        if manifest.global_shapes[key_id] == tensor.shape:
+            # Scalars have no axes.
+            num_rows = (*tensor.shape, 1)[0]
+            copied.append((place, key_id, tensor.num_bytes // num_rows))
+    if not copied:
+        return chunks_of_spans
     # All at once: thousands of lookups in arrays take longer.
-    places, key_ids = np.array(copied, np.int64).reshape(-1, 2).T
-    chunks = manifest.key_starts[key_ids]
-    is_alone = manifest.key_starts[key_ids + 1] == chunks + 1
-    places = places[is_alone]
-    chunks = chunks[is_alone]
-    whole_chunks: list[int | None] = [None] * len(tensors)
-    rows = zip(places.tolist(), chunks.tolist(), manifest.num_bytes[chunks].tolist(), strict=True)
-    for place, chunk, num_bytes in rows:
-        # A chunk with as many bytes as the tensor is the whole tensor.
-        if num_bytes == tensors[place].num_bytes and chunk not in stored.quantized:
-            whole_chunks[place] = chunk
-    return whole_chunks
+    places, key_ids, row_bytes = np.array(copied, np.int64).T
+    firsts = manifest.key_starts[key_ids]
+    counts = manifest.key_starts[key_ids + 1] - firsts
+    chunks = joined_ranges(firsts, counts)
+    row_bytes = np.repeat(row_bytes, counts)
+    starts = manifest.offsets[chunks, :1].sum(axis=1) * row_bytes
+    stops = starts + manifest.shapes[chunks, :1].prod(axis=1) * row_bytes
+    # Parts of rows are not contiguous.
+    stops[stops - starts != manifest.num_bytes[chunks]] = -1
+    rows = iter(zip(chunks.tolist(), starts.tolist(), stops.tolist(), strict=True))
+    for place, count in zip(places.tolist(), counts.tolist(), strict=True):
+        chunks_of_span = list(islice(rows, count))
+        end = 0
+        for _, start, stop in chunks_of_span:
+            end = stop if start == end else -1
+        if end == unit[place].num_bytes and chunks_of_span[0][0] not in stored.quantized:
+            chunks_of_spans[place] = chunks_of_span
+    return chunks_of_spans
 
 
 def _copied_key(source: TensorSource, tensor: OutputTensor) -> str | None:
     """Return the key whose values a tensor has unchanged, or None."""
-    mapped = tensor.mapped
-    if len(mapped.parts) != 1 or tensor.dtype != mapped.dtype or not source.is_stored(tensor):
+    if tensor.dtype != tensor.mapped.dtype or not source.is_stored(tensor):
         return None
-    part = mapped.parts[0]
-    is_moved = part.order != tuple(range(len(part.order)))
-    if part.add or is_moved or part.target.shape != mapped.shape:
-        return None
-    return part.key
+    return same_as(tensor.mapped)
 
 
 def _read_ranges(
@@ -231,21 +233,18 @@ def _read_and_cast(
     source: TensorSource, ranges: Sequence[_Range]
 ) -> Iterator[tuple[OutputTensor, int]]:
     """Read and convert ranges; yield the numbers of values that do not fit."""
-    dtypes = []
     sizes = []
     for piece in ranges:
-        dtype = source.dtype_of(piece.tensor)
-        dtypes.append(dtype)
         # Places in memory fit any dtype.
-        sizes.append(-(-len(piece.values) * dtype.itemsize // 16) * 16)
+        sizes.append(-(-len(piece.values) * source.dtype_of(piece.tensor).itemsize // 16) * 16)
     for unit in units_of(sizes, UNIT_BYTES, 16):
         memory = torch.from_numpy(bounce_buffer("cast", UNIT_BYTES))
         wide: list[_Range] = []
         targets: list[torch.Tensor] = []
         begin = 0
         for span in unit:
-            (tensor, first, target) = ranges[span.chunk]
-            dtype = dtypes[span.chunk]
+            tensor, first, target = ranges[span.chunk]
+            dtype = source.dtype_of(tensor)
             start = span.start // dtype.itemsize
             stop = span.stop // dtype.itemsize
             targets.append(target[start:stop])

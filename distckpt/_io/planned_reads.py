@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -15,16 +17,24 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.memory import Copier
 from distckpt._base.threads import UNIT_BYTES
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import IntArray
+from distckpt._geometry.region import IntArray, Region, num_outer_axes, run_starts
 from distckpt._geometry.units import Span
-from distckpt._io.read import PIECE_BYTES, Reading, are_near, in_file_order, runs_of
-from distckpt._io.read_parts import NOT_PLAIN, PartTable, ReadPart, even_runs, parts_of
-from distckpt._plan.decoded import plan_decoding
+from distckpt._io.read import PIECE_BYTES, Reading, are_near
+from distckpt._io.read_parts import NOT_PLAIN, PartTable, ReadPart, even_runs, parts_by_copy
+from distckpt._plan.decoded import Piece, plan_decoding
 from distckpt._plan.load import Copy
 from distckpt._storage.open_files import OpenFiles
 
 _FILE_BYTES = 1 << 44
 """Distance of the first bytes of two files from each other: more than a file has."""
+_UNLIMITED = 1 << 60
+"""Size of an unlimited request, and pitch of a single range."""
+_CACHED_COPIES = 1 << 18
+"""Copies of quantized tensors whose requests are kept for another look: about 200 MB."""
+
+Call: TypeAlias = tuple[Sequence[Copy], Sequence[torch.Tensor]]
+"""Copies of a call of `read_copies`, and their targets, also meta tensors."""
+_Row: TypeAlias = tuple[int, int, int, int, int, int]
 
 
 class _MetaCopier(Copier):
@@ -35,139 +45,213 @@ class _MetaCopier(Copier):
         return tensor.is_contiguous()
 
 
+_COPIER = _MetaCopier(())
+
+
+@functools.lru_cache(maxsize=4096)
+def meta_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor without data."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 class ReadFigures(NamedTuple):
-    """The requests of reads, without data.
+    """Ranges of bytes that leave the storage, as columns.
 
     Attributes:
-        starts: with `stops`, ranges of bytes that leave the storage, in places that grow from file
-            to file.
-        stops: see `starts`.
-        sizes: how many requests there are of each size. They are calls that read from a local
-            file, or ranged GETs.
+        starts: the places of ranges, which grow from file to file.
+        sizes: the bytes of each range.
+        counts: the number of ranges at equal distances.
+        pitches: the distances.
+        piece_bytes: the most bytes of a request: a call that reads from a local file, or a ranged
+            GET.
         num_bytes: the bytes that are asked for, without those that are fetched between them.
     """
 
     starts: IntArray
-    stops: IntArray
-    sizes: Counter[int]
-    num_bytes: int
+    sizes: IntArray
+    counts: IntArray
+    pitches: IntArray
+    piece_bytes: IntArray
+    num_bytes: IntArray
 
     @classmethod
     def joined(cls, reads: Iterable[ReadFigures]) -> ReadFigures:
-        """Return the requests of several reads."""
-        none = np.zeros(0, np.int64)
-        columns = zip(cls(none, none, Counter(), 0), *reads, strict=True)
-        starts, stops, sizes, num_bytes = columns
-        total = Counter[int]()
-        for counts in sizes:
-            total.update(counts)
-        return cls(np.concatenate(starts), np.concatenate(stops), total, sum(num_bytes))
+        """Return the ranges of several reads."""
+        return cls(*map(np.concatenate, zip(*reads, strict=True)))
+
+    def requests(self) -> Counter[int]:
+        """Count the requests of each size."""
+        num_whole, rest = np.divmod(self.sizes, self.piece_bytes)
+        sizes, places = np.unique(np.append(self.piece_bytes, rest), return_inverse=True)
+        counts = np.append(num_whole, rest > 0) * np.tile(self.counts, 2)
+        totals = np.bincount(places, counts).astype(np.int64)
+        return +Counter(dict(zip(sizes.tolist(), totals.tolist(), strict=True)))
 
     def num_different_bytes(self) -> int:
         """Count the bytes that leave the storage once."""
         if not len(self.starts):
             return 0
-        starts = np.sort(self.starts)
-        stops = np.sort(self.stops)
-        # A gap is where all ranges that have begun have ended.
-        gaps = np.maximum(starts[1:] - stops[:-1], 0)
-        return int(stops[-1] - starts[0] - gaps.sum())
+        columns = self._take(np.argsort(self.starts))
+        starts, sizes, counts, pitches = columns[:4]
+        ends = np.maximum.accumulate(starts + (counts - 1) * pitches + sizes)
+        # Ranges that overlap count at the first distance alone if they repeat in step.
+        firsts = np.flatnonzero(np.append(True, starts[1:] >= ends[:-1]))
+        first = np.repeat(firsts, np.diff(np.append(firsts, len(starts))))
+        is_even = (counts == counts[first]) & (pitches == pitches[first])
+        is_even &= starts + sizes <= starts[first] + pitches
+        are_even = np.logical_and.reduceat(is_even, firsts)
+        is_odd = ~np.repeat(are_even, np.diff(np.append(firsts, len(starts))))
+        if is_odd.any():
+            odd = columns._take(is_odd)._one_by_one()
+            return odd.num_different_bytes() + columns._take(~is_odd).num_different_bytes()
+        stops = np.maximum.accumulate(starts + sizes)
+        covered = stops - np.maximum(starts, np.append(starts[0], stops[:-1]))
+        return int((np.maximum(covered, 0) * counts).sum())
+
+    def _take(self, rows: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> ReadFigures:
+        return ReadFigures(*(column[rows] for column in self))
+
+    def _one_by_one(self) -> ReadFigures:
+        """Give each of the ranges a row of its own."""
+        rows = np.repeat(np.arange(len(self.counts)), self.counts)
+        number = np.arange(len(rows)) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
+        single = self._take(rows)
+        ones = np.ones_like(rows)
+        return single._replace(
+            starts=single.starts + number * single.pitches, counts=ones, pitches=ones * _UNLIMITED
+        )
 
 
-def planned_reads(
-    stored: StoredCheckpoint,
-    copies: Sequence[Copy],
-    targets: Sequence[torch.Tensor],
-    chunks: Sequence[int] = (),
-) -> ReadFigures:
-    """Return the requests of `read_copies`; targets may be on the meta device."""
-    plain = [copy for copy in copies if copy.chunk not in stored.quantized]
-    parts = parts_of(stored, plain, targets, _MetaCopier(()))
-    for chunk in chunks:
-        size = int(stored.manifest.num_bytes[chunk])
-        parts.append(ReadPart(chunk, 0, size, None, NOT_PLAIN))
-    groups = [parts]
-    if len(plain) < len(copies):
-        groups += _parts_of_codes(stored, copies)
-    return _reads_of_groups(stored, groups)
+class RequestCounter:
+    """A counter of the requests to a view of a checkpoint."""
+
+    def __init__(self, stored: StoredCheckpoint) -> None:
+        self._stored = stored
+        self._num_files = len(stored.manifest.files)
+        self._rows_of_copies: dict[tuple[int, Region], list[_Row]] = {}
+
+    def reads(self, calls: Iterable[Call], chunks: Sequence[int] = ()) -> ReadFigures:
+        """Return the requests of calls of `read_copies`, and for whole chunks."""
+        stored = self._stored
+        groups: list[list[ReadPart]] = [[]]
+        for chunk in chunks:
+            size = int(stored.manifest.num_bytes[chunk])
+            groups[0].append(ReadPart(chunk, 0, size, None, NOT_PLAIN))
+        quantized: list[Copy] = []
+        for copies, targets in calls:
+            plain = copies
+            if stored.quantized:
+                plain = [copy for copy in copies if copy.chunk not in stored.quantized]
+                quantized += [copy for copy in copies if copy.chunk in stored.quantized]
+            parts = parts_by_copy(stored, plain, targets, _COPIER)
+            groups.append(list(itertools.chain.from_iterable(parts)))
+        rows = [row for _, row in self._rows_of(groups)]
+        if quantized:
+            rows += self._rows_of_codes(quantized)
+        return ReadFigures(*np.array(rows, np.int64).reshape(-1, 6).T)
+
+    def _rows_of_codes(self, copies: Sequence[Copy]) -> Iterator[_Row]:
+        """Yield the requests for quantized tensors. Each piece is read on its own."""
+        cached = self._rows_of_copies
+        if len(cached) > _CACHED_COPIES:
+            cached.clear()
+        new = {}
+        for copy in copies:
+            place = (copy.chunk, copy.source)
+            if place not in cached:
+                new[place] = copy
+                cached[place] = []
+        pieces = plan_decoding(self._stored, list(new.values()))
+        for number, row in self._rows_of(self._parts_of_pieces(pieces)):
+            copy = pieces[number].copy
+            cached[copy.chunk, copy.source].append(row)
+        for copy in copies:
+            yield from cached[copy.chunk, copy.source]
+
+    def _parts_of_pieces(self, pieces: Sequence[Piece]) -> list[list[ReadPart]]:
+        """Return the parts of codes and scales of each piece."""
+        copies: list[Copy] = []
+        targets: list[torch.Tensor] = []
+        numbers: list[int] = []
+        for number, piece in enumerate(pieces):
+            for copy in piece.copies:
+                copies.append(copy._replace(request=len(targets) + copy.request))
+                numbers.append(number)
+            for role, region in piece.parts.items():
+                dtype = FROM_NAME[piece.quantized.parts[role].dtype]
+                targets.append(meta_tensor(region.shape, dtype))
+        groups: list[list[ReadPart]] = [[] for _ in pieces]
+        parts = parts_by_copy(self._stored, copies, targets, _COPIER)
+        for number, of_copy in zip(numbers, parts, strict=True):
+            groups[number] += of_copy
+        return groups
+
+    def _rows_of(self, groups: Sequence[Sequence[ReadPart]]) -> Iterator[tuple[int, _Row]]:
+        """Yield the number and the requests of each group, read apart."""
+        table = self._table_of(groups)
+        reading = Reading(table, OpenFiles())
+        if reading.is_local:
+            for unit in reading.units():
+                number, file = divmod(reading.file_of(unit), self._num_files)
+                for row in _rows_of_unit(reading, unit, self._stored.verifies):
+                    yield number, (file * _FILE_BYTES + row[0], *row[1:])
+            return
+        for units in reading.near_units():
+            file, start, stop = reading.range_of(units)
+            number, file = divmod(file, self._num_files)
+            yield number, _row(file * _FILE_BYTES + start, stop - start)
+
+    def _table_of(self, groups: Sequence[Sequence[ReadPart]]) -> PartTable:
+        """Return the parts of all groups.
+
+        The same file in two groups counts as two, so that nothing is read together.
+        """
+        manifest = self._stored.manifest
+        parts = list(itertools.chain.from_iterable(groups))
+        chunks = np.array([part.chunk for part in parts], np.int64)
+        starts = np.array([part.start for part in parts], np.int64)
+        numbers = np.repeat(np.arange(len(groups)), list(map(len, groups)))
+        files = manifest.file_ids[chunks] + numbers * self._num_files
+        positions = manifest.first_bytes[chunks] + starts
+        order = np.lexsort((positions, files))
+        in_order = [parts[i] for i in order.tolist()]
+        # Parts have the blocks of checksums already.
+        stored = replace(self._stored, verify=False)
+        return PartTable(stored, _COPIER, in_order, files[order], positions[order])
 
 
-def _parts_of_codes(stored: StoredCheckpoint, copies: Sequence[Copy]) -> Iterator[list[ReadPart]]:
-    """Yield the parts of each piece of a quantized tensor."""
-    for piece in plan_decoding(stored, copies):
-        targets = []
-        for role, region in piece.parts.items():
-            dtype = FROM_NAME[piece.quantized.parts[role].dtype]
-            targets.append(torch.empty(region.shape, dtype=dtype, device="meta"))
-        yield parts_of(stored, piece.copies, targets, _MetaCopier(()))
+def _row(start: int, size: int, piece_bytes: int = _UNLIMITED) -> _Row:
+    """Return the row of a single range."""
+    return start, size, 1, _UNLIMITED, piece_bytes, size
 
 
-def _table_of(stored: StoredCheckpoint, groups: Sequence[Sequence[ReadPart]]) -> PartTable:
-    """Return the parts of several calls of `read_parts`.
-
-    The same file in two groups counts as two, so that nothing is read together.
-    """
-    # Parts have the blocks of checksums already.
-    plain = replace(stored, verify=False)
-    table = in_file_order(plain, _MetaCopier(()), list(itertools.chain(*groups)))
-    group_of = {id(part): number for number, group in enumerate(groups) for part in group}
-    of_parts = np.array([group_of[id(part)] for part in table.parts], np.int64)
-    order = np.argsort(of_parts, kind="stable")
-    return table._replace(
-        parts=[table.parts[i] for i in order.tolist()],
-        files=(table.files + of_parts * len(stored.manifest.files))[order],
-        positions=table.positions[order],
-    )
-
-
-def _reads_of_groups(stored: StoredCheckpoint, groups: Sequence[Sequence[ReadPart]]) -> ReadFigures:
-    """Return the requests of a call of `read_parts` for each group."""
-    table = _table_of(stored, groups)
-    num_files = len(stored.manifest.files)
-    reading = Reading(table, OpenFiles())
-    if not reading.is_local:
-        ranges = np.array([reading.range_of(units) for units in reading.near_units()], np.int64)
-        files, starts, stops = ranges.reshape(-1, 3).T
-        return _reads_of_ranges(files % num_files, starts, stops - starts)
-    figures = []
-    spans: dict[int, list[tuple[int, int, int]]] = {PIECE_BYTES: [], UNIT_BYTES: []}
-    for unit in reading.units():
-        first = unit[0]
-        if table.parts[first.chunk].is_sparse:
-            figures.append(_reads_of_runs(reading, unit))
-            continue
-        has_windows = stored.verifies or even_runs(table, unit) is not None
-        of_size = spans[PIECE_BYTES if has_windows else UNIT_BYTES]
-        of_size.append((first.chunk, first.start, sum(span.num_bytes for span in unit)))
-    for piece_bytes, of_size in spans.items():
-        numbers, starts, num_bytes = np.array(of_size, np.int64).reshape(-1, 3).T
-        starts = starts + table.positions[numbers]
-        files = table.files[numbers] % num_files
-        figures.append(_reads_of_ranges(files, starts, num_bytes, piece_bytes))
-    return ReadFigures.joined(figures)
-
-
-def _reads_of_ranges(
-    files: IntArray, starts: IntArray, num_bytes: IntArray, piece_bytes: int = 1 << 62
-) -> ReadFigures:
-    """Return the requests for ranges of files, of at most `piece_bytes` each."""
-    last_pieces, counts = np.unique(num_bytes % piece_bytes, return_counts=True)
-    sizes = Counter(dict(zip(last_pieces.tolist(), counts.tolist(), strict=True)))
-    sizes[piece_bytes] += int((num_bytes // piece_bytes).sum())
-    del sizes[0]
-    starts = starts + files * _FILE_BYTES
-    return ReadFigures(starts, starts + num_bytes, +sizes, int(num_bytes.sum()))
-
-
-def _reads_of_runs(reading: Reading, unit: list[Span]) -> ReadFigures:
-    """Return the requests for the runs of a sparse part."""
+def _rows_of_unit(reading: Reading, unit: list[Span], verifies: bool) -> Iterator[_Row]:
+    """Yield the ranges of a unit of a local file."""
     part = reading.table.parts[unit[0].chunk]
-    starts, run = runs_of(reading.stored, part)
-    file = reading.file_of(unit) % len(reading.stored.manifest.files)
-    if are_near(part, len(starts)):
-        _, start, stop = np.array(reading.range_of([unit]), np.int64).reshape(3, 1)
-        reads = _reads_of_ranges(np.array([file]), start, stop - start)
-        return reads._replace(num_bytes=run * len(starts))
-    starts += file * _FILE_BYTES
-    sizes = Counter({run: len(starts)})
-    return ReadFigures(starts, starts + run, sizes, run * len(starts))
+    start = reading.position(unit)
+    if part.is_sparse:
+        yield from _rows_of_runs(reading.stored, part, start)
+        return
+    num_bytes = sum(span.num_bytes for span in unit)
+    has_windows = num_bytes > PIECE_BYTES
+    if has_windows and not verifies:
+        has_windows = even_runs(reading.table, unit) is not None
+    yield _row(start, num_bytes, PIECE_BYTES if has_windows else UNIT_BYTES)
+
+
+def _rows_of_runs(stored: StoredCheckpoint, part: ReadPart, start: int) -> Iterator[_Row]:
+    """Yield the runs of a sparse part, given its position."""
+    shape = stored.manifest.chunk_region(part.chunk).shape
+    item = stored.dtype_of(part.chunk).itemsize
+    region = part.region
+    axis = num_outer_axes(shape, region) - 1
+    num_runs = math.prod(region.shape[: axis + 1])
+    run = math.prod(region.shape[axis + 1 :]) * item
+    if are_near(part, num_runs):
+        yield *_row(start, part.stop - part.start)[:5], run * num_runs
+        return
+    firsts = run_starts(shape, region, axis) * item
+    count = region.shape[axis]
+    pitch = math.prod(shape[axis + 1 :]) * item
+    for first in (firsts - firsts[0] + start).tolist():
+        yield first, run, count, pitch, _UNLIMITED, run * count

@@ -224,7 +224,7 @@ class Reading:
         groups: list[list[list[Span]]] = []
         file = start = stop = -1
         for unit in self.units():
-            first = self._position(unit)
+            first = self.position(unit)
             end = first + sum(span.num_bytes for span in unit)
             is_near = self.file_of(unit) == file and first - stop <= MAX_GAP_BYTES
             if is_near and max(stop, end) - start <= REQUEST_BYTES:
@@ -274,9 +274,9 @@ class Reading:
             data = object_store.at(path).read_range(position, stop - position)
         for unit in units:
             content = content_for(self.table, unit)
-            num_read = copy_into(content.buffers, data[self._position(unit) - position :])
+            num_read = copy_into(content.buffers, data[self.position(unit) - position :])
             if num_read < sum(map(len, content.buffers)):
-                raise _cut_off(self, unit, self._position(unit), num_read)
+                raise _cut_off(self, unit, self.position(unit), num_read)
             self._verify(unit, content.buffers)
             self._finish(unit, content)
 
@@ -293,7 +293,7 @@ class Reading:
         self, unit: list[Span], buffers: Sequence[Bytes], fill: _Fill, piece_bytes: int
     ) -> Iterator[Bytes]:
         """Fill the buffers of a unit in order, and yield them."""
-        position = begin = self._position(unit)
+        position = begin = self.position(unit)
         for piece, num_bytes in pieces_of(buffers, piece_bytes):
             num_read = fill(piece, position)
             position += num_read
@@ -344,7 +344,7 @@ class Reading:
         except FileNotFoundError as error:
             raise missing_file(self.stored, self._path(unit)) from error
         except OSError as error:
-            start = self._position(unit)
+            start = self.position(unit)
             key = self.stored.key_of(self.table.parts[unit[0].chunk].chunk)
             add_to_message(error, f"bytes {start} to {start + num_bytes}, from key {key!r} on")
             raise
@@ -353,14 +353,14 @@ class Reading:
         """Return the path of the file of a unit."""
         return self.stored.path_of_file(self.file_of(unit))
 
-    def _position(self, unit: list[Span]) -> int:
+    def position(self, unit: list[Span]) -> int:
         """Return the position of a unit in its file."""
         return int(self.table.positions[unit[0].chunk]) + unit[0].start
 
     def range_of(self, units: list[list[Span]]) -> tuple[int, int, int]:
         """Return the file and the range of bytes of some units."""
-        stop = max(self._position(unit) + sum(span.num_bytes for span in unit) for unit in units)
-        return self.file_of(units[0]), self._position(units[0]), stop
+        stop = max(self.position(unit) + sum(span.num_bytes for span in unit) for unit in units)
+        return self.file_of(units[0]), self.position(units[0]), stop
 
     def file_of(self, unit: list[Span]) -> int:
         """Return the number of the file of a unit."""

@@ -6,6 +6,8 @@ used.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -96,22 +98,29 @@ def parts_of(
 
     `targets` has the tensor of each request.
     """
+    return list(itertools.chain.from_iterable(parts_by_copy(stored, copies, targets, copier)))
+
+
+def parts_by_copy(
+    stored: StoredCheckpoint,
+    copies: Sequence[Copy],
+    targets: Sequence[torch.Tensor],
+    copier: Copier,
+) -> Iterator[Sequence[ReadPart]]:
+    """Yield the parts of each copy, see `parts_of`."""
     manifest = stored.manifest
     chunks = np.array([copy.chunk for copy in copies], np.int64)
     sizes = manifest.num_bytes[chunks].tolist()
     key_ids = manifest.key_ids[chunks].tolist()
-    parts: list[ReadPart] = []
     for copy, size, key_id in zip(copies, sizes, key_ids, strict=True):
-        chunk, _, request, place = copy
-        goal = targets[request]
-        if place.shape != goal.shape:
-            goal = goal[place.slices()]
+        goal = targets[copy.request]
+        if copy.target.shape != goal.shape:
+            goal = goal[copy.target.slices()]
         dtype = FROM_NAME[manifest.dtypes[key_id]]
         if goal.nbytes == size and goal.dtype == dtype and copier.is_plain(goal):
-            parts.append(ReadPart(chunk, 0, size, goal, 0))
+            yield [ReadPart(copy.chunk, 0, size, goal, 0)]
         else:
-            parts.extend(_parts_of_region(stored, copy, goal, copier))
-    return parts
+            yield list(_parts_of_region(stored, copy, goal, copier))
 
 
 def _parts_of_region(
@@ -125,21 +134,20 @@ def _parts_of_region(
     shape = stored.manifest.chunk_region(copy.chunk).shape
     dtype = stored.dtype_of(copy.chunk)
     item = dtype.itemsize
-    is_local = locations.is_local(stored.location)
-    verifies = stored.verifies
     # Blocks are read whole, even if only a part of them is requested: to verify them, the bytes
     # between the runs are needed as well.
-    margin = stored.manifest.block_bytes if verifies else 1
-    is_sparse = is_local and not verifies and _is_sparse(shape, copy.source, item)
+    margin = stored.manifest.block_bytes if stored.verifies else 1
+    is_local = locations.is_local(stored.location)
+    is_sparse = is_local and not stored.verifies and _is_sparse(shape, copy.source.shape, item)
     if is_sparse:
         pieces = cut_region(copy.source, REACH_BYTES // item)
     else:
         reach_bytes = REACH_BYTES if is_local else REQUEST_BYTES
-        num_axes = _num_separate_axes(shape, copy.source, item, reach_bytes, margin)
+        num_axes = _num_separate_axes(shape, copy.source.shape, item, reach_bytes, margin)
         pieces = step_over(copy.source, num_axes)
     for piece in pieces:
         place = goal
-        if shape:
+        if piece.shape != copy.source.shape:
             place = goal[piece.relative_to(copy.source.offset).slices()]
         first, last = _byte_range(shape, piece, item)
         start = first // margin * margin
@@ -151,8 +159,10 @@ def _parts_of_region(
         yield ReadPart(copy.chunk, start, stop, place, lead, piece, is_sparse)
 
 
-def _is_sparse(shape: tuple[int, ...], region: Region, item: int) -> bool:
+@functools.lru_cache(maxsize=1024)
+def _is_sparse(shape: tuple[int, ...], extent: tuple[int, ...], item: int) -> bool:
     """Whether the runs of a region are short and far apart. Such runs are read without the gaps."""
+    region = Region((0,) * len(shape), extent)
     outer = num_outer_axes(shape, region)
     num_runs = math.prod(region.shape[:outer])
     run = math.prod(region.shape[outer:]) * item
@@ -169,14 +179,16 @@ def _byte_range(shape: tuple[int, ...], region: Region, item: int) -> tuple[int,
     return first, first + covering_elements(shape, region) * item
 
 
+@functools.lru_cache(maxsize=1024)
 def _num_separate_axes(
-    shape: tuple[int, ...], region: Region, item: int, reach_bytes: int, margin: int
+    shape: tuple[int, ...], extent: tuple[int, ...], item: int, reach_bytes: int, margin: int
 ) -> int:
     """Count the leading axes along which each index is read separately.
 
     These are all axes if runs, each with `margin` more bytes, are long and far apart; else the axes
     whose rows are so far apart that no read would hold two.
     """
+    region = Region((0,) * len(shape), extent)
     outer = num_outer_axes(shape, region)
     run = math.prod(region.shape[outer:])
     num_needed = (run + margin // item) * math.prod(region.shape[:outer])

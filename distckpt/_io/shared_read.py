@@ -12,7 +12,7 @@ import struct
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,6 +37,7 @@ from distckpt._plan.share import (
     ReadCosts,
     SharePlan,
     Units,
+    costs_of,
     describe_units,
     divide,
     unit_bytes_for,
@@ -114,16 +115,18 @@ def read_shared(
             return copies
         sending = _sample_sending(ranks, members[sharing.group])
     with ranks.telling("describe the reads", answer_each=True) as message:
-        costs = ReadCosts(stored.manifest, sharing.is_local and not stored.verifies)
-        divided = divide(costs.manifest, copies, unit_bytes_for(sharing.most_bytes))
+        costs = costs_of(stored)
+        units = divide(costs.manifest, copies, unit_bytes_for(sharing.most_bytes))
         dtypes = [target.dtype for target in targets]
-        table = describe_units(costs, divided, dtypes, sharing.group)
-        pieces = Pieces(copies, divided)
-        left = np.arange(len(divided.units))
+        table = describe_units(costs, units, dtypes, sharing.group)
+        left = np.arange(len(units))
         reading = 0.0
         if sharing.is_auto:
             with ranks.part("read"):
-                left, reading = _read_sample(sharing, pieces, table.num_bytes, targets, read)
+                # Rates are those of values, which are sent.
+                values = replace(costs, quantized={})
+                num_bytes = values.of(table.names[:, 0], table.offsets, table.shapes)
+                left, reading = _read_sample(sharing, units, num_bytes, targets, read)
         message.payload = _RATES.pack(reading, sending) + table.take(left).to_bytes()
     data = ranks.decide_each(
         "plan shared reads", lambda: _plan_together(sharing, message.payloads, costs), message
@@ -131,28 +134,28 @@ def read_shared(
     reading, sending = _RATES.unpack_from(data)
     sharing.figures.update(read_rate=reading, send_rate=sending)
     if len(data) == _RATES.size:
-        return pieces.join(left)
+        return units.join(left)
     plan = SharePlan.from_bytes(data[_RATES.size :])
     if plan.num_waves and not (sharing.is_auto and plan.most_bytes < MIN_SHARED_BYTES):
         sharing.figures.update(sent_bytes=plan.sent_bytes)
-        _read_planned(sharing, plan, pieces, left, targets, read)
+        _read_planned(sharing, plan, units, left, targets, read)
         left = left[plan.readers < 0]
-    return pieces.join(left)
+    return units.join(left)
 
 
 def _read_planned(
     sharing: Sharing,
     plan: SharePlan,
-    pieces: Pieces,
+    units: Units,
     left: IntArray,
     targets: Sequence[torch.Tensor],
     read: Read,
 ) -> None:
     """Read and exchange the shared ones of the units that are `left`."""
-    own = OwnUnits(plan, [pieces.divided.units[i] for i in left.tolist()], targets)
+    own = OwnUnits(plan, units.take(left), targets)
 
     def read_wave(wave: Wave, max_bytes: int) -> None:
-        direct = pieces.join(left[wave.direct_units])
+        direct = units.join(left[wave.direct_units])
         held, memories = wave.held_copies(len(targets))
         read([*direct, *held], [*targets, *memories], max_bytes)
         wave.fill_own()
@@ -239,28 +242,9 @@ def _plan_together(
     return [rates + plan for plan in plan_shares(messages, costs, held_bytes)]
 
 
-class Pieces(NamedTuple):
-    """The copies that this rank requests, and their units."""
-
-    copies: Sequence[Copy]
-    divided: Units
-
-    def join(self, numbers: IntArray) -> list[Copy]:
-        """Return the copies for some units. A copy whose units are all among them stays whole."""
-        units, copy_of, _ = self.divided
-        num_given = np.bincount(copy_of[numbers], minlength=len(self.copies))
-        is_complete = num_given == np.bincount(copy_of, minlength=len(self.copies))
-        complete = np.flatnonzero(is_complete & (num_given > 0))
-        others = numbers[~is_complete[copy_of[numbers]]]
-        return [
-            *(self.copies[i] for i in complete.tolist()),
-            *(units[i] for i in others.tolist()),
-        ]
-
-
 def _read_sample(
     sharing: Sharing,
-    pieces: Pieces,
+    units: Units,
     num_bytes: IntArray,
     targets: Sequence[torch.Tensor],
     read: Read,
@@ -270,15 +254,15 @@ def _read_sample(
     Return the units that are left, and the bytes per second; 0 without units.
     """
     ranks = sharing.ranks
-    units = np.roll(np.arange(len(num_bytes)), -(len(num_bytes) * ranks.rank // ranks.size))
+    order = np.roll(np.arange(len(num_bytes)), -(len(num_bytes) * ranks.rank // ranks.size))
     limit = min(SAMPLE_BYTES, sharing.most_bytes // (MAX_SAMPLES_SHARE * ranks.size))
     limit = max(MIN_SAMPLE_BYTES, limit)
-    is_sample = np.cumsum(num_bytes[units]) - num_bytes[units] <= limit
-    sample_bytes = int(num_bytes[units[is_sample]].sum())
+    is_sample = np.cumsum(num_bytes[order]) - num_bytes[order] <= limit
+    sample_bytes = int(num_bytes[order[is_sample]].sum())
     started = time.perf_counter()
-    read(pieces.join(units[is_sample]), targets, sharing.options.max_inflight_bytes)
+    read(units.join(order[is_sample]), targets, sharing.options.max_inflight_bytes)
     rate = sample_bytes / (time.perf_counter() - started)
-    return np.sort(units[~is_sample]), rate
+    return np.sort(order[~is_sample]), rate
 
 
 def _read_in_waves(
@@ -338,7 +322,7 @@ class OwnUnits:
     """The units of this rank in a plan: parts of copies into `targets`."""
 
     plan: SharePlan
-    units: Sequence[Copy]
+    units: Units
     targets: Sequence[torch.Tensor]
 
     def target(self, unit: int) -> torch.Tensor:

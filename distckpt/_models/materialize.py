@@ -59,9 +59,12 @@ def materialize_module(module: torch.nn.Module, device: Any) -> list[Made]:
             made.append(Made(owner, name, tensor))
 
     def with_memory(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta:
-            return torch.empty_like(tensor, device=device)
-        return tensor.to(device)
+        if not tensor.is_meta:
+            return tensor.to(device)
+        if type(tensor) is torch.nn.Parameter and tensor.is_contiguous():
+            # empty_like runs in Python for the meta device.
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return torch.empty_like(tensor, device=device)
 
     module._apply(with_memory)  # type: ignore[no-untyped-call]
     for (owner, name), *others in tied_places:

@@ -419,6 +419,8 @@ def _coverage(targets: Targets, requested: Collection[str]) -> Coverage:
             config_shapes.update(rule.sources)
     taken = stored_names(rules, targets.shapes)
     coverage = find(taken, stored_names(rules, codes))
+    if not coverage.of_modules:
+        return coverage
     known = stored_names(rules, config_shapes) & coverage.of_modules
     return coverage._replace(
         of_modules=known, unclaimed=coverage.unclaimed | (coverage.of_modules - known)

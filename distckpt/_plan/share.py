@@ -7,20 +7,26 @@ a `Copy` in one cell. Rank 0 compares units by the numbers of their cells, see `
 from __future__ import annotations
 
 import functools
-import itertools
 import math
+import operator
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._format.columns import compress, decompress
 from distckpt._format.manifest import Manifest
-from distckpt._geometry.region import IntArray, Region, regions_to_arrays, widen
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import IntArray, Region, regions_to_arrays
 from distckpt._plan.load import Copy
+from distckpt._quantization.quantized import QuantizedTensor
+from distckpt._storage import locations
 
 UNIT_BYTES = 2 << 20
 """Approximate size of cells: few to plan, small to balance."""
@@ -32,6 +38,8 @@ UNALIGNED_UNIT_BYTES = 8 << 20
 """Size of cells without alignment, whose outer blocks are read twice."""
 REQUEST_COST_BYTES = 256 << 10
 """Bytes that storage delivers in the time of one further request."""
+_ONE_CELL = 1 << 62
+"""A number of rows above that of any chunk."""
 _KINDS = 64
 """A number above the element size of any dtype."""
 
@@ -39,18 +47,58 @@ _KINDS = 64
 # --- Cells ----------------------------------------------------------------------------------------
 
 
-class Units(NamedTuple):
-    """The units of one rank.
+@dataclass(frozen=True)
+class Units:
+    """The units of one rank, as columns.
 
     Attributes:
-        units: the units.
+        copies: the copies that they are parts of.
         copy_of: for each unit the index of its copy.
         cells: for each unit the number of its cell in the chunk.
+        offsets: with `shapes`, its region of the chunk; int64 of shape (n, ndim).
+        shapes: see `offsets`.
     """
 
-    units: list[Copy]
+    copies: Sequence[Copy]
     copy_of: IntArray
     cells: IntArray
+    offsets: IntArray
+    shapes: IntArray
+
+    def __len__(self) -> int:
+        return len(self.copy_of)
+
+    def __iter__(self) -> Iterator[Copy]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, number: int) -> Copy:
+        copy = self.copies[int(self.copy_of[number])]
+        offset, shape = copy.source
+        ndim = len(shape)
+        source = Region(
+            tuple(self.offsets[number, :ndim].tolist()), tuple(self.shapes[number, :ndim].tolist())
+        )
+        if source.shape == shape:
+            return copy
+        place = map(operator.sub, source.offset, offset)
+        target = Region(tuple(map(operator.add, place, copy.target.offset)), source.shape)
+        return Copy(copy.chunk, source, copy.request, target)
+
+    def take(self, numbers: IntArray) -> Units:
+        """Return some of the units."""
+        columns = (self.copy_of, self.cells, self.offsets, self.shapes)
+        return Units(self.copies, *(column[numbers] for column in columns))
+
+    def join(self, numbers: IntArray) -> list[Copy]:
+        """Return the copies for some units. A copy whose units are all among them stays whole."""
+        num_given = np.bincount(self.copy_of[numbers], minlength=len(self.copies))
+        is_complete = num_given == np.bincount(self.copy_of, minlength=len(self.copies))
+        complete = np.flatnonzero(is_complete & (num_given > 0))
+        others = numbers[~is_complete[self.copy_of[numbers]]]
+        return [
+            *(self.copies[i] for i in complete.tolist()),
+            *(self[i] for i in others.tolist()),
+        ]
 
 
 def unit_bytes_for(most_bytes: int) -> int:
@@ -63,48 +111,49 @@ def unit_bytes_for(most_bytes: int) -> int:
 
 def divide(manifest: Manifest, copies: Sequence[Copy], unit_bytes: int = UNIT_BYTES) -> Units:
     """Divide copies into units."""
-    units: list[Copy] = []
-    copy_of: list[int] = []
-    cells: list[int] = []
-    sizes = manifest.num_bytes[np.array([copy.chunk for copy in copies], np.int64)].tolist()
-    for index, (copy, size) in enumerate(zip(copies, sizes, strict=True)):
-        if size <= unit_bytes:
-            units.append(copy)
-            copy_of.append(index)
-            cells.append(0)
-            continue
-        for cell, piece in _in_cells(manifest, copy, unit_bytes):
-            place = piece.relative_to(copy.source.offset).offset
-            target = Region(tuple(map(int.__add__, place, copy.target.offset)), piece.shape)
-            units.append(Copy(copy.chunk, piece, copy.request, target))
-            copy_of.append(index)
-            cells.append(cell)
-    return Units(units, np.array(copy_of, np.int64), np.array(cells, np.int64))
-
-
-def _in_cells(manifest: Manifest, copy: Copy, unit_bytes: int) -> Iterator[tuple[int, Region]]:
-    """Yield `(cell, part)` for each cell that a copy touches."""
-    shape = manifest.chunk_region(copy.chunk).shape
-    offset, extent = copy.source
-    item = ITEM_BYTES[manifest.dtypes[manifest.key_ids[copy.chunk]]]
+    ndim = manifest.offsets.shape[1]
+    chunks = np.array([copy.chunk for copy in copies], np.int64)
+    lows, extents = regions_to_arrays([copy.source for copy in copies], ndim)
+    axes = np.zeros(len(copies), np.int64)
+    # Small chunks are one cell.
+    steps = np.full(len(copies), _ONE_CELL)
     block_bytes = _block_bytes(manifest)
-    axis, step = _cell_rows(shape, item, unit_bytes, block_bytes)
-    low = offset[axis]
-    high = low + extent[axis]
-    numbers = range(low // step, -(-high // step))
-    outer_ranges = [range(o, o + n) for o, n in zip(offset[:axis], extent, strict=False)]
-    for outer in itertools.product(*outer_ranges):
-        row = 0
-        for size, index in zip(shape, outer, strict=False):
-            row = row * size + index
-        for number in numbers:
-            first = max(low, number * step)
-            end = min(high, (number + 1) * step)
-            piece = Region(
-                (*outer, first, *offset[axis + 1 :]),
-                ((1,) * axis + (end - first, *extent[axis + 1 :])),
-            )
-            yield row * -(-shape[axis] // step) + number, piece
+    for row in np.flatnonzero(manifest.num_bytes[chunks] > unit_bytes).tolist():
+        shape = manifest.chunk_region(copies[row].chunk).shape
+        item = ITEM_BYTES[manifest.dtypes[manifest.key_ids[copies[row].chunk]]]
+        axes[row], steps[row] = _cell_rows(shape, item, unit_bytes, block_bytes)
+    if not ndim:
+        none = np.zeros(len(copies), np.int64)
+        return Units(copies, np.arange(len(copies)), none, lows, extents)
+    # One unit for each index along the axes before `axes`, and each step along that axis.
+    rows = np.arange(len(copies))
+    low = lows[rows, axes]
+    high = low + extents[rows, axes]
+    first = low // steps
+    counts = -(-high // steps) - first
+    is_outer = np.arange(ndim) < axes[:, None]
+    num_units = counts * np.where(is_outer, extents, 1).prod(axis=1)
+    rows = np.repeat(rows, num_units)
+    number = np.arange(len(rows)) - np.repeat(np.cumsum(num_units) - num_units, num_units)
+    rest, cells = np.divmod(number, counts[rows])
+    cells += first[rows]
+    offsets = lows[rows]
+    shapes = extents[rows]
+    units = np.arange(len(rows))
+    along = axes[rows]
+    begin = np.maximum(low[rows], cells * steps[rows])
+    offsets[units, along] = begin
+    shapes[units, along] = np.minimum(high[rows], (cells + 1) * steps[rows]) - begin
+    sizes = manifest.shapes[chunks]
+    num_cells = -(-sizes[np.arange(len(copies)), axes] // steps)[rows]
+    for axis in reversed(range(int(axes.max(initial=0)))):
+        outer = np.flatnonzero(axis < along)
+        rest[outer], index = np.divmod(rest[outer], extents[rows[outer], axis])
+        offsets[outer, axis] += index
+        shapes[outer, axis] = 1
+        cells[outer] += num_cells[outer] * offsets[outer, axis]
+        num_cells[outer] *= sizes[rows[outer], axis]
+    return Units(copies, rows, cells, offsets, shapes)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -133,7 +182,8 @@ def _block_bytes(manifest: Manifest) -> int:
     return manifest.block_bytes
 
 
-class ReadCosts(NamedTuple):
+@dataclass(frozen=True)
+class ReadCosts:
     """The costs of reading regions of chunks, in bytes.
 
     Attributes:
@@ -141,17 +191,18 @@ class ReadCosts(NamedTuple):
         are_exact: whether runs of a region may be read without the gaps between them; otherwise all
             blocks from the first element to the last one are read.
         request_bytes: the cost of a request.
+        quantized: the chunks that are computed from codes and scales; these are read.
     """
 
     manifest: Manifest
     are_exact: bool = False
     request_bytes: int = REQUEST_COST_BYTES
+    quantized: Mapping[int, QuantizedTensor] = field(default_factory=dict)
 
     def of(self, chunks: IntArray, offsets: IntArray, shapes: IntArray) -> IntArray:
         """Return the cost of each region, without its first request."""
         manifest = self.manifest
-        item_bytes = np.array([ITEM_BYTES.get(name, 0) for name in manifest.dtypes], np.int64)
-        items = item_bytes[manifest.key_ids[chunks]]
+        items = self._item_bytes[manifest.key_ids[chunks]]
         sizes: IntArray = np.prod(shapes, axis=1, dtype=np.int64) * items
         strides = np.ones_like(shapes)
         strides[:, :-1] = np.cumprod(manifest.shapes[chunks][:, :0:-1], axis=1)[:, ::-1]
@@ -164,7 +215,28 @@ class ReadCosts(NamedTuple):
         if self.are_exact:
             num_gaps = _num_runs(manifest.shapes[chunks], shapes) - 1
             span = np.minimum(span, sizes + num_gaps * self.request_bytes)
+        if self.quantized:
+            span = (span * self.stored_shares[chunks]).astype(np.int64)
         return span * (sizes > 0)
+
+    @cached_property
+    def _item_bytes(self) -> IntArray:
+        """The element size of each key."""
+        return np.array([ITEM_BYTES.get(name, 0) for name in self.manifest.dtypes], np.int64)
+
+    @cached_property
+    def stored_shares(self) -> npt.NDArray[np.float64]:
+        """The stored bytes of each chunk per byte of its values."""
+        shares = np.ones(len(self.manifest.key_ids))
+        for chunk, tensor in self.quantized.items():
+            shares[chunk] = tensor.num_bytes / max(1, int(self.manifest.num_bytes[chunk]))
+        return shares
+
+
+def costs_of(stored: StoredCheckpoint) -> ReadCosts:
+    """Return the costs of reading from a view of a checkpoint."""
+    are_exact = locations.is_local(stored.location) and not stored.verifies
+    return ReadCosts(stored.manifest, are_exact, quantized=stored.quantized)
 
 
 def _num_runs(chunk_shapes: IntArray, shapes: IntArray) -> IntArray:
@@ -261,19 +333,16 @@ def describe_units(
 
     `dtypes` has the dtype of each request's target.
     """
-    units = divided.units
-    ndim = costs.manifest.offsets.shape[1]
-    chunks = np.array([unit.chunk for unit in units], np.int64)
-    kinds = [zlib.crc32(str(dtype).encode()) * _KINDS + dtype.itemsize for dtype in dtypes]
-    kind = np.array([kinds[unit.request] for unit in units], np.int64)
-    offsets, shapes = regions_to_arrays([unit.source for unit in units])
-    offsets = widen(offsets, ndim, 0)
-    shapes = widen(shapes, ndim, 1)
+    numbers = {}
+    for dtype in set(dtypes):
+        numbers[dtype] = zlib.crc32(str(dtype).encode()) * _KINDS + dtype.itemsize
+    chunks = np.array([copy.chunk for copy in divided.copies], np.int64)[divided.copy_of]
+    kinds = np.array([numbers[dtypes[copy.request]] for copy in divided.copies], np.int64)
     return UnitTable(
-        np.column_stack([chunks, divided.cells, kind]),
-        offsets,
-        shapes,
-        costs.of(chunks, offsets, shapes),
+        np.column_stack([chunks, divided.cells, kinds[divided.copy_of]]),
+        divided.offsets,
+        divided.shapes,
+        costs.of(chunks, divided.offsets, divided.shapes),
         group,
     )
 

@@ -195,9 +195,11 @@ def _shared_regions(units: _AllUnits, rows: IntArray, costs: ReadCosts) -> _Regi
     shapes = np.maximum.reduceat(firsts + units.shapes[rows], starts[:-1]) - offsets
     chunks, cells, kinds = (column[rows[starts[:-1]]] for column in units.names)
     num_bytes = costs.of(chunks.astype(np.int64), offsets, shapes)
+    # A request costs as much of a cell as where tensors are stored as they are.
+    requests = costs.request_bytes * costs.stored_shares[chunks]
     alone = np.add.reduceat(units.num_bytes[rows], starts[:-1], dtype=np.int64)
-    alone += np.diff(starts) * costs.request_bytes
-    pays = np.flatnonzero(alone > (1 + MIN_SAVED) * (num_bytes + costs.request_bytes))
+    alone_with_requests = alone + np.diff(starts) * requests
+    pays = np.flatnonzero(alone_with_requests > (1 + MIN_SAVED) * (num_bytes + requests))
     rows, starts = _in_order(rows, starts, pays)
     columns = (column[pays] for column in (chunks, cells, kinds, offsets, shapes, num_bytes))
     return _Regions(rows.astype(np.int32), *map(narrow, (np.diff(starts), *columns)))

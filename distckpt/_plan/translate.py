@@ -148,7 +148,7 @@ def _stored_ones(
         if shape is not None:
             specs[key] = specs[to] = TensorSpec(shape, "F32")
     there = set(specs)
-    for name, tensor in _apply_some(rules, specs).items() if specs else ():
+    for name, tensor in _apply_some(rules, specs).items():
         if name not in stored:
             there.difference_update(part.key for part in tensor.parts)
     return there
@@ -158,6 +158,8 @@ def _apply_some(
     rules: Sequence[Rule], tensors: Mapping[str, TensorSpec]
 ) -> dict[str, MappedTensor]:
     """Apply rules to some tensors of a model; not all rules need match."""
+    if not tensors:
+        return {}
     return apply_rules([replace(rule, optional=True, count=None) for rule in rules], tensors)
 
 

@@ -68,6 +68,14 @@ class QuantizedTensor:
         return (*(part.key for part in self.parts.values()), *self.companions)
 
     @property
+    def num_bytes(self) -> int:
+        """The bytes of its parts."""
+        num_bytes = 0
+        for part in self.parts.values():
+            num_bytes += math.prod(part.shape) * ITEM_BYTES[part.dtype]
+        return num_bytes
+
+    @property
     def model_shape(self) -> tuple[int, ...]:
         """The shape in the model."""
         return self.to_model(whole(self.shape)).shape

@@ -6,6 +6,7 @@ neighbors, then come the shards of FSDP, then replicas, and last the stages of a
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -126,58 +127,62 @@ def _divided(num_ranks: int, name: str, degree: int, which: str) -> int:
 # --- Tensors --------------------------------------------------------------------------------------
 
 
-class DividedTensor(NamedTuple):
-    """The division of a tensor.
+class Division(NamedTuple):
+    """The division of all tensors of a shape and kind.
 
     Attributes:
-        key: its key.
-        spec: its shape and dtype.
-        stages: the stages of the pipeline that have it.
+        shape: the shape of the tensors.
         is_stacked: whether the first axis is that of layers, which stages divide.
-        is_expert: whether it belongs to experts.
-        expert: the place of the ranks that have its expert; None if all have it.
+        is_expert: whether they belong to experts.
         expert_axis: the axis of experts; None without one.
         axis: the axis that tensor parallelism divides; None if each rank has it whole.
         num_blocks: the blocks along `axis` that are divided one by one.
     """
 
-    key: str
-    spec: TensorSpec
-    stages: Sequence[int]
+    shape: tuple[int, ...]
     is_stacked: bool
     is_expert: bool
-    expert: int | None
     expert_axis: int | None
     axis: int | None
     num_blocks: int
 
-    def regions(self, layout: Layout, place: Place) -> list[Region]:
-        """Return the regions that the ranks of a place hold."""
-        if place.stage not in self.stages or self.expert not in (None, place.expert):
-            return []
-        region = self._part_of_stacks(layout, place)
-        regions = [region]
-        if self.axis is not None and not (self.is_expert and layout.ep > 1):
-            regions = list(_parts(region, self.axis, place.tensor, layout.tp, self.num_blocks))
-        shards = [self._shard_of(region, layout, place) for region in regions]
-        return [shard for shard in shards if shard.num_elements]
 
-    def _part_of_stacks(self, layout: Layout, place: Place) -> Region:
-        """Return the part along the axes of layers and experts."""
-        region = whole(self.spec.shape)
-        if self.is_stacked:
-            region = _part(region, 0, place.stage, layout.pp)
-        if self.expert_axis is not None:
-            region = _part(region, self.expert_axis, place.expert, layout.ep)
-        return region
+class DividedTensor(NamedTuple):
+    """A tensor, and the ranks that hold parts of it.
 
-    def _shard_of(self, region: Region, layout: Layout, place: Place) -> Region:
-        """Return the shard of FSDP of a region."""
-        if not region.shape:
-            return region
-        if self.is_expert:
-            return _part(region, 0, place.expert_shard, layout.expert_fsdp)
-        return _part(region, 0, place.shard, layout.fsdp)
+    Attributes:
+        key: its key.
+        spec: its shape and dtype.
+        stages: the stages of the pipeline that have it.
+        expert: the place of the ranks that have its expert; None if all have it.
+        division: its division between these ranks.
+    """
+
+    key: str
+    spec: TensorSpec
+    stages: Sequence[int]
+    expert: int | None
+    division: Division
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def regions_at(division: Division, layout: Layout, place: Place) -> list[Region]:
+    """Return the regions of a tensor at a place."""
+    region = whole(division.shape)
+    if division.is_stacked:
+        region = _part(region, 0, place.stage, layout.pp)
+    if division.expert_axis is not None:
+        region = _part(region, division.expert_axis, place.expert, layout.ep)
+    regions = [region]
+    if division.axis is not None and not (division.is_expert and layout.ep > 1):
+        parts = _parts(region, division.axis, place.tensor, layout.tp, division.num_blocks)
+        regions = list(parts)
+    if region.shape:
+        shard = (place.shard, layout.fsdp)
+        if division.is_expert:
+            shard = (place.expert_shard, layout.expert_fsdp)
+        regions = [_part(part, 0, *shard) for part in regions]
+    return [shard for shard in regions if shard.num_elements]
 
 
 def _parts(
@@ -229,17 +234,15 @@ def _divide(
     expert = None
     if number := _EXPERT.search(key):
         expert = int(number[1]) * layout.ep // num_experts
-    return DividedTensor(
-        key,
-        spec,
-        stages=range(layout.pp) if is_stacked else stages,
+    division = Division(
+        spec.shape,
         is_stacked=is_stacked,
         is_expert=(expert, expert_axis) != (None, None),
-        expert=expert,
         expert_axis=expert_axis,
         axis=_axis_of(key, ndim, ndim - is_stacked - (expert_axis is not None)),
         num_blocks=1 + (expert_axis is not None and key.endswith(_PACKED)),
     )
+    return DividedTensor(key, spec, range(layout.pp) if is_stacked else stages, expert, division)
 
 
 def _modules_outside(key: str) -> set[str]:
@@ -287,6 +290,10 @@ def whole_keys(tensors: Iterable[DividedTensor]) -> list[str]:
     """Return the matrices of which each tensor parallel rank has all."""
     keys = []
     for tensor in tensors:
-        if tensor.axis is None and len(tensor.spec.shape) > 1 and 0 not in tensor.spec.shape:
+        if (
+            tensor.division.axis is None
+            and len(tensor.spec.shape) > 1
+            and 0 not in tensor.spec.shape
+        ):
             keys.append(tensor.key)
     return keys

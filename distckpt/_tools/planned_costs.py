@@ -7,7 +7,7 @@ Tensors are on the meta device, and nothing is read but what opening the checkpo
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,16 +22,15 @@ from distckpt._checkpoint.stored_values import COMMON_STATE, find_objects
 from distckpt._format.manifest import OBJECT
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
-from distckpt._io.planned_reads import ReadFigures, planned_reads
+from distckpt._io.planned_reads import Call, ReadFigures, RequestCounter, meta_tensor
 from distckpt._io.planned_shards import plan_for_all
-from distckpt._io.shared_read import HELD_SHARE, OwnUnits, Pieces, Wave
-from distckpt._plan.decoded import decoded, hidden_keys
+from distckpt._io.shared_read import HELD_SHARE, OwnUnits, Wave
+from distckpt._plan.decoded import hidden_keys
 from distckpt._plan.layout import lay_out_files
-from distckpt._plan.load import Copy
 from distckpt._plan.share import (
-    ReadCosts,
     SharePlan,
-    UnitTable,
+    Units,
+    costs_of,
     describe_units,
     divide,
     unit_bytes_for,
@@ -39,7 +38,7 @@ from distckpt._plan.share import (
 from distckpt._plan.share_out import plan_shares
 from distckpt._state.shards import ShardTable, shard_table
 from distckpt._storage import locations
-from distckpt._tools.layouts import DividedTensor, Layout, Place
+from distckpt._tools.layouts import DividedTensor, Layout, Place, regions_at
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.rules._mapped import TensorSpec
 from distckpt.rules._rule import Rule
@@ -80,15 +79,12 @@ class LoadCosts(NamedTuple):
     num_parallel: int
 
 
-def tensors_in_memory(
-    stored: StoredCheckpoint, rules: Sequence[Rule] = ()
-) -> dict[str, TensorSpec]:
-    """Describe the tensors of a model that is loaded.
+def tensors_in_memory(view: StoredCheckpoint, rules: Sequence[Rule] = ()) -> dict[str, TensorSpec]:
+    """Describe the tensors of a model that loads from a view.
 
     They have the names of the checkpoint, quantized ones with their values. With the rules of a
     family of transformers they have those of the model in memory.
     """
-    view = decoded(stored)
     manifest = view.manifest
     hidden = hidden_keys(view)
     columns = zip(manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True)
@@ -131,25 +127,34 @@ class Job:
                 f"{num_ranks} ranks are not the same number on each of {num_nodes} nodes: use a "
                 f"multiple of the nodes, such as {-(-num_ranks // num_nodes) * num_nodes} ranks."
             )
-        self.tensors = tensors
         self.layout = layout
         self.places = [layout.place(rank) for rank in range(num_ranks)]
         step = num_ranks // num_nodes
         self.nodes = [range(first, first + step) for first in range(0, num_ranks, step)]
-        most = max(1, _CACHED_SHARDS // max(1, len(tensors)))
-        self.shards_at = functools.lru_cache(most)(self._shards_at)
+        self._tensors = tensors
+        self._rows_of: dict[tuple[int, int | None], list[int]] = defaultdict(list)
+        for row, tensor in enumerate(tensors):
+            for stage in set(tensor.stages):
+                self._rows_of[stage, tensor.expert].append(row)
+        most_shards = max(len(self._rows_at(place)) for place in self.places)
+        self.num_cached = max(1, _CACHED_SHARDS // max(1, most_shards))
+        self.shards_at = functools.lru_cache(self.num_cached)(self._shards_at)
+
+    def _rows_at(self, place: Place) -> list[int]:
+        """Return the rows of the tensors at a place, in order."""
+        rows_of = self._rows_of
+        return sorted((*rows_of[place.stage, None], *rows_of[place.stage, place.expert]))
 
     def _shards_at(self, place: Place) -> list[ShardedTensor]:
         """Return the shards of the ranks of a place, without data."""
         shards = []
-        for tensor in self.tensors:
+        for row in self._rows_at(place):
+            tensor = self._tensors[row]
             dtype = FROM_NAME[tensor.spec.dtype]
-            for region in tensor.regions(self.layout, place):
-                data = torch.empty(region.shape, dtype=dtype, device="meta")
-                shape = tensor.spec.shape
-                shards.append(
-                    ShardedTensor(tensor.key, data, dtype, region.shape, shape, region.offset, None)
-                )
+            shape = tensor.spec.shape
+            for offset, extent in regions_at(tensor.division, self.layout, place):
+                data = meta_tensor(extent, dtype)
+                shards.append(ShardedTensor(tensor.key, data, dtype, extent, shape, offset, None))
         return shards
 
     def num_bytes_at(self, place: Place) -> int:
@@ -165,116 +170,96 @@ class Job:
 
 
 def load_costs(
-    stored: StoredCheckpoint, job: Job, options: LoadOptions, rules: Sequence[Rule] = ()
-) -> LoadCosts:
-    """Plan a load on each rank, with `share_reads` on or off."""
-    ranks = _LoadingRanks(stored, job, options, rules)
-    num_parallel_within = num_threads_within if ranks.is_local else num_requests_within
-    return LoadCosts(
-        list(ranks.nodes_together() if options.share_reads == "on" else ranks.nodes_alone()),
-        ranks.tensor_bytes,
-        options.max_inflight_bytes,
-        num_parallel_within(options.max_inflight_bytes),
-    )
-
-
-def _node_load(reads: Sequence[ReadFigures], is_local: bool) -> NodeLoad:
-    """Sum up the reads of the ranks of a node."""
-    of_node = ReadFigures.joined(reads)
-    return NodeLoad(
-        of_node.num_different_bytes() if is_local else of_node.num_bytes,
-        of_node.sizes,
-        [(each.num_bytes, each.sizes.total()) for each in reads],
-    )
+    view: StoredCheckpoint, job: Job, options: LoadOptions, rules: Sequence[Rule] = ()
+) -> tuple[LoadCosts, LoadCosts]:
+    """Plan a load from a view, with `share_reads` off and on."""
+    ranks = _LoadingRanks(view, job, options, rules)
+    is_local = locations.is_local(view.location)
+    num_parallel_within = num_threads_within if is_local else num_requests_within
+    num_parallel = num_parallel_within(options.max_inflight_bytes)
+    costs = []
+    for nodes in (ranks.nodes_alone(), ranks.nodes_together()):
+        memory = (ranks.tensor_bytes, options.max_inflight_bytes)
+        costs.append(LoadCosts(list(nodes), *memory, num_parallel))
+    return costs[0], costs[1]
 
 
 class _LoadingRanks:
     """The ranks of a job that load, imitated one after the other."""
 
     def __init__(
-        self, stored: StoredCheckpoint, job: Job, options: LoadOptions, rules: Sequence[Rule]
+        self, view: StoredCheckpoint, job: Job, options: LoadOptions, rules: Sequence[Rule]
     ) -> None:
-        self.view = decoded(stored)
-        self.is_local = locations.is_local(stored.location)
         self.tensor_bytes = list(map(job.num_bytes_at, job.places))
+        self._view = view
+        self._is_local = locations.is_local(view.location)
         self._job = job
         self._settings = ReadSettings(options, rules)
-        self._common_chunks = find_objects(stored, [COMMON_STATE]).stored_chunks
-        most = max(1, _CACHED_SHARDS // max(1, len(job.tensors)))
-        self._planned_at = functools.lru_cache(most)(self._plan_at)
-        self._reads_at = functools.lru_cache(most)(
-            lambda place: planned_reads(self.view, *self._planned_at(place))
-        )
+        self._costs = costs_of(view)
+        self._requests = RequestCounter(self._view)
+        self._objects = self._requests.reads([], find_objects(view, [COMMON_STATE]).stored_chunks)
+        self._units_at = functools.lru_cache(job.num_cached)(self._divided_at)
+        self._alone_at = functools.cache(self._planned_alone)
 
     def nodes_alone(self) -> Iterator[NodeLoad]:
         """Yield the reads of each node whose ranks share none."""
-
-        @functools.cache
-        def load_of(places: tuple[Place, ...], objects: tuple[bool, ...]) -> NodeLoad:
-            reads = []
-            for place, has_objects in zip(places, objects, strict=True):
-                own = [self._reads_at(place), self._reads_of_objects(has_objects)]
-                reads.append(ReadFigures.joined(own))
-            return _node_load(reads, self.is_local)
-
         for ranks in self._job.nodes:
-            places = tuple(self._job.places[rank] for rank in ranks)
-            yield load_of(places, tuple(map(self._reads_objects, ranks)))
+            yield self._load_of(ranks, [self._alone_at(self._job.places[r])[0] for r in ranks])
 
     def nodes_together(self) -> Iterator[NodeLoad]:
         """Yield the reads of each node, some of them for other ranks."""
-        costs = ReadCosts(self.view.manifest, self.is_local and not self.view.verifies)
-        unit_bytes = unit_bytes_for(max(self.tensor_bytes))
-
-        @functools.cache
-        def table_at(place: Place) -> UnitTable:
-            copies, targets = self._planned_at(place)
-            divided = divide(costs.manifest, copies, unit_bytes)
-            return describe_units(costs, divided, [target.dtype for target in targets], 0)
-
-        messages = []
-        for place in self._job.places:
-            messages.append(table_at(place).to_bytes())
-        table_at.cache_clear()
+        messages = [self._alone_at(place)[1] for place in self._job.places]
         held_bytes = self._settings.options.max_inflight_bytes // HELD_SHARE
-        plans = plan_shares(messages, costs, held_bytes)
+        plans = plan_shares(messages, self._costs, held_bytes)
         for ranks in self._job.nodes:
             reads = []
             for rank in ranks:
                 plan = SharePlan.from_bytes(next(plans))
-                reads.append(ReadFigures.joined(self._reads_of_plan(rank, plan, unit_bytes)))
-            yield _node_load(reads, self.is_local)
+                reads.append(self._reads_of_plan(self._job.places[rank], plan))
+            yield self._load_of(ranks, reads)
 
-    def _reads_of_plan(self, rank: int, plan: SharePlan, unit_bytes: int) -> Iterator[ReadFigures]:
-        """Yield the requests of each wave and of units not shared."""
-        yield self._reads_of_objects(self._reads_objects(rank))
-        place = self._job.places[rank]
+    def _divided_at(self, place: Place) -> tuple[Units, Sequence[torch.Tensor]]:
+        """Return the units of a rank, and the targets of its requests."""
+        planned = plan_requests(self._view, self._job.shards_at(place), self._settings)
+        unit_bytes = unit_bytes_for(max(self.tensor_bytes))
+        return divide(self._view.manifest, planned.copies, unit_bytes), planned.targets
+
+    def _planned_alone(self, place: Place) -> tuple[ReadFigures, bytes]:
+        """Return the requests of a rank alone, and its message."""
+        units, targets = self._units_at(place)
+        table = describe_units(self._costs, units, [target.dtype for target in targets], 0)
+        return self._requests.reads([(units.copies, targets)]), table.to_bytes()
+
+    def _reads_of_plan(self, place: Place, plan: SharePlan) -> ReadFigures:
+        """Return the requests of all waves and for units not shared."""
         if not plan.num_waves:
-            yield self._reads_at(place)
-            return
-        copies, targets = self._planned_at(place)
-        pieces = Pieces(copies, divide(self.view.manifest, copies, unit_bytes))
-        own = OwnUnits(plan, pieces.divided.units, targets)
+            return self._alone_at(place)[0]
+        units, targets = self._units_at(place)
+        own = OwnUnits(plan, units, targets)
         held = torch.empty(int(own.held_bytes.sum()), dtype=torch.uint8, device="meta")
+        calls: list[Call] = [(units.join(np.flatnonzero(plan.readers < 0)), targets)]
         for number in range(plan.num_waves):
             wave = Wave(own, number, held)
-            direct = pieces.join(wave.direct_units)
-            held_copies, memories = wave.held_copies(len(targets))
-            yield planned_reads(self.view, [*direct, *held_copies], [*targets, *memories])
-        left = np.flatnonzero(plan.readers < 0)
-        yield planned_reads(self.view, pieces.join(left), targets)
+            copies, memories = wave.held_copies(len(targets))
+            calls.append(([*units.join(wave.direct_units), *copies], [*targets, *memories]))
+        return self._requests.reads(calls)
 
-    def _plan_at(self, place: Place) -> tuple[list[Copy], Sequence[torch.Tensor]]:
-        """Return the copies of a rank, into targets, before they are shared."""
-        planned = plan_requests(self.view, self._job.shards_at(place), self._settings)
-        return planned.copies, planned.targets
-
-    def _reads_objects(self, rank: int) -> bool:
-        """Whether a rank reads common state; from a store, one does."""
-        return self.is_local or rank == 0
-
-    def _reads_of_objects(self, has_objects: bool) -> ReadFigures:
-        return planned_reads(self.view, [], [], self._common_chunks if has_objects else [])
+    def _load_of(self, ranks: range, reads: Sequence[ReadFigures]) -> NodeLoad:
+        """Sum up the reads of a node, with those of common state."""
+        with_objects = []
+        for rank, own in zip(ranks, reads, strict=True):
+            # From a store, one rank reads it.
+            if self._is_local or rank == 0:
+                own = ReadFigures.joined([own, self._objects])
+            with_objects.append(own)
+        of_node = ReadFigures.joined(with_objects)
+        storage_bytes = int(of_node.num_bytes.sum())
+        if self._is_local:
+            storage_bytes = of_node.num_different_bytes()
+        of_ranks = []
+        for own in with_objects:
+            of_ranks.append((int(own.num_bytes.sum()), own.requests().total()))
+        return NodeLoad(storage_bytes, of_node.requests(), of_ranks)
 
 
 # --- Save -----------------------------------------------------------------------------------------

@@ -327,14 +327,14 @@ def _rows_of(part: RegionCopy, apart: Sequence[int]) -> Iterator[RegionCopy]:
         yield _restrict(part, row, row)._replace(target_step=())
 
 
-def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> MappedTensor:
+def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor], dtype: str) -> MappedTensor:
     """Trace a target back through its sources.
 
-    `mapped` is made of `sources`, which are targets themselves.
+    `mapped` is made of `sources`, which are targets themselves, of one `dtype`.
     """
     parts: list[RegionCopy] = []
     for part in single_rows(mapped):
-        if (key := _same_as(sources[part.key])) is not None:
+        if (key := same_as(sources[part.key])) is not None:
             if key != part.key:
                 part = part._replace(key=key)
             parts.append(part)
@@ -350,10 +350,10 @@ def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> Mapped
     trimmed: Cut = ()
     for key in dict.fromkeys(part.key for part in mapped.parts):
         trimmed += sources[key].trimmed
-    return MappedTensor(mapped.shape, mapped.dtype, tuple(parts), trimmed)
+    return MappedTensor(mapped.shape, dtype, tuple(parts), trimmed)
 
 
-def _same_as(mapped: MappedTensor) -> str | None:
+def same_as(mapped: MappedTensor) -> str | None:
     """Return the key of the one tensor that a target copies whole.
 
     The name may be another one.

@@ -221,8 +221,7 @@ class Assemble(Rule):
             dtype = self._check_sources(keys, tensors)
             produced = []
             for name in names:
-                tensor = compose(self.tensors[name], tensors)
-                produced.append((name, replace(tensor, dtype=dtype)))
+                produced.append((name, compose(self.tensors[name], tensors, dtype)))
             yield Step(tuple(keys), tuple(produced))
 
     def _check_sources(self, keys: list[str], tensors: Mapping[str, MappedTensor]) -> str:

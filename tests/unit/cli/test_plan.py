@@ -125,6 +125,22 @@ def test_quantized_tensors_are_held_as_values(capsys, tmp_path):
     assert load["storage_bytes"] == 256 * 128 + 2 * 4
 
 
+def test_quantized_tensors_are_shared_out_by_their_stored_bytes(capsys, tmp_path):
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(4096, 1024, dtype=torch.bfloat16),
+        "model.layers.0.up_proj.weight": torch.zeros(8192, 1024).to(torch.float8_e4m3fn),
+        "model.layers.0.up_proj.weight_scale_inv": torch.ones(64, 8),
+    }
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ("plan", tmp_path, "--ranks", 4, "--nodes", 4, "--layout", "tp=1")
+    load = call_json(capsys, *words)["load_share_reads_on"]
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    assert load["storage_bytes"] == total
+    assert load["largest_node"]["storage_bytes"] < 0.26 * total
+
+
 def test_stacked_experts_of_transformers_are_divided(capsys, tmp_path):
     """Gate and up projection are halves of one axis, of which each rank has parts."""
     tensors = {

@@ -320,6 +320,28 @@ def test_rules_change_shapes_and_take_padding_away(tmp_path):
     assert same_bytes(read_export(tmp_path / "out"), expected)
 
 
+def test_the_stored_half_of_a_tensor_does_not_stand_for_the_other_half(tmp_path):
+    right = torch.arange(16.0).view(4, 4)
+    shard = ShardedTensor("w", right, right.dtype, (4, 4), (4, 8), (0, 4), None)
+    distckpt.save({"w": shard}, tmp_path / "in", validate_access_integrity=False)
+    with pytest.raises(LoadMismatchError, match=r"\[0:4, 0:4\] of key 'w'.*saved with gaps"):
+        distckpt.consolidate(tmp_path / "in", tmp_path / "out", rules=[Split("w", ("a", "b"), 1)])
+    assert os.listdir(tmp_path) == ["in"]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_shards_without_elements(tmp_path, axis):
+    tensor = torch.arange(12.0).view(3, 4)
+    parts = [tensor.narrow(axis, 0, 2), tensor.narrow(axis, 2, 0), tensor.narrow(axis, 2, 1 + axis)]
+    for rank, part in enumerate(parts, 1):
+        offset = [0, 0]
+        offset[axis] = min(rank - 1, 1) * 2
+        write_shard(tmp_path / "in", rank, {"w": (offset, part), f"scalar{rank}": ((), part.sum())})
+    distckpt.consolidate(tmp_path / "in", tmp_path / "out")
+    scalars = {f"scalar{rank}": part.sum() for rank, part in enumerate(parts, 1)}
+    assert same_bytes(read_export(tmp_path / "out"), {"w": tensor, **scalars})
+
+
 def test_a_tensor_that_no_rule_matches(tmp_path):
     """Nobody notices foreign keys in a Hugging Face checkpoint, so they must not get there
     unasked.

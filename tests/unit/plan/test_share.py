@@ -219,10 +219,10 @@ def test_nothing_to_share():
 def test_large_copies_are_divided_between_checksum_blocks(shape, num_units):
     manifest = manifest_of({"w": (shape, [whole(shape)])})
     copies = plan_load(StoredCheckpoint("", manifest), [Request("w", shape, whole(shape))])
-    units, copy_of, cells = divide(manifest, copies)
-    assert cells.tolist() == list(range(num_units))
+    units = divide(manifest, copies)
+    assert units.cells.tolist() == list(range(num_units))
     assert len(units) == num_units
-    assert set(copy_of.tolist()) == {0}
+    assert set(units.copy_of.tolist()) == {0}
     assert sum(unit.source.num_elements for unit in units) == math.prod(shape)
     for unit in units:
         assert unit.target == unit.source
@@ -234,7 +234,7 @@ def test_units_of_a_strided_copy_keep_their_place_in_the_target():
     manifest = manifest_of({"w": (shape, [whole(shape)])})
     wanted = Region((96, 100), (4000, 600))
     copies = plan_load(StoredCheckpoint("", manifest), [Request("w", shape, wanted)])
-    units, _, _ = divide(manifest, copies)
+    units = divide(manifest, copies)
     # Cells have 256 rows, and the first and the last one are cut.
     assert len(units) == 16
     covered = np.zeros(wanted.shape, np.int64)
@@ -331,7 +331,7 @@ def check_parts_of_overlapping_regions(drawn):
     read_bytes = 0
     for rank, (regions, mine) in enumerate(zip(wanted, plans, strict=True)):
         found = [np.full(region.shape, -1) for region in regions]
-        for number, unit in enumerate(all_units[rank].units):
+        for number, unit in enumerate(all_units[rank]):
             part = values[chunks[unit.chunk].slices()][unit.source.slices()]
             if mine.readers[number] not in (-1, rank):
                 part, wave = sent.pop((rank, mine.sequence[number]))
@@ -339,7 +339,7 @@ def check_parts_of_overlapping_regions(drawn):
             found[unit.request][unit.target.slices()] = part
         for region, array in zip(regions, found, strict=True):
             assert np.array_equal(array, values[region.slices()])
-        check_regions(mine, rank, all_units[rank].units)
+        check_regions(mine, rank, all_units[rank])
         read_bytes += int(tables[rank].num_bytes[mine.readers < 0].sum())
         read_bytes += int(costs.of(mine.read_chunks, mine.read_offsets, mine.read_shapes).sum())
     assert not sent, "everything that is sent is expected"
