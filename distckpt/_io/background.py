@@ -1,4 +1,4 @@
-"""Tasks that run one after the other in a background thread of this process.
+"""Tasks that run one after the other in a background thread.
 
 All saves share one thread. Tasks that are unfinished when the process ends are waited for.
 

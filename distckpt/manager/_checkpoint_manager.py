@@ -179,16 +179,16 @@ class CheckpointManager(SaysOtherNames):
 
     @property
     def not_removed(self) -> Mapping[int, str]:
-        """The reason why a step could not be removed, by step, on rank 0."""
+        """Reasons why steps could not be removed, by step, on rank 0."""
         return self._root_steps.not_removed
 
     @property
     def states(self) -> Mapping[int, StepState]:
-        """The tiers that each step of this job has reached, by step; empty without `local`."""
+        """The tiers that steps of this job have reached; empty without `local`."""
         return {} if isinstance(self._place, RootSteps) else self._place.states
 
     def location(self, step: int) -> str:
-        """Return the location of a step in the root, whether it exists or not."""
+        """Return the location of a step in the root, existing or not."""
         return self._root_steps.step(step)
 
     # --- Save

@@ -153,7 +153,7 @@ class RootSteps:
         self._seen.look_if_it_answers()
 
     def find(self, ranks: Ranks) -> tuple[int | None, dict[int, str]]:
-        """Return the newest step that may load, and the problems of newer ones."""
+        """Return the newest step that may load, and newer ones' problems."""
         del ranks
         return find_newest(self.location, {})
 

@@ -19,7 +19,7 @@ from distckpt.manager._tiers._survey import SpreadStep
 logger = logging.getLogger(__name__)
 
 ROOT_SECONDS = 30.0
-"""Seconds within which the root must answer where hosts may have what is needed."""
+"""Seconds within which the root must answer, as hosts may have all."""
 _NUM_ROOT_STEPS = 16
 """Newest steps of the root whose markers are read: each takes a request."""
 
@@ -97,7 +97,7 @@ def known_steps(found: Sequence[SpreadStep], root: Root) -> list[Known]:
 
 
 def _steps_in_root(root: str) -> list[tuple[SpreadStep, str]]:
-    """Return the newest steps in the root, with the suffix of their folders."""
+    """Return the newest steps in the root, with their folders' suffix."""
     result = []
     for step in steps.all_steps(root)[-_NUM_ROOT_STEPS:]:
         marker = marker_of(steps.step_location(root, step))
@@ -116,7 +116,7 @@ def _steps_in_root(root: str) -> list[tuple[SpreadStep, str]]:
 def choose(
     found: Sequence[SpreadStep], root: Root, passed: Passed, wanted: int | None = None
 ) -> tuple[Known | None, dict[int, str]]:
-    """Return the step to load, if any, and the problems of newer ones.
+    """Return the step to load, if any, and newer ones' problems.
 
     Args:
         found: the steps that hosts have.

@@ -48,7 +48,7 @@ class Delivery(NamedTuple):
 
 
 def deliveries(step: SpreadStep, hosts: Hosts) -> list[Delivery]:
-    """Return the files that only one host has, and that its peer is to get.
+    """Return the files of one host alone, which its peer gets.
 
     All ranks go through them in this order, so that no two wait for each other.
     """

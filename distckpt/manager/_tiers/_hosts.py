@@ -62,7 +62,7 @@ def meet(ranks: Ranks, directory: str, domains: Mapping[str, str], num_peers: in
 
 
 def _identity_of(directory: str) -> list[str | int]:
-    """Return name and directory, and values that ranks with the same directory have in common."""
+    """Return name and directory of a host, and what identifies these."""
     status = os.stat(directory)
     name = os.uname().nodename
     # Containers of a machine have names of their own.
@@ -92,7 +92,7 @@ def _grouped(
 
 
 def peers_of(domains: Sequence[str]) -> list[int]:
-    """Return for each host one in another failure domain, -1 if there is none.
+    """Return for each host one in another domain, or -1.
 
     Copies are spread evenly, unless one domain has more than half of the hosts.
 

@@ -1,4 +1,4 @@
-"""A thread with a process group of its own, for copies and uploads beside the saves."""
+"""Threads with process groups of their own, for copies and uploads."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Lane:
         return not concurrent.futures.wait(self._worker.unfinished(), seconds).not_done
 
     def abandon(self) -> None:
-        """Let the running task stop as soon as it can, and start no other one."""
+        """Stop the running task as soon as possible; start no other."""
         self.is_broken = True
         self._ranks.stop.set()
         for task in self._worker.unfinished():

@@ -111,12 +111,12 @@ class LocalRoot:
         )
 
     def has(self, step: int, save: str | None = None) -> bool:
-        """Whether a step, of this save, is here, at least its marker and manifest."""
+        """Whether marker and manifest of a step, of this save, are here."""
         held = self._held(step)
         return held is not None and save in (None, held.save)
 
     def adopt(self, step: int, contents: Mapping[str, bytes]) -> None:
-        """Begin a step with marker and manifest of another host, for files that come later."""
+        """Begin a step with marker and manifest; its files come later."""
         self.remove(step)
         directory = self.hidden(step, secrets.token_hex(8))
         for name in posix.SUBDIRECTORIES:
@@ -161,12 +161,12 @@ class LocalRoot:
 
 
 def local_root(directory: str, run: str) -> LocalRoot:
-    """Return the directory of a run in the local directory of a host."""
+    """Return the directory of a run on this host."""
     return LocalRoot(locations.join(directory, f"run-{run}"), run)
 
 
 def runs_in(directory: str, root: str) -> list[str]:
-    """Return the runs with this root that have steps in a local directory."""
+    """Return the runs of a root that a local directory has."""
     runs = []
     for name in locations.list_names(directory):
         if name.startswith("run-"):
@@ -193,7 +193,7 @@ def run_of_root(root: str) -> str:
 
 
 def files_in(directory: str) -> dict[str, int]:
-    """Return the sizes of the files of a step that are here, by name.
+    """Return the sizes of the files of a step here.
 
     Marker and manifest are not among them, nor are copies that have not arrived whole.
     """

@@ -1,4 +1,4 @@
-"""Settings of the tiers of a manager, and what ranks agree about before they use them."""
+"""Settings of tiers, and the agreement of ranks about them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TierSettings:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The facts that ranks have agreed about at their first save or load."""
+    """The facts that ranks agree about at their first call."""
 
     hosts: Hosts
     is_leader: bool
@@ -65,7 +65,7 @@ class Meeting:
 
 
 def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting:
-    """Agree about hosts, run and attempt, and make the groups of copies and uploads.
+    """Agree about hosts, run and attempt, and make process groups.
 
     Collective operation: all ranks must call it.
     """

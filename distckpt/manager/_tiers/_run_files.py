@@ -12,7 +12,7 @@ from distckpt._storage import locations
 from distckpt.manager import _steps as steps
 
 RUN_FILE = "run.json"
-"""File that identifies a run, in its root and in each of its local directories."""
+"""File that identifies a run, in its root and local directories."""
 RUN = "run"
 STATES_FILE = "states.json"
 """File with the states of steps, in a local directory."""
@@ -66,7 +66,7 @@ def is_of_host(directory: str) -> bool:
 
 
 def read_states(directory: str) -> dict[int, StepState]:
-    """Return the states of steps in the directory of a run on a host, by step."""
+    """Return the states of steps in a local directory, by step."""
     found = {}
     for step, fields in _read_object(locations.join(directory, STATES_FILE)).items():
         with contextlib.suppress(TypeError, ValueError):
@@ -76,7 +76,7 @@ def read_states(directory: str) -> dict[int, StepState]:
 
 
 def write_state(directory: str, step: int, state: StepState) -> None:
-    """Note the state of a step, and forget the steps that are gone."""
+    """Note the state of a step; forget steps that are gone."""
     here = set(steps.all_steps(directory))
     states = {}
     for number, known in {**read_states(directory), step: state}.items():

@@ -1,4 +1,4 @@
-"""A step whose files are on several hosts, served to a load as one checkpoint."""
+"""A step on several hosts, served to a load as one checkpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def served(
     in_root: str,
     contents: Mapping[str, bytes],
 ) -> Iterator[str]:
-    """Yield a URL of a step, whose files are read from the nearest tier that has them.
+    """Yield a URL of a step, whose files come from the nearest tiers.
 
     These are the directory of this host, the other hosts, and the root. Hosts serve their files
     to each other for the body, which all ranks must leave together.
@@ -115,7 +115,7 @@ def _spread_out(holders: Sequence[int], rank: int) -> list[int]:
 def _add_root(
     files: dict[str, TieredFile], contents: Mapping[str, bytes], in_root: str, suffix: str
 ) -> None:
-    """Add the root as the last source of each file of the manifest."""
+    """Add the root as the last source of each file."""
     marker = json.loads(contents[CONFIG_FNAME])
     data = contents[marker["manifest"]["name"]]
     for file in files_of_manifest(data):

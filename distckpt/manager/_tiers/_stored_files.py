@@ -1,4 +1,4 @@
-"""Files of a stored step that are written again, and compared with their checksums meanwhile."""
+"""Files of a step that are written again, and verified meanwhile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from distckpt._operations.file_checks import (
 from distckpt._storage.open_files import OpenFiles
 
 Read = Callable[[int, Bytes], None]
-"""Function that fills memory with the bytes of a file from a position on."""
+"""Function that fills memory from a position of a file on."""
 
 
 class StoredFile(NamedTuple):
@@ -121,7 +121,7 @@ def rewrite(
 
 
 def problems_of(stored: StoredCheckpoint, names: Collection[str]) -> list[Problem]:
-    """Return the problems of some files of a step, after comparing all their bytes."""
+    """Return the problems of some files; all their bytes are compared."""
     manifest = stored.manifest
     file_ids = [number for number, file in enumerate(manifest.files) if file.name in names]
     problems = check_files(stored, file_ids, None)

@@ -101,7 +101,7 @@ def spread_step(
 def fetch_small_files(
     ranks: Ranks, hosts: Hosts, place: LocalRoot, step: int, save: str
 ) -> Mapping[str, bytes]:
-    """Return marker and manifest of a step on all ranks, from hosts that have them.
+    """Return marker and manifest of a step, on all ranks.
 
     Collective operation: all ranks must call it.
     """

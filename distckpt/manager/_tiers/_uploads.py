@@ -60,7 +60,7 @@ class Progress:
         self.num_bytes += num_bytes
 
     def stall(self, now: float) -> str | None:
-        """Return a text if nothing was uploaded for long, up to a time in seconds."""
+        """Return a text if nothing was uploaded for long, else None."""
         if self.num_bytes != self._before or not self.location:
             self._before = self.num_bytes
             self._since = now
@@ -144,7 +144,7 @@ class StoredFiles(PreparedSave):
         return marker_fields(data, name, version_of(self.stored.manifest.files))
 
     def _manifest(self) -> tuple[bytes, str, list[tuple[str, int]]]:
-        """Return content and name of the manifest, and the names and sizes of its files."""
+        """Return the manifest's content and name, and its files."""
         suffix = self.folder_suffix or ""
         name = self.stored.marker["manifest"]["name"]
         data = locations.read_bytes(locations.join(self.stored.location, name))
@@ -184,7 +184,7 @@ def upload(
     progress: Progress,
     pace: Pace,
 ) -> None:
-    """Copy a step from the hosts to the root, and commit it there.
+    """Copy a step to the root, and commit it there.
 
     Collective operation: all ranks must call it.
 
