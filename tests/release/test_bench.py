@@ -309,7 +309,7 @@ OTHERS = {
         "second_load",
         "store_limits",
     ),
-    *("store_requests", "throttled_mount"),
+    *("store_requests", "throttled_mount", "tiers"),
 }
 FOR_DEVELOPERS = {"structure", "structure_calls", "ab", "ab_run", *OTHERS}
 SCRIPTS = {path.stem for path in BENCHMARKS.glob("*.py") if "\nif __name__" in path.read_text()} - {
