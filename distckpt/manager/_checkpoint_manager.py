@@ -185,7 +185,8 @@ class CheckpointManager(SaysOtherNames):
     @property
     def states(self) -> Mapping[int, StepState]:
         """The tiers that steps of this job have reached; empty without `local`."""
-        return {} if isinstance(self._place, RootSteps) else self._place.states
+        # A copy: threads of copies and uploads go on.
+        return {} if isinstance(self._place, RootSteps) else dict(self._place.states)
 
     def location(self, step: int) -> str:
         """Return the location of a step in the root, existing or not."""

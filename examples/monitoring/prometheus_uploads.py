@@ -39,7 +39,7 @@ class Uploads:
 
     def later(self) -> list[Any]:
         """Return the states of the steps since the last upload."""
-        states = dict(self._manager.states)
+        states = self._manager.states
         newest = max((step for step, state in states.items() if state.is_uploaded), default=-1)
         if newest != self._uploaded:
             self._uploaded = newest
