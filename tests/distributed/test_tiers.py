@@ -5,6 +5,7 @@ Hosts are imitated: ranks with different local directories are on different host
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -45,8 +46,14 @@ def manager_of(rank: int, base: str, per_host: int, **settings) -> CheckpointMan
     return CheckpointManager(root, local=f"{base}/host{rank // per_host}", **settings)
 
 
+def at_store(settings: dict) -> contextlib.AbstractContextManager[None]:
+    """Let this rank find S3, if a server is among the settings."""
+    server = settings.pop("server", None)
+    return contextlib.nullcontext() if server is None else reached_at(server)
+
+
 def save_steps(rank, num_ranks, base, per_host, steps, settings):
-    with manager_of(rank, base, per_host, **settings) as manager:
+    with at_store(settings), manager_of(rank, base, per_host, **settings) as manager:
         for step in steps:
             manager.save(step, state_of(rank, num_ranks, step)).result()
             manager.wait(uploaded=True)
@@ -55,7 +62,7 @@ def save_steps(rank, num_ranks, base, per_host, steps, settings):
 
 def load_newest(rank, num_ranks, base, per_host, settings):
     """Return the step that was loaded, after comparing all its values, and what was skipped."""
-    with manager_of(rank, base, per_host, **settings) as manager:
+    with at_store(settings), manager_of(rank, base, per_host, **settings) as manager:
         found = manager.steps(), manager.latest()
         state = state_of(rank, num_ranks, None)
         loaded = manager.load(state)
@@ -117,7 +124,7 @@ def test_without_copies_a_lost_host_takes_its_steps_that_are_not_in_the_root(tmp
 def test_steps_on_an_object_store_are_equal_to_saved_ones(tmp_path, server, bucket):
     root = f"{bucket}/run"
     with reached_at(server):
-        states = saved(tmp_path, 4, 2, [10, 20], root=root, peers=1, keep_last=1)
+        states = saved(tmp_path, 4, 2, [10, 20], root=root, server=server, peers=1, keep_last=1)
         assert {state[20]["problem"] for state in states} == {None}
         assert distckpt.verify(f"{root}/step_00000020").is_whole
         assert not any(name.startswith("step_00000010") for name in keys_in(server, root))
@@ -125,9 +132,9 @@ def test_steps_on_an_object_store_are_equal_to_saved_ones(tmp_path, server, buck
         for path in files_of_step(tmp_path, 0, 20)[::2]:
             path.unlink()
         shutil.rmtree(tmp_path / "host1")
-        assert loaded(tmp_path, 2, 1, root=root) == 20
+        assert loaded(tmp_path, 2, 1, root=root, server=server) == 20
         shutil.rmtree(tmp_path / "host0")
-        assert loaded(tmp_path, 3, 1, root=root) == 20
+        assert loaded(tmp_path, 3, 1, root=root, server=server) == 20
 
 
 def test_a_plain_manager_loads_what_was_uploaded(tmp_path):
