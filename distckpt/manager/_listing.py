@@ -18,6 +18,7 @@ from distckpt._checkpoint.consistent_read import MAX_READS
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._commit import posix
 from distckpt._commit.presence import absence
+from distckpt._format.chunk_table import Files
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -214,17 +215,22 @@ def _look(location: str, step: int | None, is_of_host: bool) -> _Files | None:
         if not is_ours and not isinstance(error, CorruptCheckpointError):
             return None
         return _Files(marker, 0, f"{type(error).__name__}: {error}")
-    num_bytes = 0
-    for file in manifest.files:
-        if not is_of_host or locations.exists(locations.join(location, file.name)):
-            num_bytes += file.num_bytes
-    files = _Files(marker, num_bytes, None)
+    files = _Files(marker, _bytes_at(location, manifest.files, is_of_host), None)
     if manifest.origin is not None and marker is None:
         return files
     expected = step
     if step is None:
         expected = files.noted_step
     return replace(files, problem=steps.problem_at(location, expected, is_of_host))
+
+
+def _bytes_at(location: str, files: Files, is_of_host: bool) -> int:
+    """Return the size of the files of a checkpoint; a host has some of them."""
+    num_bytes = 0
+    for file in files:
+        if not is_of_host or locations.exists(locations.join(location, file.name)):
+            num_bytes += file.num_bytes
+    return num_bytes
 
 
 def _number_in(name: str) -> int | None:

@@ -24,6 +24,7 @@ from distckpt._commit import hidden_directories, posix
 from distckpt._commit.presence import absence
 from distckpt._format.foreign_formats import MARKED
 from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
+from distckpt._operations.file_checks import Problem
 from distckpt._operations.verify import verify
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -229,11 +230,17 @@ def problem_at(location: str, step: int | None, is_of_host: bool = False) -> str
         note = marker.get(NOTE)
         if isinstance(note, dict) and note.get("step") != step:
             return f"the marker says that this is step {note.get('step')!r}"
-        problems = verify(location, "fast").problems if backend == BACKEND else ()
-        if is_of_host:
-            problems = tuple(found for found in problems if locations.exists(found.file))
+        found = verify(location, "fast").problems if backend == BACKEND else ()
     except (CheckpointingException, OSError) as error:
         return f"{type(error).__name__}: {error}"
+    return _summary(_without_missing_files(found) if is_of_host else found)
+
+
+def _without_missing_files(problems: Sequence[Problem]) -> list[Problem]:
+    return [problem for problem in problems if locations.exists(problem.file)]
+
+
+def _summary(problems: Sequence[Problem]) -> str | None:
     if not problems:
         return None
     more = ""

@@ -161,3 +161,27 @@ def _problem_with(item: Known, root: Root) -> str | None:
         f"({sum(spread.sizes.values())} of {spread.num_bytes} bytes), and it is not in the root"
         + (", which does not answer" * (not root.answers))
     )
+
+
+def unknown_steps(root: str, problems: Mapping[int, str]) -> str:
+    """Return the message of a search that the root did not answer."""
+    return (
+        f"{root!r} does not answer, and no step on the hosts can be loaded: start the job again "
+        f"when it answers.{_listed(problems)}"
+    )
+
+
+def _listed(problems: Mapping[int, str]) -> str:
+    return "".join(f"\n  {number}: {problem}" for number, problem in problems.items())
+
+
+def nothing_to_load(root: str, step: int | None, reasons: Mapping[int, str]) -> str:
+    """Return the message of a load that finds no step."""
+    if step is not None and step not in reasons:
+        return f"Step {step} is neither on any host nor in {root!r}."
+    if not reasons:
+        return (
+            f"No step is on any host or in {root!r}. A run that begins has none: call load() only "
+            "if manager.steps() has any."
+        )
+    return f"No step on the hosts or in {root!r} can be loaded.{_listed(reasons)}"

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -27,7 +27,14 @@ from distckpt._storage import locations
 from distckpt.manager import _rejections as rejections
 from distckpt.manager import _steps as steps
 from distckpt.manager._root_steps import RootSteps
-from distckpt.manager._tiers._choice import Known, Passed, Root, choose
+from distckpt.manager._tiers._choice import (
+    Known,
+    Passed,
+    Root,
+    choose,
+    nothing_to_load,
+    unknown_steps,
+)
 from distckpt.manager._tiers._copies import copy_to_peers, deliveries
 from distckpt.manager._tiers._host_save import HostSave
 from distckpt.manager._tiers._lane import Pace
@@ -315,7 +322,7 @@ class Tiers:
             known, problems = self._decide(ranks, found, root, passed, step)
             skipped |= problems
             if known is None:
-                raise CheckpointNotFoundError(_nothing_to_load(self._root, step, passed.reasons))
+                raise CheckpointNotFoundError(nothing_to_load(self._root, step, passed.reasons))
             try:
                 result = self._load_known(ranks, known, load_at)
             except BaseException as error:
@@ -342,7 +349,7 @@ class Tiers:
                     logger.warning("step %d is passed over: %s", number, problem)
             if known is None and not root.answers:
                 # Training would begin anew beside the steps in the root.
-                raise CheckpointingException(_unknown_steps(root.location, problems))
+                raise CheckpointingException(unknown_steps(root.location, problems))
             return [known and known.as_json(), list(problems.items())]
 
         fields, problems = ranks.decide_json("find the latest checkpoint", decide)
@@ -415,7 +422,7 @@ class Tiers:
             root = Root(self._root)
             in_root = root.ask(partial(steps.committed_steps, self._root), none)
             if not whole and not root.answers:
-                raise CheckpointingException(_unknown_steps(self._root, {}))
+                raise CheckpointingException(unknown_steps(self._root, {}))
             return sorted(whole.union(in_root))
 
         result: list[int] = ranks.decide_json("list the steps", numbers)
@@ -489,25 +496,3 @@ def _is_damage(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno == errno.ENODATA:
         return True
     return steps.is_damage_of(SCHEME, error)
-
-
-def _unknown_steps(root: str, problems: Mapping[int, str]) -> str:
-    return (
-        f"{root!r} does not answer, and no step on the hosts can be loaded: start the job again "
-        f"when it answers.{_listed(problems)}"
-    )
-
-
-def _listed(problems: Mapping[int, str]) -> str:
-    return "".join(f"\n  {number}: {problem}" for number, problem in problems.items())
-
-
-def _nothing_to_load(root: str, step: int | None, reasons: Mapping[int, str]) -> str:
-    if step is not None and step not in reasons:
-        return f"Step {step} is neither on any host nor in {root!r}."
-    if not reasons:
-        return (
-            f"No step is on any host or in {root!r}. A run that begins has none: call load() only "
-            "if manager.steps() has any."
-        )
-    return f"No step on the hosts or in {root!r} can be loaded.{_listed(reasons)}"
