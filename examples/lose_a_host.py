@@ -11,8 +11,10 @@ which the root does not have, and repeats the losses that it had before.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +71,12 @@ def train_step(model: nn.Linear, momentum: Tensor, step: int) -> float:
     return total.item() / NUM_HOSTS
 
 
-def show_directories(work_dir: Path) -> None:
-    """Print on one rank which files of which steps are where."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        folders = [work_dir / "root", *sorted(work_dir.glob("host*"))]
-        for folder in folders:
-            for step in sorted(folder.glob("**/step_*")):
-                files = [file.name[: len("shard-00000")] for file in step.glob("tensors/*")]
-                print(f"  {folder.name:5} {step.name}: {', '.join(sorted(files))}", flush=True)
-    dist.barrier()
+def show_files(work_dir: Path, step: int) -> None:
+    """Print on one rank which files of a step are where."""
+    for folder in [work_dir / "root", *(work_dir / f"host{host}" for host in range(NUM_HOSTS))]:
+        files = folder.glob(f"**/step_{step:08}/tensors/shard-*")
+        names = sorted(file.name[: len("shard-00000")] for file in files)
+        say(f"  {folder.name:5} {', '.join(names) or 'nothing'}")
 
 
 def main() -> None:
@@ -87,26 +85,26 @@ def main() -> None:
     work_dir = parser.parse_args().work_dir
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    # Says on each rank how much was read from where.
-    logging.basicConfig(format=f"  rank {rank}: %(message)s")
+    # Has each rank say how much it reads from where.
+    logging.basicConfig(stream=sys.stdout, format=f"  rank {rank}: %(message)s")
     logging.getLogger("distckpt.manager").setLevel(logging.INFO)
     if rank == 0:
         shutil.rmtree(work_dir, ignore_errors=True)  # of an earlier drill
     dist.barrier()
 
-    losses: dict[int, float] = {}
-    try:
-        train(work_dir, LOST_AT, losses)
-    except HostLostError:
-        say(f"host {LOST} is lost after step {LOST_AT}, loss {losses[LOST_AT]:.6f}; there are")
-    show_directories(work_dir)
+    before: dict[int, float] = {}
+    with contextlib.suppress(HostLostError):
+        train(work_dir, LOST_AT, before)
+    say("files of step 20 before the loss:")
+    show_files(work_dir, 20)
     if rank == LOST:
         shutil.rmtree(work_dir / f"host{LOST}")
+    say(f"host {LOST} is lost after step {LOST_AT}, loss {before[LOST_AT]:.6f}")
     again: dict[int, float] = {}
-    say("started again:")
     train(work_dir, 0, again)
-    say(f"step {LOST_AT}, loss {again[LOST_AT]:.6f}; step {NUM_STEPS}, loss {again[NUM_STEPS]:.6f}")
-    show_directories(work_dir)
+    say(f"started again after step {min(again) - 1}; step {LOST_AT}, loss {again[LOST_AT]:.6f}")
+    say("files of step 30 at the end:")
+    show_files(work_dir, 30)
     dist.destroy_process_group()
 
 

@@ -231,11 +231,24 @@ def check_preemption(output: str, work_dir: Path) -> None:
     assert distckpt.CheckpointManager(work_dir / "preempted").steps() == [22, 30]
 
 
+def check_lose_a_host(output: str, work_dir: Path) -> None:
+    before, again = losses_in(
+        r"after step 25, loss (\S+)\n(?:.*\n)*.*; step 25, loss (\S+)", output
+    )
+    assert before == again
+    sources = dict(re.findall(r"rank (\d): step 20 was read: \d+ bytes from (.*)", output))
+    assert sources == {"0": "this host", "1": "this host", "2": "other hosts", "3": "this host"}
+    root = distckpt.CheckpointManager(work_dir / "root")
+    assert root.latest() == 30
+    assert distckpt.verify(root.location(30)).is_whole
+
+
 CHECKS = {
     "async_training.py": check_async_training,
     "elastic.py": check_elastic,
     "fsdp2.py": check_fsdp2,
     "hugging_face.py": check_hugging_face,
+    "lose_a_host.py": check_lose_a_host,
     "moe.py": check_moe,
     "preemption.py": check_preemption,
     "rl_weight_sync.py": check_rl_weight_sync,

@@ -52,7 +52,7 @@ class Loss(NamedTuple):
         count: number of its file-system call in this phase, from 1; 0 for a delay.
         moment: before or after that call.
         seconds: delay after the phase has begun.
-        save: number of the save after which a delay begins, from 0.
+        save: number of the save, from 0, with or after which calls count, or the delay begins.
     """
 
     hosts: tuple[str, ...]
@@ -275,6 +275,8 @@ class _Rank:
         assert loss is not None
         if moment != loss.moment or self._phase_of(call) != loss.phase:
             return
+        if len(self._handles) < loss.save:
+            return
         self.num_calls += 1
         if self.num_calls == loss.count:
             self._kill(loss.phase, f"{moment} {call}")
@@ -396,13 +398,9 @@ def run_until_loss(start: Start, survivors_end: bool) -> None:
     """Run a start until its hosts are lost, and all other ranks have ended or are killed."""
     loss = start.loss
     assert loss is not None
-    lost = [
-        rank for rank, host in enumerate(start.hosts) if host in loss.hosts or not loss.hosts
-    ]
+    lost = [rank for rank, host in enumerate(start.hosts) if host in loss.hosts or not loss.hosts]
     others = sorted(set(range(len(start.hosts))) - set(lost))
-    with launched(
-        run_start, len(start.hosts), start, group_timeout=GROUP_TIMEOUT
-    ) as launch:
+    with launched(run_start, len(start.hosts), start, group_timeout=GROUP_TIMEOUT) as launch:
         launch.wait_for_end(*lost)
         for host in loss.hosts:
             shutil.rmtree(host)
@@ -417,9 +415,7 @@ def run_until_loss(start: Start, survivors_end: bool) -> None:
 
 def run_to_end(start: Start) -> None:
     """Run a start that loses no host."""
-    with launched(
-        run_start, len(start.hosts), start, group_timeout=GROUP_TIMEOUT
-    ) as launch:
+    with launched(run_start, len(start.hosts), start, group_timeout=GROUP_TIMEOUT) as launch:
         launch.values()
 
 

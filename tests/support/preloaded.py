@@ -19,7 +19,7 @@ import distckpt.cli
 import distckpt.dcp
 import distckpt.engines
 import distckpt.hf
-import distckpt.manager
+import distckpt.manager._tiers._tiers
 import distckpt.modules
 import distckpt.torch_dist
 from tests.support import (
@@ -30,6 +30,7 @@ from tests.support import (
     harness,
     hf_folders,
     layouts,
+    lost_hosts,
     rank_calls,
     s3_server,
     scenarios,
@@ -48,6 +49,7 @@ __all__ = [
     "hf_folders",
     "hypothesis",
     "layouts",
+    "lost_hosts",
     "numpy",
     "psutil",
     "pytest",
