@@ -409,3 +409,20 @@ def test_an_empty_host_has_the_manifest_before_copies_and_uploads_begin(tmp_path
     names, problem = run(load_on_an_empty_host, 2, str(tmp_path))[1]
     assert names == {"metadata.json", "manifest.safetensors"}
     assert problem is None or "given up" in problem
+
+
+def save_faster_than_uploads(rank, folder):
+    settings = {"peers": 1, "upload_bandwidth": 60_000, "peer_bandwidth": 60_000}
+    with CheckpointManager(f"{folder}/root", local=f"{folder}/host{rank}", **settings) as manager:
+        for step in (10, 20, 30):
+            manager.save(step, rows_with(step, rank, 30_000)).result()
+        manager.wait(uploaded=True)
+        return manager.states[20].problem, manager.states[30]
+
+
+def test_a_step_that_is_given_up_holds_up_no_later_one(tmp_path):
+    for problem, newest in run(save_faster_than_uploads, 2, str(tmp_path)):
+        assert "given up" in problem
+        assert newest.is_replicated
+        assert newest.is_uploaded
+        assert newest.problem is None

@@ -17,6 +17,10 @@ from distckpt._ranks.collectives import Ranks
 logger = logging.getLogger(__name__)
 
 
+class PassedOverError(CheckpointingException):
+    """A task that all ranks give up alike; they stay in step."""
+
+
 class Lane:
     """A thread whose tasks all ranks run together, one after the other.
 
@@ -64,7 +68,8 @@ class Lane:
                 raise CheckpointingException("not started: contact with a rank was lost before")
             run_operation(title, partial(self._run_in_turn, step, work, title))
         except Exception as error:
-            self.is_broken |= not self._ranks.are_in_step_after(error)
+            if not isinstance(error, PassedOverError):
+                self.is_broken |= not self._ranks.are_in_step_after(error)
             if self._ranks.is_coordinator or self.is_broken:
                 logger.error("%s failed: %s: %s", title, type(error).__name__, error)
             note_problem(f"{type(error).__name__}: {error}")
@@ -76,7 +81,7 @@ class Lane:
     def _run_in_turn(self, step: int, work: Callable[[Ranks], None], title: str) -> None:
         newest: int = self._ranks.decide_json("choose the next step", lambda: self.newest)
         if newest != step:
-            raise CheckpointingException(
+            raise PassedOverError(
                 f"given up, since step {newest} waits: {title} takes longer than a save"
             )
         self.running = step

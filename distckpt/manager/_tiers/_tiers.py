@@ -37,7 +37,7 @@ from distckpt.manager._tiers._choice import (
 )
 from distckpt.manager._tiers._copies import copy_to_peers, deliveries
 from distckpt.manager._tiers._host_save import HostSave
-from distckpt.manager._tiers._lane import Pace
+from distckpt.manager._tiers._lane import Pace, PassedOverError
 from distckpt.manager._tiers._local_steps import ATTEMPT, LocalRoot
 from distckpt.manager._tiers._meeting import Meeting, TierSettings, agree
 from distckpt.manager._tiers._run_files import RUN, StepState, write_state
@@ -253,7 +253,7 @@ class Tiers:
                 durable = self._options.durable
                 problems += copy_to_peers(ranks, stored, planned, durable, self._peer_pace)
         if problems:
-            raise CheckpointingException(
+            raise PassedOverError(
                 f"{len(problems)} files of step {step} have no copy: {problems[0]}"
             )
         if spread.is_whole and min(met.hosts.peers) >= 0:
@@ -277,9 +277,9 @@ class Tiers:
         location = steps.step_location(self._root, step)
         spread = spread_step(ranks, met.hosts, met.place, step, save)
         if spread is None or not spread.is_whole:
-            raise CheckpointingException("its local files are gone")
+            raise PassedOverError("its local files are gone")
         if spread.rejection is not None:
-            raise CheckpointingException(f"it was {spread.rejection}")
+            raise PassedOverError(f"it was {spread.rejection}")
         stored = self._opened(ranks, spread)
         chosen = shared_out(list(spread.sizes), spread, met.hosts)
         own = [name for name, rank in chosen.items() if rank == ranks.rank]
