@@ -218,15 +218,14 @@ class Chain:
         if not self._pending:
             assert not loaded
             return
+        *_, left, promised = self._pending[-1]
         is_nothing = not loaded and any(line["event"] == "nothing" for line in lines)
         if is_nothing:
-            for *_, left, promised in self._pending:
-                assert left.whole is None, f"nothing is loaded, {left.whole} is there"
-                assert promised == Saved(-1, -1), f"nothing is loaded, {promised} was promised"
+            assert left.whole is None, f"nothing is loaded, {left.whole} is there"
+            assert promised == Saved(-1, -1), f"nothing is loaded, {promised} was promised"
         for line in loaded:
             saved = Saved(*line["saved"])
             assert line["wrong"] == 0, line
-            *_, left, promised = self._pending[-1]
             assert saved >= promised, f"{saved} is loaded, {promised} was promised"
             assert saved.step == left.whole, f"{saved} is loaded, {left.whole} is whole"
             assert left.partial <= set(line["skipped"]), f"{line} does not name {left.partial}"

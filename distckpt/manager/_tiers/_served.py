@@ -17,6 +17,7 @@ from distckpt.manager._tiers._choice import Known
 from distckpt.manager._tiers._file_server import FileServer, FilesOfHost
 from distckpt.manager._tiers._hosts import Hosts
 from distckpt.manager._tiers._local_steps import LocalRoot
+from distckpt.manager._tiers._survey import SpreadStep
 from distckpt.manager._tiers._tier_files import (
     Source,
     TieredFile,
@@ -57,29 +58,13 @@ def served(
         contents: marker and manifest.
     """
     spread = known.spread
-    names_of = [spread.files_of(host) for host in range(len(hosts.names))]
-    numbers = [{name: number for number, name in enumerate(names)} for names in names_of]
-    own = hosts.of_rank[ranks.rank]
     directory = place.step(spread.step)
-    token = ranks.decide("choose a token", lambda: secrets.token_bytes(32))
+    own = hosts.of_rank[ranks.rank]
     with contextlib.ExitStack() as serving:
-        with ranks.telling("serve files to other hosts") as told:
-            if hosts.leads(ranks.rank) and len(hosts.names) > 1:
-                paths = [locations.join(directory, name) for name in names_of[own]]
-                server = FileServer(paths, token)
-                serving.callback(server.close)
-                told.payload = json.dumps(server.address).encode()
-        with ranks.answering(told, "serve files to other hosts"):
-            if ranks.is_coordinator:
-                answers = [json.loads(payload or b"null") for payload in told.payloads]
-                told.answer = json.dumps(answers).encode()
-        addresses = json.loads(told.answer)
-        clients: dict[int, FilesOfHost] = {}
-        for host in range(len(hosts.names)):
-            address = addresses[hosts.ranks_of(host)[0]]
-            if host != own and address is not None:
-                clients[host] = FilesOfHost(tuple(address), token, _ANSWER_SECONDS)
-                serving.callback(clients[host].close)
+        clients = _connected(ranks, hosts, spread, directory, serving)
+        numbers = {}
+        for host in clients:
+            numbers[host] = {name: number for number, name in enumerate(spread.files_of(host))}
         files = {}
         for name, num_bytes in spread.sizes.items():
             sources: list[Source] = []
@@ -96,6 +81,36 @@ def served(
         tiered = TieredFiles(contents, files)
         yield serving.enter_context(mounted(tiered, steps.step_name(spread.step)))
         logger.info("%s", _describe(spread.step, tiered.bytes_of_tiers()))
+
+
+def _connected(
+    ranks: Ranks,
+    hosts: Hosts,
+    spread: SpreadStep,
+    directory: str,
+    serving: contextlib.ExitStack,
+) -> dict[int, FilesOfHost]:
+    """Serve the files of this host until `serving` ends; return the ones of other hosts."""
+    own = hosts.of_rank[ranks.rank]
+    token = ranks.decide("choose a token", lambda: secrets.token_bytes(32))
+    with ranks.telling("serve files to other hosts") as told:
+        if hosts.leads(ranks.rank) and len(hosts.names) > 1:
+            paths = [locations.join(directory, name) for name in spread.files_of(own)]
+            server = FileServer(paths, token)
+            serving.callback(server.close)
+            told.payload = json.dumps(server.address).encode()
+    with ranks.answering(told, "serve files to other hosts"):
+        if ranks.is_coordinator:
+            answers = [json.loads(payload or b"null") for payload in told.payloads]
+            told.answer = json.dumps(answers).encode()
+    addresses = json.loads(told.answer)
+    clients = {}
+    for host in range(len(hosts.names)):
+        address = addresses[hosts.ranks_of(host)[0]]
+        if host != own and address is not None:
+            clients[host] = FilesOfHost(tuple(address), token, _ANSWER_SECONDS)
+            serving.callback(clients[host].close)
+    return clients
 
 
 def _describe(step: int, num_bytes: Mapping[str, int]) -> str:
