@@ -420,8 +420,8 @@ def save_faster_than_uploads(rank, folder):
 
 
 def test_a_step_that_is_given_up_holds_up_no_later_one(tmp_path):
-    for problem, newest in run(save_faster_than_uploads, 2, str(tmp_path)):
+    for problem, last in run(save_faster_than_uploads, 2, str(tmp_path)):
         assert "given up" in problem
-        assert newest.is_replicated
-        assert newest.is_uploaded
-        assert newest.problem is None
+        assert last.is_replicated
+        assert last.is_uploaded
+        assert last.problem is None
