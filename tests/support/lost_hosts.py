@@ -404,7 +404,8 @@ def run_until_loss(start: Start, survivors_end: bool) -> None:
         launch.wait_for_end(*lost)
         for host in loss.hosts:
             shutil.rmtree(host)
-        if survivors_end and others:
+        # While torch makes a group, it notices a lost rank only after a multiple of its timeout.
+        if survivors_end and others and loss.phase != "restoring":
             # As with torchrun, which ends all ranks after one has failed.
             launch.wait_for_any_end(*others)
         launch.kill(*others)
