@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._io.write import in_folder
@@ -18,12 +18,7 @@ from distckpt.manager._tiers._file_server import FileServer, FilesOfHost
 from distckpt.manager._tiers._hosts import Hosts
 from distckpt.manager._tiers._local_steps import LocalRoot
 from distckpt.manager._tiers._survey import SpreadStep
-from distckpt.manager._tiers._tier_files import (
-    Source,
-    TieredFile,
-    TieredFiles,
-    mounted,
-)
+from distckpt.manager._tiers._tier_files import Source, TieredFile, TieredFiles, mounted
 from distckpt.manager._tiers._uploads import files_of_manifest
 
 logger = logging.getLogger(__name__)
@@ -71,7 +66,9 @@ def served(
             holders = spread.hosts[name]
             if own in holders:
                 sources.append(Source("own", locations.join(directory, name)))
-            for host in _spread_out(holders, ranks.rank):
+            # Ranks begin with different ones.
+            first = ranks.rank % len(holders)
+            for host in (*holders[first:], *holders[:first]):
                 if host in clients:
                     number = numbers[host][name]
                     sources.append(Source("peer", host=clients[host], number=number))
@@ -119,12 +116,6 @@ def _describe(step: int, num_bytes: Mapping[str, int]) -> str:
         if num_bytes.get(tier):
             parts.append(f"{num_bytes[tier]} bytes from {name}")
     return f"step {step} was read: {', '.join(parts) or 'nothing but the manifest'}"
-
-
-def _spread_out(holders: Sequence[int], rank: int) -> list[int]:
-    """Return holders in an order in which ranks begin with different ones."""
-    first = rank % len(holders)
-    return [*holders[first:], *holders[:first]]
 
 
 def _add_root(
