@@ -160,17 +160,7 @@ def _copied_chunks(
     stored = source.stored
     manifest = stored.manifest
     chunks_of_spans: list[list[tuple[int, int, int]]] = [[] for _ in unit]
-    copied = []
-    for place, span in enumerate(unit):
-        tensor = tensors[span.chunk]
-        key = _copied_key(source, tensor)
-        if key is None or span.num_bytes != tensor.num_bytes:
-            continue
-        key_id = manifest.key_index[key]
-        if manifest.global_shapes[key_id] == tensor.shape:
-            # Scalars have no axes.
-            num_rows = (*tensor.shape, 1)[0]
-            copied.append((place, key_id, tensor.num_bytes // num_rows))
+    copied = list(_copied_tensors(source, tensors, unit))
     if not copied:
         return chunks_of_spans
     # All at once: thousands of lookups in arrays take longer.
@@ -194,11 +184,25 @@ def _copied_chunks(
     return chunks_of_spans
 
 
-def _copied_key(source: TensorSource, tensor: OutputTensor) -> str | None:
-    """Return the key whose values a tensor has unchanged, or None."""
-    if tensor.dtype != tensor.mapped.dtype or not source.is_stored(tensor):
-        return None
-    return same_as(tensor.mapped)
+def _copied_tensors(
+    source: TensorSource, tensors: Sequence[OutputTensor], unit: Sequence[Span]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield place, key id and row bytes of each whole stored tensor."""
+    manifest = source.stored.manifest
+    for place, span in enumerate(unit):
+        tensor = tensors[span.chunk]
+        mapped = tensor.mapped
+        is_whole = span.num_bytes == tensor.num_bytes
+        if not is_whole or tensor.dtype != mapped.dtype or not source.is_stored(tensor):
+            continue
+        key = same_as(mapped)
+        if key is None:
+            continue
+        key_id = manifest.key_index[key]
+        if manifest.global_shapes[key_id] == tensor.shape:
+            # Scalars have no axes.
+            num_rows = (*tensor.shape, 1)[0]
+            yield place, key_id, tensor.num_bytes // num_rows
 
 
 def _read_ranges(

@@ -16,11 +16,12 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.memory import Copier
 from distckpt._base.threads import UNIT_BYTES
+from distckpt._format.columns import joined_ranges
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray, Region, num_outer_axes, run_starts
 from distckpt._geometry.units import Span
-from distckpt._io.read import PIECE_BYTES, Reading, are_near
-from distckpt._io.read_parts import NOT_PLAIN, PartTable, ReadPart, even_runs, parts_by_copy
+from distckpt._io.read import PIECE_BYTES, Reading, are_near, in_file_order
+from distckpt._io.read_parts import ReadPart, even_runs, parts_by_copy, parts_of
 from distckpt._plan.decoded import Piece, plan_decoding
 from distckpt._plan.load import Copy
 from distckpt._storage.open_files import OpenFiles
@@ -95,12 +96,13 @@ class ReadFigures(NamedTuple):
         starts, sizes, counts, pitches = columns[:4]
         ends = np.maximum.accumulate(starts + (counts - 1) * pitches + sizes)
         # Ranges that overlap count at the first distance alone if they repeat in step.
-        firsts = np.flatnonzero(np.append(True, starts[1:] >= ends[:-1]))
-        first = np.repeat(firsts, np.diff(np.append(firsts, len(starts))))
+        is_first = np.append(True, starts[1:] >= ends[:-1])
+        firsts = np.flatnonzero(is_first)
+        group = np.cumsum(is_first) - 1
+        first = firsts[group]
         is_even = (counts == counts[first]) & (pitches == pitches[first])
         is_even &= starts + sizes <= starts[first] + pitches
-        are_even = np.logical_and.reduceat(is_even, firsts)
-        is_odd = ~np.repeat(are_even, np.diff(np.append(firsts, len(starts))))
+        is_odd = ~np.logical_and.reduceat(is_even, firsts)[group]
         if is_odd.any():
             odd = columns._take(is_odd)._one_by_one()
             return odd.num_different_bytes() + columns._take(~is_odd).num_different_bytes()
@@ -113,10 +115,9 @@ class ReadFigures(NamedTuple):
 
     def _one_by_one(self) -> ReadFigures:
         """Give each of the ranges a row of its own."""
-        rows = np.repeat(np.arange(len(self.counts)), self.counts)
-        number = np.arange(len(rows)) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
-        single = self._take(rows)
-        ones = np.ones_like(rows)
+        number = joined_ranges(np.zeros_like(self.counts), self.counts)
+        single = self._take(np.repeat(np.arange(len(self.counts)), self.counts))
+        ones = np.ones_like(number)
         return single._replace(
             starts=single.starts + number * single.pitches, counts=ones, pitches=ones * _UNLIMITED
         )
@@ -136,15 +137,14 @@ class RequestCounter:
         groups: list[list[ReadPart]] = [[]]
         for chunk in chunks:
             size = int(stored.manifest.num_bytes[chunk])
-            groups[0].append(ReadPart(chunk, 0, size, None, NOT_PLAIN))
+            groups[0].append(ReadPart(chunk, 0, size, None))
         quantized: list[Copy] = []
         for copies, targets in calls:
             plain = copies
             if stored.quantized:
                 plain = [copy for copy in copies if copy.chunk not in stored.quantized]
                 quantized += [copy for copy in copies if copy.chunk in stored.quantized]
-            parts = parts_by_copy(stored, plain, targets, _COPIER)
-            groups.append(list(itertools.chain.from_iterable(parts)))
+            groups.append(parts_of(stored, plain, targets, _COPIER))
         rows = [row for _, row in self._rows_of(groups)]
         if quantized:
             rows += self._rows_of_codes(quantized)
@@ -188,7 +188,11 @@ class RequestCounter:
 
     def _rows_of(self, groups: Sequence[Sequence[ReadPart]]) -> Iterator[tuple[int, _Row]]:
         """Yield the number and the requests of each group, read apart."""
-        table = self._table_of(groups)
+        parts = list(itertools.chain.from_iterable(groups))
+        numbers = np.repeat(np.arange(len(groups)), list(map(len, groups)))
+        # Parts have the blocks of checksums already.
+        stored = replace(self._stored, verify=False)
+        table = in_file_order(stored, _COPIER, parts, numbers * self._num_files)
         reading = Reading(table, OpenFiles())
         if reading.is_local:
             for unit in reading.units():
@@ -200,24 +204,6 @@ class RequestCounter:
             file, start, stop = reading.range_of(units)
             number, file = divmod(file, self._num_files)
             yield number, _row(file * _FILE_BYTES + start, stop - start)
-
-    def _table_of(self, groups: Sequence[Sequence[ReadPart]]) -> PartTable:
-        """Return the parts of all groups.
-
-        The same file in two groups counts as two, so that nothing is read together.
-        """
-        manifest = self._stored.manifest
-        parts = list(itertools.chain.from_iterable(groups))
-        chunks = np.array([part.chunk for part in parts], np.int64)
-        starts = np.array([part.start for part in parts], np.int64)
-        numbers = np.repeat(np.arange(len(groups)), list(map(len, groups)))
-        files = manifest.file_ids[chunks] + numbers * self._num_files
-        positions = manifest.first_bytes[chunks] + starts
-        order = np.lexsort((positions, files))
-        in_order = [parts[i] for i in order.tolist()]
-        # Parts have the blocks of checksums already.
-        stored = replace(self._stored, verify=False)
-        return PartTable(stored, _COPIER, in_order, files[order], positions[order])
 
 
 def _row(start: int, size: int, piece_bytes: int = _UNLIMITED) -> _Row:

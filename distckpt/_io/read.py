@@ -155,12 +155,20 @@ def num_threads_at(location: str) -> int:
 # --- Units ----------------------------------------------------------------------------------------
 
 
-def in_file_order(stored: StoredCheckpoint, copier: Copier, parts: Sequence[ReadPart]) -> PartTable:
-    """Sort parts by file and position."""
+def in_file_order(
+    stored: StoredCheckpoint,
+    copier: Copier,
+    parts: Sequence[ReadPart],
+    first_files: IntArray | int = 0,
+) -> PartTable:
+    """Sort parts by file and position.
+
+    Files of a part count from its number in `first_files` on: parts with other ones are read apart.
+    """
     manifest = stored.manifest
     chunks = np.array([part.chunk for part in parts], np.int64)
     starts = np.array([part.start for part in parts], np.int64)
-    files = manifest.file_ids[chunks]
+    files = manifest.file_ids[chunks] + first_files
     positions = manifest.first_bytes[chunks] + starts
     order = np.lexsort((positions, files))
     in_order = [parts[i] for i in order.tolist()]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from distckpt._base.dtypes import ITEM_BYTES
-from distckpt._format.columns import compress, decompress
+from distckpt._format.columns import compress, decompress, joined_ranges
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray, Region, regions_to_arrays
@@ -134,7 +134,7 @@ def divide(manifest: Manifest, copies: Sequence[Copy], unit_bytes: int = UNIT_BY
     is_outer = np.arange(ndim) < axes[:, None]
     num_units = counts * np.where(is_outer, extents, 1).prod(axis=1)
     rows = np.repeat(rows, num_units)
-    number = np.arange(len(rows)) - np.repeat(np.cumsum(num_units) - num_units, num_units)
+    number = joined_ranges(np.zeros_like(num_units), num_units)
     rest, cells = np.divmod(number, counts[rows])
     cells += first[rows]
     offsets = lows[rows]
@@ -271,20 +271,16 @@ class UnitTable(NamedTuple):
     def to_bytes(self) -> bytes:
         """Encode for rank 0, see `UnitMessage`."""
         kinds, kind = np.unique(self.names[:, 2], return_inverse=True)
-        names = (self.names[:, 0], self.names[:, 1], kind)
-        numbers = np.vstack([*names, self.num_bytes, self.offsets.T, self.shapes.T])
+        names = self.names[:, :2].T
+        numbers = np.vstack([names, kind, self.num_bytes, self.offsets.T, self.shapes.T])
         head = [len(self.names), len(kinds), self.group]
         first = np.concatenate([head, kinds, numbers.max(axis=1, initial=0)], dtype=np.int64)
         return first.tobytes() + compress(numbers.tobytes())
 
     def take(self, rows: IntArray) -> UnitTable:
         """Return the units in some rows."""
-        return self._replace(
-            names=self.names[rows],
-            offsets=self.offsets[rows],
-            shapes=self.shapes[rows],
-            num_bytes=self.num_bytes[rows],
-        )
+        names, offsets, shapes, num_bytes, group = self
+        return UnitTable(names[rows], offsets[rows], shapes[rows], num_bytes[rows], group)
 
 
 class UnitMessage(NamedTuple):
@@ -426,6 +422,5 @@ class SharePlan(NamedTuple):
 
 def _columns_of(numbers: IntArray, count: int, ndim: int) -> tuple[IntArray, ...]:
     """Split numbers into three columns, offsets and shapes of `count` rows."""
-    first, second, third, *axes = numbers.reshape(3 + 2 * ndim, count)
-    regions = np.array(axes, np.int64).reshape(2, ndim, count)
-    return first, second, third, regions[0].T, regions[1].T
+    columns = numbers.reshape(3 + 2 * ndim, count)
+    return (*columns[:3], columns[3 : 3 + ndim].T, columns[3 + ndim :].T)

@@ -336,6 +336,20 @@ def test_every_script_is_run_by_the_one_that_runs_all_and_is_described(monkeypat
     assert set(re.findall(r"<!-- figures/(\w+)\.json -->", readme)) == SCRIPTS - UNPUBLISHED
 
 
+OPTIONAL = {"mfusepy", "pytorch_optimizer"}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in BENCHMARKS.glob("*.py")))
+def test_every_script_finds_the_names_that_it_imports(monkeypatch, name):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A library that only this script needs.
+        if (error.name or "").partition(".")[0] not in OPTIONAL:
+            raise
+
+
 def is_worthless(noise, others):
     return noise is None or noise > 0.3 or (others or 0) > 0.25
 
