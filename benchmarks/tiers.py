@@ -1,6 +1,6 @@
 """Managers with local directories: what their saves cost training, and how fast they restart.
 
-    python benchmarks/tiers.py [--ranks 2] [--gb 0.5] [--runs 5] [--dir DIR]
+    python benchmarks/tiers.py [--ranks 2] [--gb 0.5] [--restart-gb 2] [--runs 5] [--dir DIR]
 
 Each rank is a host with a directory of its own. The first table has the seconds that a save keeps
 training, the seconds until all of it is done, how much longer a training step takes meanwhile (a
@@ -42,13 +42,21 @@ def main() -> None:
     """Print the tables."""
     parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--gb", type=float, default=0.5)
+    parser.add_argument("--gb", type=float, default=0.5, help="size of the state that is saved")
+    parser.add_argument(
+        "--restart-gb", type=float, default=2.0, help="size of the one that is loaded"
+    )
     arguments = parser.parse_args()
     report = Report(arguments)
-    report.about = f"{arguments.gb:g} GB on {arguments.ranks} hosts of one gloo rank."
+    report.about = (
+        f"{arguments.gb:g} GB are saved by {arguments.ranks} hosts of one gloo rank, and "
+        f"{arguments.restart_gb:g} GB are loaded by twice as many ranks."
+    )
     with tempfile.TemporaryDirectory(dir=arguments.dir or "/dev/shm") as folder:
         rows = run_ranks(measure_saves, arguments.ranks, arguments, folder)
         report.add(["save", "blocked s", "x async_save", "done s", "step", "network"], rows)
+        shutil.rmtree(folder)
+        run_ranks(save_once, arguments.ranks, arguments, folder)
         rows = run_ranks(measure_restarts, 2 * arguments.ranks, arguments, folder)
         report.add(["restart", "seconds", "x plain copy"], rows)
     report.finish()
@@ -188,14 +196,25 @@ def _carried_bytes() -> int:
 # --- Restarts -------------------------------------------------------------------------------------
 
 
+def save_once(rank: int, arguments: argparse.Namespace, folder: str) -> None:
+    """Save a step to the hosts."""
+    state = state_of(rank, dist.get_world_size(), arguments.restart_gb)
+    manager = CheckpointManager(
+        f"{folder}/root", local=f"{folder}/host{rank}", upload_every=10**6, keep_local=1
+    )
+    manager.save(1, state).result()
+    manager.wait(uploaded=True)
+    manager._close(has_failed=True)
+
+
 def measure_restarts(rank: int, arguments: argparse.Namespace, folder: str) -> list[list[Cell]]:
     """Load what other hosts have, and copy as much, by turns; return rows of medians."""
     torch.set_num_threads(1)
     num_ranks = dist.get_world_size()
-    state = state_of(rank, num_ranks, arguments.gb)
+    state = state_of(rank, num_ranks, arguments.restart_gb)
     # Ranks are in pairs on the hosts, in the opposite order.
-    local = f"{folder}/host{(num_ranks - 1 - rank) // 2}-0"
-    manager = CheckpointManager(f"{folder}/root0", local=local, upload_every=10**6)
+    local = f"{folder}/host{(num_ranks - 1 - rank) // 2}"
+    manager = CheckpointManager(f"{folder}/root", local=local, upload_every=10**6)
     peer = num_ranks - 1 - rank
     memory = torch.empty(num_bytes_of(state), dtype=torch.uint8)
     ways: dict[str, Callable[[], object]] = {
