@@ -232,6 +232,17 @@ class _ExitCode:
 _exit_code = _ExitCode()
 
 
+def _abandon(tasks: list[Task[Any]]) -> None:
+    for task in tasks:
+        # Other tasks are not saves: nothing is lost with them.
+        if task.exit_timeout > 0 or task.location is not None:
+            logger.warning(
+                "the process ends: %s is abandoned, nothing of it is committed", task.name
+            )
+        task.is_abandoned.set()
+    concurrent.futures.wait(tasks, STOP_SECONDS)
+
+
 def _at_exit() -> None:
     """Wait for unfinished tasks, each up to its `exit_timeout`; abandon the rest."""
     started = time.monotonic()
@@ -250,15 +261,7 @@ def _at_exit() -> None:
                 [task], max(0.0, started + task.exit_timeout - time.monotonic())
             )
     finally:
-        abandoned = _all_unfinished()
-        for task in abandoned:
-            # Other tasks are not saves: nothing is lost with them.
-            if task.exit_timeout > 0 or task.location is not None:
-                logger.warning(
-                    "the process ends: %s is abandoned, nothing of it is committed", task.name
-                )
-            task.is_abandoned.set()
-        concurrent.futures.wait(abandoned, STOP_SECONDS)
+        _abandon(_all_unfinished())
         # An exit_timeout of 0 asks for the save to be abandoned.
         for task in tasks:
             if task.exit_timeout > 0 and (not task.done() or task.exception()):

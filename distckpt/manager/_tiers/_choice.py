@@ -28,7 +28,7 @@ _Answer = TypeVar("_Answer")
 
 @dataclass
 class Known:
-    """What is known about a step: who has its files, and whether the root has it.
+    """The holders of a step: hosts with its files, and perhaps the root.
 
     Attributes:
         spread: the hosts that have its files.
@@ -50,7 +50,7 @@ class Known:
 
 @dataclass
 class Passed:
-    """What a load has found unfit so far.
+    """The steps that a load has found unfit so far.
 
     Attributes:
         reasons: problems of steps that were passed over, by step.

@@ -33,7 +33,7 @@ NUMBERS = (ATTEMPT, NUM_FILES, NUM_BYTES)
 
 
 class HeldStep(NamedTuple):
-    """What a host has of a step.
+    """The part of a step that a host has.
 
     Attributes:
         step: its number.
