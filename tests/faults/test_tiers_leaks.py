@@ -1,0 +1,62 @@
+"""Many steps through all tiers: memory, descriptors, threads, sockets and files do not grow."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.distributed.test_tiers import manager_of, state_of
+from tests.support.harness import run, sum_over_ranks
+
+WARM_UP = 20
+ALLOWED_GROWTH_BYTES = 16 << 20
+"""In all steps together. A step of a rank has 400 KB, so that one in 10 steps left behind shows."""
+
+
+def held_by(base: str) -> dict[str, object]:
+    """Return what this process holds, and the files of all tiers."""
+    gc.collect()
+    process = psutil.Process()
+    paths = [path for path in Path(base).rglob("*") if path.is_file()]
+    return {
+        "memory": process.memory_info().rss,
+        "descriptors": process.num_fds(),
+        "sockets": len(process.net_connections()),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "shared memory": len([name for name in os.listdir("/dev/shm") if str(os.getpid()) in name]),
+        "files": len(paths),
+    }
+
+
+def save_many(rank: int, base: str, num_steps: int) -> tuple[dict, dict, int]:
+    settings = {"peers": 1, "upload_every": 2, "keep_last": 2, "keep_local": 2}
+    before: dict[str, object] = {}
+    with manager_of(rank, base, 1, **settings) as manager:
+        for step in range(1, num_steps + 1):
+            manager.save(step, state_of(rank, 2, step))
+            if step % 10 == 0:
+                manager.wait(uploaded=True)
+                assert manager.states[step].is_replicated
+                assert manager.load(state_of(rank, 2, None))["step"] == step
+                manager.wait(uploaded=True)
+            if step == WARM_UP:
+                sum_over_ranks(1)
+                before = held_by(base)
+                sum_over_ranks(1)
+        after = held_by(base)
+        sum_over_ranks(1)
+        return before, after, len(manager.states)
+
+
+@pytest.mark.parametrize("num_steps", [60, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.timeout(600)
+def test_nothing_grows_with_the_number_of_steps(tmp_path, num_steps):
+    for before, after, _ in run(save_many, 2, str(tmp_path), num_steps):
+        growth = after.pop("memory") - before.pop("memory")
+        assert growth < ALLOWED_GROWTH_BYTES, f"{growth / 2**20:.1f} MiB"
+        assert after == before
