@@ -84,9 +84,7 @@ class LocalRoot:
         locations.make_directories(self.location)
         path = locations.join(self.location, RUN_FILE)
         content = encode_run(self.run, self.root, self.is_new)
-        if not locations.exists(path) or not (
-            self.is_new or locations.read_bytes(path) == content
-        ):
+        if not locations.exists(path) or not (self.is_new or locations.read_bytes(path) == content):
             locations.write_bytes(path, content)
 
     def held(self) -> list[HeldStep]:
@@ -250,4 +248,3 @@ def files_in(directory: str) -> dict[str, int]:
                 if not entry.name.startswith("."):
                     sizes[f"{folder}/{entry.name}"] = entry.stat().st_size
     return sizes
-
