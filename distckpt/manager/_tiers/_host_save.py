@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import SaveReport
 from distckpt._commit import posix
 from distckpt._format.manifest import is_manifest_name
@@ -52,7 +51,7 @@ class HostSave:
                 details["bytes"] = save.prepared.num_bytes
                 directory = self._begin(ranks, save, cleaning)
                 with ranks.telling("save to the hosts") as told:
-                    self._check_is_seen(directory)
+                    self._make(directory)
                     own = save.prepared.write_own(directory, ranks)
                     self._sync(save, directory)
                     figures = save.timer.figures(save.prepared.num_bytes)
@@ -69,7 +68,7 @@ class HostSave:
         return report_save(ranks, save, tuple(json.loads(figures)))
 
     def _begin(self, ranks: Ranks, save: PlannedSave, cleaning: contextlib.ExitStack) -> str:
-        """Make the directory that is written into, on each host; return it."""
+        """Return the directory that is written into on this host."""
         nonce, self.name = ranks.decide_json(
             "create directories on the hosts",
             lambda: [secrets.token_hex(8), save.request.notes[steps.NOTE]["save"]],
@@ -77,23 +76,20 @@ class HostSave:
         directory = self.place.hidden(self.step, nonce)
         if self.is_leader:
             cleaning.callback(self._give_up, directory)
+        return directory
+
+    def _make(self, directory: str) -> None:
+        if self.is_leader:
+            self.place.make()
         # Every rank makes them: the ones of a host do not wait for their leader.
         for name in posix.SUBDIRECTORIES:
             locations.make_directories(locations.join(directory, name))
-        return directory
 
     def _give_up(self, directory: str) -> None:
         """Remove the files of this host after a failure; another host may lack its own."""
         locations.remove_tree(directory)
         if self._is_committed:
             self.place.remove(self.step)
-
-    def _check_is_seen(self, directory: str) -> None:
-        if not locations.isdir(directory):
-            raise CheckpointingException(
-                f"{directory!r} was removed while the step was written: leave the local directory "
-                "of a run alone, and save again."
-            )
 
     def _sync(self, save: PlannedSave, directory: str) -> None:
         if save.request.options.durable:

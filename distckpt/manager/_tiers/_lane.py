@@ -68,7 +68,7 @@ class Lane:
         _give_way()
         try:
             if self.is_broken:
-                raise CheckpointingException("not started: contact with a rank was lost before")
+                raise CheckpointingException("not started after a rank was lost: restart the job")
             run_operation(title, partial(self._run_in_turn, step, work, title))
         except Exception as error:
             if not isinstance(error, PassedOverError):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._base.errors import CorruptCheckpointError
+from distckpt._checkpoint.opening import manifest_bytes, open_checkpoint
 from distckpt._commit import hidden_directories, posix
 from distckpt._format.manifest import is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, read_marker
@@ -61,10 +62,14 @@ class LocalRoot:
     Attributes:
         location: its path.
         run: identity of the run.
+        root: the location where its steps are uploaded.
+        is_new: whether the root may not know the run.
     """
 
     location: str
     run: str
+    root: str
+    is_new: bool
 
     def step(self, step: int) -> str:
         """Return the directory of a step."""
@@ -74,24 +79,29 @@ class LocalRoot:
         """Return the directory in which a step is written."""
         return hidden_directories.beside(self.step(step), "tmp", nonce)
 
-    def make(self, root: str) -> None:
-        """Make the directory; `root` is where steps are uploaded."""
+    def make(self) -> None:
+        """Make the directory."""
         locations.make_directories(self.location)
         path = locations.join(self.location, RUN_FILE)
-        if not locations.exists(path):
-            locations.write_bytes(path, encode_run(self.run, root))
+        content = encode_run(self.run, self.root, self.is_new)
+        if not locations.exists(path) or not (self.is_new or locations.read_bytes(path) == content):
+            locations.write_bytes(path, content)
 
     def held(self) -> list[HeldStep]:
         """Return the steps that are here, ascending."""
         found = []
         for step in steps.all_steps(self.location):
-            with locations.only_logging(f"look into {self.step(step)}"):
-                held = self._held(step)
-                if held is not None:
-                    found.append(held)
+            held = self._held(step)
+            if held is not None:
+                found.append(held)
         return found
 
     def _held(self, step: int) -> HeldStep | None:
+        with locations.only_logging(f"look into {self.step(step)}"):
+            return self._read(step)
+        return None
+
+    def _read(self, step: int) -> HeldStep | None:
         directory = self.step(step)
         note = steps.note_in(read_marker(directory))
         if note.get("step") != step or note.get(RUN) != self.run:
@@ -112,8 +122,29 @@ class LocalRoot:
 
     def has(self, step: int, save: str | None = None) -> bool:
         """Whether marker and manifest of a step, of this save, are here."""
+        return bool(self.small_files(step, save))
+
+    def small_files(self, step: int, save: str | None = None) -> dict[str, bytes]:
+        """Return marker and manifest of a step; nothing if damaged."""
+        directory = self.step(step)
+        contents: dict[str, bytes] = {}
         held = self._held(step)
-        return held is not None and save in (None, held.save)
+        if held is not None and save in (None, held.save):
+            with locations.only_logging(f"read the manifest in {directory}"):
+                manifest_bytes(directory, read_marker(directory) or {})
+                for name in locations.list_names(directory):
+                    if name == CONFIG_FNAME or is_manifest_name(name):
+                        contents[name] = locations.read_bytes(locations.join(directory, name))
+                return contents
+        return {}
+
+    def mend(self, step: int, save: str, contents: Mapping[str, bytes]) -> None:
+        """Replace a damaged manifest; files of the step stay."""
+        held = self._held(step)
+        if held is not None and held.save == save:
+            with locations.only_logging(f"mend the manifest in {self.step(step)}"):
+                for name, content in contents.items():
+                    locations.write_bytes(locations.join(self.step(step), name), content)
 
     def adopt(self, step: int, contents: Mapping[str, bytes]) -> None:
         """Begin a step with marker and manifest; its files come later."""
@@ -125,9 +156,16 @@ class LocalRoot:
             locations.write_bytes(locations.join(directory, name), content)
         posix.commit(directory, self.step(step), overwrite=True)
 
-    def drop_damaged(self, step: int) -> int:
-        """Remove the files of a step that differ from their checksums; return their number."""
+    def drop_damaged(self, step: int, save: str) -> int:
+        """Remove the damaged files of a step; return their number."""
+        held = self._held(step)
+        if held is None or held.save != save:
+            return 0
         directory = self.step(step)
+        if not self.has(step):
+            logger.warning("%s is removed: no host has a whole manifest", directory)
+            self.remove(step)
+            return 1
         stored = open_checkpoint(Ranks.alone(), directory)
         damaged: dict[str, str] = {}
         for problem in problems_of(stored, files_in(directory)):
@@ -160,36 +198,42 @@ class LocalRoot:
                 locations.remove_file(str(path))
 
 
-def local_root(directory: str, run: str) -> LocalRoot:
+def local_root(directory: str, run: str, root: str, is_new: bool) -> LocalRoot:
     """Return the directory of a run on this host."""
-    return LocalRoot(locations.join(directory, f"run-{run}"), run)
+    return LocalRoot(locations.join(directory, f"run-{run}"), run, root, is_new)
 
 
-def runs_in(directory: str, root: str) -> list[str]:
-    """Return the runs of a root that a local directory has."""
+def runs_in(directory: str, root: str) -> list[tuple[str, bool]]:
+    """Return the runs of a root that a local directory has, and whether they are new."""
     runs = []
     for name in locations.list_names(directory):
         if name.startswith("run-"):
-            run, of = read_run(locations.join(directory, name, RUN_FILE))
+            run, of, is_new = read_run(locations.join(directory, name, RUN_FILE))
             if name == f"run-{run}" and of == root:
-                runs.append(run)
+                runs.append((run, is_new))
     return runs
 
 
-def run_of_root(root: str) -> str:
-    """Return the identity of the run of a root; a new one where it has none yet.
+def run_of_root(root: str, new: str) -> str:
+    """Return the identity of the run of a root; `new` where it has none yet.
 
     Raises:
+        CorruptCheckpointError: its file is damaged.
         OSError: the root cannot be read or written.
     """
     path = locations.join(root, RUN_FILE)
     if not locations.exists(path):
         locations.make_directories(root)
-        locations.create_bytes(path, encode_run(secrets.token_hex(8), root))
+        locations.create_bytes(path, encode_run(new, root))
     # Another job may have been faster.
     content = locations.read_bytes(path, 4096)
-    fields = json.loads(content)
-    return str(fields[RUN])
+    try:
+        return str(json.loads(content)[RUN])
+    except (ValueError, LookupError, TypeError) as error:
+        raise CorruptCheckpointError(
+            f'{path!r} is damaged ({error}). Write {{"{RUN}": "ID"}} into it: the directory of the '
+            "run on each host is named run-ID. If you remove the file, steps on hosts are ignored."
+        ) from error
 
 
 def files_in(directory: str) -> dict[str, int]:
@@ -204,12 +248,3 @@ def files_in(directory: str) -> dict[str, int]:
                 if not entry.name.startswith("."):
                     sizes[f"{folder}/{entry.name}"] = entry.stat().st_size
     return sizes
-
-
-def small_files(directory: str) -> dict[str, bytes]:
-    """Return the content of marker and manifest."""
-    contents = {}
-    for name in locations.list_names(directory):
-        if name == CONFIG_FNAME or is_manifest_name(name):
-            contents[name] = locations.read_bytes(locations.join(directory, name))
-    return contents

@@ -17,6 +17,7 @@ from distckpt._commit import posix
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
+from distckpt._storage import locations
 from distckpt.manager._tiers._choice import Root, known_steps
 from distckpt.manager._tiers._hosts import Hosts, meet
 from distckpt.manager._tiers._lane import Lane
@@ -77,13 +78,14 @@ def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting
             told.payload = json.dumps(runs_in(directory, root.location)).encode()
     with ranks.answering(told, "find the run"):
         if ranks.is_coordinator:
-            told.answer = _run_of(root, told.payloads).encode()
-    place = local_root(directory, told.answer.decode())
+            told.answer = json.dumps(_run_of(root, told.payloads)).encode()
+    place = local_root(directory, *json.loads(told.answer))
     is_leader = hosts.leads(ranks.rank)
     with ranks.phase("open the local directories"):
-        place.make(root.location)
         if is_leader:
-            with locations.only_logging(f"clear up in {place.location}"):
+            # On a full or broken disk, saves go to the root.
+            with locations.only_logging(f"open {place.location}"):
+                place.make()
                 place.clear_leftovers()
     found = held_by_hosts(ranks, hosts, place)
 
@@ -105,17 +107,25 @@ def _next_attempt(found: Sequence[SpreadStep], root: Root) -> int:
     return max(last + 1, int(time.time()))
 
 
-def _run_of(root: Root, payloads: Sequence[bytes]) -> str:
-    """Return the identity of the run, which the root knows.
+def _run_of(root: Root, payloads: Sequence[bytes]) -> tuple[str, str, bool]:
+    """Return identity and root of the run, and whether the root may not know it.
 
     If the root does not answer, most local directories decide.
     """
     known: list[str] = []
+    new: dict[str, bool] = {}
     for payload in payloads:
-        known += json.loads(payload or b"[]")
+        for run, is_new in json.loads(payload or b"[]"):
+            known.append(run)
+            new[run] = new.get(run, True) and is_new
     guess = max(known, key=known.count, default=secrets.token_hex(8))
-    run = root.ask(partial(run_of_root, root.location), guess)
+    # Other runs that the root has forgotten are not believed.
+    name = guess if new.get(guess, True) else secrets.token_hex(8)
+    run = root.ask(partial(run_of_root, root.location, name), guess)
+    if known and run not in known:
+        text = "steps of run %s on hosts are ignored: run.json in %s is of run %s"
+        logger.warning(text, guess, root.location, run)
     if not root.answers:
         source = "as local directories say" if known else "a new one"
         logger.warning("the run is taken for %s, %s", run, source)
-    return run
+    return run, root.location, not root.answers and new.get(run, True)

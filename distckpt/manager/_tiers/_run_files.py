@@ -16,6 +16,7 @@ RUN_FILE = "run.json"
 RUN = "run"
 STATES_FILE = "states.json"
 """File with the states of steps, in a local directory."""
+_NEW = "new"
 _MAX_BYTES = 1 << 20
 
 
@@ -43,17 +44,20 @@ class StepState:
         return "replicated" if self.is_replicated else "local only"
 
 
-def encode_run(run: str, root: str) -> bytes:
-    """Encode the content of a file that identifies a run."""
-    return json.dumps({RUN: run, "root": root}).encode()
+def encode_run(run: str, root: str, is_new: bool = False) -> bytes:
+    """Encode the content of a file that identifies a run.
+
+    `is_new`: the root did not answer when the run began, and may not know it.
+    """
+    return json.dumps({RUN: run, "root": root, **({_NEW: True} if is_new else {})}).encode()
 
 
-def read_run(path: str) -> tuple[str, str]:
-    """Return identity and root of a run; empty ones if the file does not tell."""
+def read_run(path: str) -> tuple[str, str, bool]:
+    """Return the values of `encode_run`; empty ones if the file does not tell."""
     fields = _read_object(path)
     if fields.get(RUN):
-        return str(fields[RUN]), str(fields.get("root"))
-    return "", ""
+        return str(fields[RUN]), str(fields.get("root")), bool(fields.get(_NEW))
+    return "", "", False
 
 
 def is_of_host(directory: str) -> bool:
@@ -61,7 +65,7 @@ def is_of_host(directory: str) -> bool:
     name = os.path.basename(directory)
     if not name.startswith("run-") or not locations.is_local(directory):
         return False
-    run, _ = read_run(locations.join(directory, RUN_FILE))
+    run, *_ = read_run(locations.join(directory, RUN_FILE))
     return name == f"run-{run}"
 
 

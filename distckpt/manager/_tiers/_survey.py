@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from distckpt._base.errors import CorruptCheckpointError
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt.manager._tiers._hosts import Hosts
-from distckpt.manager._tiers._local_steps import HeldStep, LocalRoot, small_files
+from distckpt.manager._tiers._local_steps import HeldStep, LocalRoot
 
 
 @dataclass
@@ -106,28 +107,35 @@ def fetch_small_files(
     Collective operation: all ranks must call it.
     """
     with ranks.telling("find the manifest") as told:
-        has_it = place.has(step, save)
-        told.payload = bytes([has_it])
+        contents = place.small_files(step, save)
+        told.payload = bytes([bool(contents)])
     with ranks.answering(told, "find the manifest"):
         if ranks.is_coordinator:
             holder = -1
+            if b"\1" not in told.payloads:
+                raise CorruptCheckpointError(f"No host has a whole manifest of step {step}.")
             if b"\0" in told.payloads:
                 holder = told.payloads.index(b"\1")
             told.answer = str(holder).encode()
     holder = int(told.answer)
     if holder < 0:
-        return small_files(place.step(step))
+        return contents
     with ranks.telling("fetch the manifest") as told:
         if ranks.rank == holder:
             parts: list[bytes] = []
-            for name, content in small_files(place.step(step)).items():
+            for name, content in contents.items():
                 parts += [name.encode(), content]
             told.payload = pack_parts(parts)
     with ranks.answering(told, "fetch the manifest"):
         if ranks.is_coordinator:
             told.answer = told.payloads[holder]
     parts = unpack_parts(told.answer)
-    return {name.decode(): content for name, content in zip(parts[::2], parts[1::2], strict=True)}
+    result = {}
+    for name, content in zip(parts[::2], parts[1::2], strict=True):
+        result[name.decode()] = content
+    if not contents:
+        place.mend(step, save, result)
+    return result
 
 
 def shared_out(files: Sequence[str], step: SpreadStep, hosts: Hosts) -> dict[str, int]:

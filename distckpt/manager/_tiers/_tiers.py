@@ -273,6 +273,21 @@ class Tiers:
             return open_checkpoint(Ranks.alone(), place.step(spread.step))
 
     def _upload(self, step: int, save: str, ranks: Ranks) -> None:
+        try:
+            self._upload_once(step, save, ranks)
+        except BaseException as error:
+            is_damage = steps.all_find(ranks, error, _is_damage)
+            if not is_damage or not self._drop_damaged(ranks, step, save):
+                raise
+            # Other hosts may have whole copies.
+            self._upload_once(step, save, ranks)
+        with self._noting:
+            self._note(step, replace(self.states[step], is_uploaded=True, problem=None))
+        if ranks.is_coordinator:
+            self._root_steps.clear_leftovers()
+            self._root_steps.after_commit(step)
+
+    def _upload_once(self, step: int, save: str, ranks: Ranks) -> None:
         met = self._meeting
         location = steps.step_location(self._root, step)
         spread = spread_step(ranks, met.hosts, met.place, step, save)
@@ -286,11 +301,17 @@ class Tiers:
         note_stall = partial(self._note_problem, step, is_seen_here_only=True)
         with Progress(step, self._settings.stall_timeout, note_stall) as progress:
             upload(ranks, stored, own, location, self._options, progress, self._upload_pace)
-        with self._noting:
-            self._note(step, replace(self.states[step], is_uploaded=True, problem=None))
-        if ranks.is_coordinator:
-            self._root_steps.clear_leftovers()
-            self._root_steps.after_commit(step)
+
+    def _drop_damaged(self, ranks: Ranks, step: int, save: str) -> bool:
+        """Remove damaged files of a step; return whether there were any.
+
+        Collective operation: all ranks must call it.
+        """
+        met = self._meeting
+        with ranks.phase("look for damaged files") as vote:
+            if met.hosts.leads(ranks.rank):
+                vote.number = met.place.drop_damaged(step, save)
+        return vote.largest > 0
 
     # --- Load
 
@@ -375,12 +396,8 @@ class Tiers:
         self, ranks: Ranks, known: Known, passed: Passed, error: BaseException
     ) -> None:
         """Remove damaged local files; without any, note that the step does not load."""
-        met = self._meeting
         step = known.spread.step
-        with ranks.phase("look for damaged files") as vote:
-            if met.hosts.leads(ranks.rank) and met.place.has(step, known.spread.save):
-                vote.number = met.place.drop_damaged(step)
-        if vote.largest:
+        if self._drop_damaged(ranks, step, known.spread.save):
             return
         if known.root_suffix is not None and known.spread.save not in passed.damaged_in_root:
             passed.damaged_in_root.add(known.spread.save)
