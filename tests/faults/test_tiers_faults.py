@@ -1,5 +1,6 @@
-"""Disks, peers, stores and files of fast tiers that fail, and programs that end badly: nothing wrong
-is loaded, training goes on, and messages name the host, the file and the way out.
+"""Disks, peers, stores and files of fast tiers that fail, and programs that end badly.
+
+Nothing wrong is loaded, training goes on, and messages name the host, the file and the way out.
 
 Hosts are imitated: ranks with different local directories are on different hosts.
 """
@@ -21,12 +22,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 from distckpt import CheckpointManager, CheckpointNotFoundError, PreemptionGuard, ShardedObject
-from distckpt.manager._tiers import _choice, _copies, _meeting
+from distckpt.manager._tiers import _choice, _copies, _meeting, _served, _tier_files
 from tests.distributed.test_tiers import (
     directories,
     files_of_step,
@@ -39,8 +40,8 @@ from tests.distributed.test_tiers import (
 from tests.support.disk import flip
 from tests.support.disks import mounted_read_only, small_disk
 from tests.support.flaky_store import FlakyFileSystem, failing
-from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
-from tests.support.s3_server import reached_at
+from tests.support.harness import ask_parent, error_of, launched, run, signal_parent, sum_over_ranks
+from tests.support.s3_server import Fault, FaultyProxy, reached_at
 
 
 def run_logged(function: Callable[..., Any], *args: Any, **settings: Any) -> tuple[list, str]:
@@ -254,7 +255,8 @@ def test_copies_go_on_after_some_have_failed(tmp_path):
     (tmp_path / "host0").mkdir()
     with small_disk(tmp_path / "host0", 16 << 20):
         for states in run(copy_when_there_is_room, 2, str(tmp_path)):
-            assert states[10]["is_local"] and not states[10]["is_replicated"]
+            assert states[10]["is_local"]
+            assert not states[10]["is_replicated"]
             assert states[20]["is_replicated"]
 
 
@@ -300,7 +302,7 @@ def test_steps_that_are_passed_over_are_named_and_the_last_one_is_not(tmp_path, 
         passed = [step for step in states if step not in done]
         assert passed
         for step in passed:
-            assert "given up in favor of step" in states[step]["problem"]
+            assert "given up, since step" in states[step]["problem"]
             assert f"of step {step} failed" in logged
     assert "a rank was lost" not in logged
 
@@ -337,6 +339,51 @@ def test_a_peer_that_stops_while_copies_are_sent(tmp_path):
             assert "restart the job" in states[20]["problem"]
             assert states[20]["is_local"]
     assert loaded(tmp_path, 2, 1) == 20
+
+
+def load_beside_a_stopped_host(rank: int, base: str) -> int:
+    """Load files of host 1, which stops before the first byte is read from it."""
+    fill_from = _tier_files._fill
+
+    def fill_later(source: Any, *args: Any) -> None:
+        if source.tier == "peer" and not asked:
+            asked.append(ask_parent())
+        fill_from(source, *args)
+
+    def stop(num_bytes: int, total_bytes: int) -> None:
+        if rank == 1 and not asked:
+            asked.append(os.kill(os.getpid(), signal.SIGSTOP))
+        elif rank == 0 and num_bytes == total_bytes:
+            signal_parent()
+
+    asked: list[object] = []
+    with (
+        mock.patch.object(_served, "_ANSWER_SECONDS", 0.5),
+        mock.patch.object(_tier_files, "_fill", fill_later),
+        manager_of(rank, base, 1) as manager,
+    ):
+        state = state_of(rank, 2, None)
+        return manager.load(state, progress=stop)["step"]
+
+
+def test_a_host_that_stops_while_others_read_from_it(tmp_path):
+    saved(tmp_path, 2, 1, [10])
+    for path in files_of_step(tmp_path, 0, 10):
+        path.unlink()
+    with launched(load_beside_a_stopped_host, 2, str(tmp_path)) as launch:
+        launch.wait_for_signal(0)
+        stopped = psutil.Process(launch.processes[1].pid)
+        while stopped.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        launch.answer(0)
+        # Rank 0 has all of its values from the root.
+        launch.wait_for_signal(0)
+        stopped.resume()
+        assert launch.values() == [10, 10]
+        logged = launch.outcomes()[0].warnings_logged
+    assert any(
+        "no bytes came for 0.5 s" in line and "but from the store" in line for line in logged
+    ), logged
 
 
 # --- Stores ---------------------------------------------------------------------------------------
@@ -418,12 +465,13 @@ def start_without_answers(rank: int, base: str, code: int) -> tuple[str, dict, i
         return error, states_of(manager), newest
 
 
-@pytest.mark.parametrize("code", [403, pytest.param(503, marks=pytest.mark.slow)])
-def test_a_run_that_begins_while_the_store_is_down_is_known_afterwards(tmp_path, code):
-    ((error, states, newest),) = run(start_without_answers, 1, str(tmp_path), code)
-    assert "does not answer" in error and "start the job again" in error
+def test_a_run_that_begins_while_the_store_is_down_is_known_afterwards(tmp_path):
+    # Without a request that is made again after the store has come back.
+    ((error, states, newest),) = run(start_without_answers, 1, str(tmp_path), 403)
+    assert "does not answer" in error
+    assert "start the job again" in error
     assert newest == 10
-    assert has_uploaded(states) == [10]
+    assert has_uploaded(states) == [10], states
 
 
 def begin_beside_a_root(rank: int, base: str) -> None:
@@ -445,7 +493,7 @@ def test_a_run_that_began_beside_another_one_is_named(tmp_path):
     assert "on hosts are ignored" in logged
 
 
-def train_beside_a_silent_store(rank: int, base: str, url: str) -> tuple[dict, list[int]]:
+def train_beside_a_silent_store(rank: int, base: str, url: str) -> dict:
     with mock.patch.object(_choice, "ROOT_SECONDS", 0.5), reached_at(url):
         settings = {"root": "s3://bucket/run", "peers": 1, "stall_timeout": 0.5}
         manager = manager_of(rank, base, 1, exit_timeout=0.5, **settings)
@@ -455,22 +503,35 @@ def train_beside_a_silent_store(rank: int, base: str, url: str) -> tuple[dict, l
             time.sleep(0.01)
         assert manager.load(state_of(rank, 2, None))["step"] == 20
         manager.close()
-        return states_of(manager), manager.steps() if rank < 0 else []
+        return states_of(manager)
 
 
-def test_a_store_that_accepts_connections_and_never_answers(tmp_path):
+@contextlib.contextmanager
+def silent_store() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0), backlog=100) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        for _ in range(2):
-            values, logged = run_logged(train_beside_a_silent_store, str(tmp_path), url)
-            for states, _ in values:
-                assert has_uploaded(states) == []
-                assert states[20]["is_local"]
-                assert "has uploaded nothing of 's3://bucket/run/step_" in states[10]["problem"]
-            assert "s3://bucket/run does not answer" in logged
-            assert "step 20 is uploaded to s3://bucket/run: it stays on the hosts" in logged
-            shutil.rmtree(tmp_path / "host0")
-            shutil.rmtree(tmp_path / "host1")
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def busy_store() -> Iterator[str]:
+    # No request reaches a server.
+    faults = []
+    for method in ("GET", "HEAD", "PUT", "POST", "DELETE"):
+        faults.append(Fault(method, "", "503", 1, 1 << 30))
+    with FaultyProxy("http://127.0.0.1:9", *faults).running() as url:
+        yield url
+
+
+@pytest.mark.parametrize("store", [silent_store, pytest.param(busy_store, marks=pytest.mark.slow)])
+def test_a_store_that_never_answers_or_is_always_busy(tmp_path, store):
+    with store() as url:
+        values, logged = run_logged(train_beside_a_silent_store, str(tmp_path), url)
+        for states in values:
+            assert has_uploaded(states) == []
+            assert states[20]["is_local"]
+            assert "has uploaded nothing of 's3://bucket/run/step_" in states[10]["problem"]
+        assert "s3://bucket/run does not answer" in logged
+        assert "step 20 is uploaded to s3://bucket/run: it stays on the hosts" in logged
 
 
 # --- Clocks, hosts and directories ----------------------------------------------------------------
@@ -479,7 +540,7 @@ def test_a_store_that_accepts_connections_and_never_answers(tmp_path):
 def save_at(rank: int, base: str, seconds: float, steps: list[int]) -> int:
     real = time.time
     with (
-        mock.patch.object(time, "time", lambda: real() + seconds),
+        mock.patch.object(time, "time", side_effect=lambda: real() + seconds),
         manager_of(rank, base, 1, peers=1, upload_every=10) as manager,
     ):
         newest = -1
@@ -526,7 +587,8 @@ def test_some_ranks_share_a_directory_under_other_names(tmp_path):
     (tmp_path / "link").symlink_to("a")
     for step, names in ((10, ["a", "b", "a", "c"]), (20, ["a", "link", "c", "c"])):
         for state, newest in run(save_with_directories, 4, str(tmp_path), names, step):
-            assert state["is_replicated"] and state["is_uploaded"]
+            assert state["is_replicated"]
+            assert state["is_uploaded"]
             assert newest == step
 
 
@@ -593,7 +655,8 @@ def test_a_signal_before_the_end_of_a_job(tmp_path):
         for rank in range(2):
             launch.answer(rank)
         (last, state), _ = launch.values()
-    assert state["is_uploaded"] and state["is_replicated"]
+    assert state["is_uploaded"]
+    assert state["is_replicated"]
     assert CheckpointManager(tmp_path / "root").latest() == last
 
 
@@ -674,7 +737,8 @@ def fail_and_go_on(rank: int, base: str) -> tuple[dict, dict]:
 def test_a_save_that_fails_in_all_tiers_is_logged_and_training_goes_on(tmp_path):
     for failures, states in run(fail_and_go_on, 2, str(tmp_path)):
         assert list(failures) == [20]
-        assert states[30]["is_replicated"] and states[30]["is_uploaded"]
+        assert states[30]["is_replicated"]
+        assert states[30]["is_uploaded"]
     assert loaded(tmp_path, 2, 1) == 30
 
 

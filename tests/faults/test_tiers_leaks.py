@@ -40,9 +40,11 @@ def names_in(base: str) -> dict[str, list[str]]:
 
 def give_back_memory() -> None:
     """Let blocks of some size go back to the system when they are freed."""
-    mmap_threshold, arena_max = -3, -8
+    mmap_threshold = -3
+    arena_max = -8
     libc = ctypes.CDLL(None)
-    assert libc.mallopt(mmap_threshold, 1 << 16) and libc.mallopt(arena_max, 1)
+    assert libc.mallopt(mmap_threshold, 1 << 16)
+    assert libc.mallopt(arena_max, 1)
 
 
 def save_many(rank: int, base: str, num_steps: int) -> tuple[dict, dict, dict]:

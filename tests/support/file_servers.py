@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -43,6 +44,13 @@ def serving_process(files: Sequence[str]) -> Iterator[tuple[Launch, FilesOfHost]
             yield launch, client
         finally:
             client.close()
+
+
+def read_range(client: FilesOfHost, number: int, start: int, num_bytes: int) -> np.ndarray:
+    """Return bytes of a file of another host."""
+    memory = np.empty(num_bytes, np.uint8)
+    client.read_into(number, [memory], start)
+    return memory
 
 
 def numbered_tensors() -> dict[str, torch.Tensor]:

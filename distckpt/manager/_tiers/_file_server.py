@@ -18,8 +18,6 @@ import struct
 import threading
 from collections.abc import Sequence
 
-import numpy as np
-
 from distckpt._base.libc import fetch
 from distckpt._base.memory import Bytes
 from distckpt._ranks.groups import own_address
@@ -203,12 +201,6 @@ class FilesOfHost:
         self._timeout = timeout
         self._unused: list[socket.socket] = []
         self._failure = ""
-
-    def read_range(self, number: int, start: int, num_bytes: int) -> Bytes:
-        """Return bytes of a file, see `read_into`."""
-        memory = np.empty(num_bytes, np.uint8)
-        self.read_into(number, [memory], start)
-        return memory
 
     def read_into(self, number: int, buffers: Sequence[Bytes], start: int) -> int:
         """Fill buffers from a position of a file on; return the bytes read: all.

@@ -114,8 +114,5 @@ def peers_of(domains: Sequence[str]) -> list[int]:
 def _warn_of_peers(names: Sequence[str], peers: Sequence[int]) -> None:
     alone = [name for name, peer in zip(names, peers, strict=True) if peer < 0]
     if alone:
-        logger.warning(
-            "no other failure domain keeps copies of the files of %s: after its loss, steps are "
-            "loaded from the root",
-            ", ".join(alone),
-        )
+        text = "no other failure domain keeps copies of the files of %s: after its loss, "
+        logger.warning(text + "steps are loaded from the root", ", ".join(alone))

@@ -96,52 +96,37 @@ class LocalRoot:
                 found.append(held)
         return found
 
-    def _held(self, step: int) -> HeldStep | None:
-        with locations.only_logging(f"look into {self.step(step)}"):
-            return self._read(step)
-        return None
-
-    def _read(self, step: int) -> HeldStep | None:
+    def _held(self, step: int, save: str | None = None) -> HeldStep | None:
         directory = self.step(step)
-        note = steps.note_in(read_marker(directory))
-        if note.get("step") != step or note.get(RUN) != self.run:
-            return None
-        attempt, num_files, num_bytes = (note.get(name) for name in NUMBERS)
-        if not isinstance(attempt, int) or not isinstance(num_files, int):
-            return None
-        rejection = rejections.rejection_of(self.location, step)
-        return HeldStep(
-            step,
-            str(note.get("save")),
-            attempt,
-            num_files,
-            int(num_bytes or 0),
-            files_in(directory),
-            None if rejection is None else str(rejection),
-        )
-
-    def has(self, step: int, save: str | None = None) -> bool:
-        """Whether marker and manifest of a step, of this save, are here."""
-        return bool(self.small_files(step, save))
+        with locations.only_logging(f"look into {directory}"):
+            note = steps.note_in(read_marker(directory))
+            name = str(note.get("save"))
+            attempt, num_files, num_bytes = (note.get(field) for field in NUMBERS)
+            if (note.get("step"), note.get(RUN)) != (step, self.run) or save not in (None, name):
+                return None
+            if isinstance(attempt, int) and isinstance(num_files, int):
+                rejection = rejections.rejection_of(self.location, step)
+                reason = None if rejection is None else str(rejection)
+                size = int(num_bytes or 0)
+                files = files_in(directory)
+                return HeldStep(step, name, attempt, num_files, size, files, reason)
+        return None
 
     def small_files(self, step: int, save: str | None = None) -> dict[str, bytes]:
         """Return marker and manifest of a step; nothing if damaged."""
         directory = self.step(step)
-        contents: dict[str, bytes] = {}
-        held = self._held(step)
-        if held is not None and save in (None, held.save):
-            with locations.only_logging(f"read the manifest in {directory}"):
+        with locations.only_logging(f"read the manifest in {directory}"):
+            if self._held(step, save) is not None:
                 manifest_bytes(directory, read_marker(directory) or {})
-                for name in locations.list_names(directory):
-                    if name == CONFIG_FNAME or is_manifest_name(name):
-                        contents[name] = locations.read_bytes(locations.join(directory, name))
-                return contents
+                names = [*filter(is_manifest_name, locations.list_names(directory)), CONFIG_FNAME]
+                return {
+                    name: locations.read_bytes(locations.join(directory, name)) for name in names
+                }
         return {}
 
     def mend(self, step: int, save: str, contents: Mapping[str, bytes]) -> None:
         """Replace a damaged manifest; files of the step stay."""
-        held = self._held(step)
-        if held is not None and held.save == save:
+        if self._held(step, save) is not None:
             with locations.only_logging(f"mend the manifest in {self.step(step)}"):
                 for name, content in contents.items():
                     locations.write_bytes(locations.join(self.step(step), name), content)
@@ -158,11 +143,10 @@ class LocalRoot:
 
     def drop_damaged(self, step: int, save: str) -> int:
         """Remove the damaged files of a step; return their number."""
-        held = self._held(step)
-        if held is None or held.save != save:
+        if self._held(step, save) is None:
             return 0
         directory = self.step(step)
-        if not self.has(step):
+        if not self.small_files(step):
             logger.warning("%s is removed: no host has a whole manifest", directory)
             self.remove(step)
             return 1
@@ -198,13 +182,8 @@ class LocalRoot:
                 locations.remove_file(str(path))
 
 
-def local_root(directory: str, run: str, root: str, is_new: bool) -> LocalRoot:
-    """Return the directory of a run on this host."""
-    return LocalRoot(locations.join(directory, f"run-{run}"), run, root, is_new)
-
-
 def runs_in(directory: str, root: str) -> list[tuple[str, bool]]:
-    """Return the runs of a root that a local directory has, and whether they are new."""
+    """Return the runs of a root in a local directory; are they new?"""
     runs = []
     for name in locations.list_names(directory):
         if name.startswith("run-"):

@@ -17,11 +17,10 @@ from distckpt._commit import posix
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt._storage import locations
 from distckpt.manager._tiers._choice import Root, known_steps
 from distckpt.manager._tiers._hosts import Hosts, meet
 from distckpt.manager._tiers._lane import Lane
-from distckpt.manager._tiers._local_steps import LocalRoot, local_root, run_of_root, runs_in
+from distckpt.manager._tiers._local_steps import LocalRoot, run_of_root, runs_in
 from distckpt.manager._tiers._survey import SpreadStep, held_by_hosts
 
 logger = logging.getLogger(__name__)
@@ -79,7 +78,8 @@ def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting
     with ranks.answering(told, "find the run"):
         if ranks.is_coordinator:
             told.answer = json.dumps(_run_of(root, told.payloads)).encode()
-    place = local_root(directory, *json.loads(told.answer))
+    run, is_new = json.loads(told.answer)
+    place = LocalRoot(locations.join(directory, f"run-{run}"), run, root.location, is_new)
     is_leader = hosts.leads(ranks.rank)
     with ranks.phase("open the local directories"):
         if is_leader:
@@ -107,8 +107,8 @@ def _next_attempt(found: Sequence[SpreadStep], root: Root) -> int:
     return max(last + 1, int(time.time()))
 
 
-def _run_of(root: Root, payloads: Sequence[bytes]) -> tuple[str, str, bool]:
-    """Return identity and root of the run, and whether the root may not know it.
+def _run_of(root: Root, payloads: Sequence[bytes]) -> tuple[str, bool]:
+    """Return the identity of the run; may the root not know it?
 
     If the root does not answer, most local directories decide.
     """
@@ -128,4 +128,4 @@ def _run_of(root: Root, payloads: Sequence[bytes]) -> tuple[str, str, bool]:
     if not root.answers:
         source = "as local directories say" if known else "a new one"
         logger.warning("the run is taken for %s, %s", run, source)
-    return run, root.location, not root.answers and new.get(run, True)
+    return run, not root.answers and new.get(run, True)

@@ -45,10 +45,7 @@ class StepState:
 
 
 def encode_run(run: str, root: str, is_new: bool = False) -> bytes:
-    """Encode the content of a file that identifies a run.
-
-    `is_new`: the root did not answer when the run began, and may not know it.
-    """
+    """Encode the identity of a run; a new one is unknown to the root."""
     return json.dumps({RUN: run, "root": root, **({_NEW: True} if is_new else {})}).encode()
 
 

@@ -130,9 +130,7 @@ def fetch_small_files(
         if ranks.is_coordinator:
             told.answer = told.payloads[holder]
     parts = unpack_parts(told.answer)
-    result = {}
-    for name, content in zip(parts[::2], parts[1::2], strict=True):
-        result[name.decode()] = content
+    result = {name.decode(): content for name, content in zip(parts[::2], parts[1::2], strict=True)}
     if not contents:
         place.mend(step, save, result)
     return result

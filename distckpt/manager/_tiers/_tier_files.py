@@ -139,13 +139,8 @@ class TieredFiles:
             is_known = kind in self._warned
             self._warned.add(kind)
         if others and not is_known:
-            logger.warning(
-                "%s is not read from %s (%s), but from %s; more of this kind is not reported",
-                name,
-                source.holder,
-                error,
-                others[0].holder,
-            )
+            text = "%s is not read from %s (%s), but from %s; more of this kind is not reported"
+            logger.warning(text, name, source.holder, error, others[0].holder)
 
 
 def _fill(source: Source, buffers: Sequence[Bytes], start: int, stop: int) -> None:

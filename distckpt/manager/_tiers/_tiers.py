@@ -12,11 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from distckpt._base.errors import (
-    CheckpointingException,
-    CheckpointNotFoundError,
-    RankFailedError,
-)
+from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError, RankFailedError
 from distckpt._base.options import SaveReport
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._commit import posix
@@ -27,14 +23,9 @@ from distckpt._storage import locations
 from distckpt.manager import _rejections as rejections
 from distckpt.manager import _steps as steps
 from distckpt.manager._root_steps import RootSteps
-from distckpt.manager._tiers._choice import (
-    Known,
-    Passed,
-    Root,
-    choose,
-    nothing_to_load,
-    unknown_steps,
-)
+from distckpt.manager._tiers import _choice as choice
+from distckpt.manager._tiers import _survey as survey
+from distckpt.manager._tiers._choice import Known, Passed, Root, choose
 from distckpt.manager._tiers._copies import copy_to_peers, deliveries
 from distckpt.manager._tiers._host_save import HostSave
 from distckpt.manager._tiers._lane import Pace, PassedOverError
@@ -42,13 +33,7 @@ from distckpt.manager._tiers._local_steps import ATTEMPT, LocalRoot
 from distckpt.manager._tiers._meeting import Meeting, TierSettings, agree
 from distckpt.manager._tiers._run_files import RUN, StepState, write_state
 from distckpt.manager._tiers._served import SCHEME, served
-from distckpt.manager._tiers._survey import (
-    SpreadStep,
-    fetch_small_files,
-    held_by_hosts,
-    shared_out,
-    spread_step,
-)
+from distckpt.manager._tiers._survey import SpreadStep
 from distckpt.manager._tiers._uploads import Progress, upload
 
 logger = logging.getLogger(__name__)
@@ -157,13 +142,8 @@ class Tiers:
         self, step: int, ranks: Ranks, save: PlannedSave, error: BaseException
     ) -> SaveReport:
         if ranks.is_coordinator:
-            logger.warning(
-                "step %d is not saved to the hosts (%s: %s): it goes to %s at once",
-                step,
-                type(error).__name__,
-                error,
-                self._root,
-            )
+            text = "step %d is not saved to the hosts (%s: %s): it goes to %s at once"
+            logger.warning(text, step, type(error).__name__, error, self._root)
         location = steps.step_location(self._root, step)
         self._last = step
         notes = dict(save.request.notes)
@@ -235,7 +215,7 @@ class Tiers:
 
     def _copy(self, step: int, save: str, ranks: Ranks) -> None:
         met = self._meeting
-        spread = spread_step(ranks, met.hosts, met.place, step, save)
+        spread = survey.spread_step(ranks, met.hosts, met.place, step, save)
         if spread is None:
             return
         stored = self._opened(ranks, spread)
@@ -268,39 +248,35 @@ class Tiers:
         """
         place = self._meeting.place
         with ranks.phase("open the step"):
-            if not place.has(spread.step, spread.save):
+            if not place.small_files(spread.step, spread.save):
                 raise CheckpointingException(f"{place.location!r} has no manifest of the step")
             return open_checkpoint(Ranks.alone(), place.step(spread.step))
 
     def _upload(self, step: int, save: str, ranks: Ranks) -> None:
-        try:
-            self._upload_once(step, save, ranks)
-        except BaseException as error:
-            is_damage = steps.all_find(ranks, error, _is_damage)
-            if not is_damage or not self._drop_damaged(ranks, step, save):
-                raise
-            # Other hosts may have whole copies.
-            self._upload_once(step, save, ranks)
-        with self._noting:
-            self._note(step, replace(self.states[step], is_uploaded=True, problem=None))
-        if ranks.is_coordinator:
-            self._root_steps.clear_leftovers()
-            self._root_steps.after_commit(step)
-
-    def _upload_once(self, step: int, save: str, ranks: Ranks) -> None:
         met = self._meeting
         location = steps.step_location(self._root, step)
-        spread = spread_step(ranks, met.hosts, met.place, step, save)
+        spread = survey.spread_step(ranks, met.hosts, met.place, step, save)
         if spread is None or not spread.is_whole:
             raise PassedOverError("its local files are gone")
         if spread.rejection is not None:
             raise PassedOverError(f"it was {spread.rejection}")
         stored = self._opened(ranks, spread)
-        chosen = shared_out(list(spread.sizes), spread, met.hosts)
+        chosen = survey.shared_out(list(spread.sizes), spread, met.hosts)
         own = [name for name, rank in chosen.items() if rank == ranks.rank]
         note_stall = partial(self._note_problem, step, is_seen_here_only=True)
         with Progress(step, self._settings.stall_timeout, note_stall) as progress:
-            upload(ranks, stored, own, location, self._options, progress, self._upload_pace)
+            try:
+                upload(ranks, stored, own, location, self._options, progress, self._upload_pace)
+            except BaseException as error:
+                # The next upload finds whole copies, on other hosts.
+                if steps.all_find(ranks, error, _is_damage):
+                    self._drop_damaged(ranks, step, save)
+                raise
+        with self._noting:
+            self._note(step, replace(self.states[step], is_uploaded=True, problem=None))
+        if ranks.is_coordinator:
+            self._root_steps.clear_leftovers()
+            self._root_steps.after_commit(step)
 
     def _drop_damaged(self, ranks: Ranks, step: int, save: str) -> bool:
         """Remove damaged files of a step; return whether there were any.
@@ -309,7 +285,7 @@ class Tiers:
         """
         met = self._meeting
         with ranks.phase("look for damaged files") as vote:
-            if met.hosts.leads(ranks.rank):
+            if met.is_leader:
                 vote.number = met.place.drop_damaged(step, save)
         return vote.largest > 0
 
@@ -339,11 +315,13 @@ class Tiers:
         passed = Passed(skipped)
         root = Root(self._root)
         while True:
-            found = held_by_hosts(ranks, met.hosts, met.place)
+            found = survey.held_by_hosts(ranks, met.hosts, met.place)
             known, problems = self._decide(ranks, found, root, passed, step)
             skipped |= problems
             if known is None:
-                raise CheckpointNotFoundError(nothing_to_load(self._root, step, passed.reasons))
+                raise CheckpointNotFoundError(
+                    choice.nothing_to_load(self._root, step, passed.reasons)
+                )
             try:
                 result = self._load_known(ranks, known, load_at)
             except BaseException as error:
@@ -370,7 +348,7 @@ class Tiers:
                     logger.warning("step %d is passed over: %s", number, problem)
             if known is None and not root.answers:
                 # Training would begin anew beside the steps in the root.
-                raise CheckpointingException(unknown_steps(root.location, problems))
+                raise CheckpointingException(choice.unknown_steps(root.location, problems))
             return [known and known.as_json(), list(problems.items())]
 
         fields, problems = ranks.decide_json("find the latest checkpoint", decide)
@@ -382,12 +360,12 @@ class Tiers:
         if not known.spread.hosts:
             return load_at(in_root)
         spread = known.spread
-        contents = fetch_small_files(ranks, met.hosts, met.place, spread.step, spread.save)
+        contents = survey.fetch_small_files(ranks, met.hosts, met.place, spread.step, spread.save)
         with served(ranks, met.hosts, met.place, known, in_root, contents) as url:
             result = load_at(url)
         with ranks.phase("keep the manifest"):
             # Before copies and uploads begin: both need it.
-            if met.is_leader and not met.place.has(spread.step, spread.save):
+            if met.is_leader and not met.place.small_files(spread.step, spread.save):
                 with locations.only_logging(f"keep the manifest of step {spread.step}"):
                     met.place.adopt(spread.step, contents)
         return result
@@ -421,7 +399,7 @@ class Tiers:
         Collective operation: all ranks must call it.
         """
         met = self.meet(ranks)
-        found = held_by_hosts(ranks, met.hosts, met.place)
+        found = survey.held_by_hosts(ranks, met.hosts, met.place)
         known, problems = self._decide(ranks, found, Root(self._root), Passed())
         return None if known is None else known.spread.step, problems
 
@@ -431,7 +409,7 @@ class Tiers:
         Collective operation: all ranks must call it.
         """
         met = self.meet(ranks)
-        found = held_by_hosts(ranks, met.hosts, met.place)
+        found = survey.held_by_hosts(ranks, met.hosts, met.place)
 
         def numbers() -> list[int]:
             whole = {spread.step for spread in found if spread.is_whole}
@@ -439,7 +417,7 @@ class Tiers:
             root = Root(self._root)
             in_root = root.ask(partial(steps.committed_steps, self._root), none)
             if not whole and not root.answers:
-                raise CheckpointingException(unknown_steps(self._root, {}))
+                raise CheckpointingException(choice.unknown_steps(self._root, {}))
             return sorted(whole.union(in_root))
 
         result: list[int] = ranks.decide_json("list the steps", numbers)
@@ -447,7 +425,7 @@ class Tiers:
 
     def reject(self, step: int, reason: str | None) -> None:
         """Reject a step on this host, and in the root if it is there; see `rejections.reject`."""
-        if self._met is None or not self._met.place.has(step):
+        if self._met is None or not self._met.place.small_files(step):
             self._root_steps.reject(step, reason)
             return
         place = self._met.place
@@ -498,12 +476,8 @@ class Tiers:
             self._queue(last, self._saves[last], is_due=True)
             is_done = self.wait(max(0.0, deadline - time.monotonic()))
         if not is_done:
-            logger.warning(
-                "the manager is closed before step %d is uploaded to %s: it stays on the hosts, "
-                "and the next start goes on from it",
-                last,
-                self._root,
-            )
+            text = "the manager is closed before step %d is uploaded to %s: it stays on the hosts, "
+            logger.warning(text + "and the next start goes on from it", last, self._root)
 
 
 def _is_damage(error: BaseException) -> bool:

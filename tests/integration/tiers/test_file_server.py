@@ -12,7 +12,7 @@ import pytest
 
 from distckpt.manager._tiers import _file_server
 from distckpt.manager._tiers._file_server import FileServer, FilesOfHost
-from tests.support.file_servers import TIMEOUT, TOKEN, open_things, serving_process
+from tests.support.file_servers import TIMEOUT, TOKEN, open_things, read_range, serving_process
 
 SHORT = 0.2
 """Seconds after which a client gives up where a test waits for that."""
@@ -52,9 +52,9 @@ def client(server):
 
 def test_ranges_of_another_process(files, content):
     with serving_process(files) as (launch, client):
-        assert client.read_range(1, 0, 6).tobytes() == b"second"
+        assert read_range(client, 1, 0, 6).tobytes() == b"second"
         for start, num_bytes in [(0, len(content)), (1, 1), (4_999_999, 1), (17, 3_000_001)]:
-            assert (client.read_range(0, start, num_bytes) == content[start:][:num_bytes]).all()
+            assert (read_range(client, 0, start, num_bytes) == content[start:][:num_bytes]).all()
         launch.answer(0)
         launch.values()
 
@@ -66,7 +66,7 @@ def test_eight_threads_at_a_time(client, content):
         barrier.wait(TIMEOUT)
         starts = range(number * 1000, len(content) - 700_000, 400_000)
         return all(
-            (client.read_range(0, start, 700_000) == content[start : start + 700_000]).all()
+            (read_range(client, 0, start, 700_000) == content[start : start + 700_000]).all()
             for start in starts
         )
 
@@ -78,7 +78,7 @@ def test_no_thread_and_no_socket_is_left(files):
     def use():
         server = FileServer(files, TOKEN)
         client = FilesOfHost(server.address, TOKEN, TIMEOUT)
-        client.read_range(0, 0, 1000)
+        read_range(client, 0, 0, 1000)
         # A connection that never says anything, and one that is gone.
         with socket.create_connection(server.address):
             socket.create_connection(server.address).close()
@@ -97,7 +97,7 @@ def test_no_thread_and_no_socket_is_left(files):
 def test_a_wrong_token_gets_nothing(server):
     client = FilesOfHost(server.address, TOKEN[:-1] + b"!", TIMEOUT)
     with pytest.raises(OSError, match=r"file 0 of 127.0.0.1"):
-        client.read_range(0, 0, 10)
+        read_range(client, 0, 0, 10)
     client.close()
     with socket.create_connection(server.address) as connection:
         connection.settimeout(TIMEOUT)
@@ -131,28 +131,28 @@ def test_a_token_is_long(files):
 def test_a_file_that_is_gone(client, tmp_path, content):
     (tmp_path / "second").unlink()
     with pytest.raises(FileNotFoundError, match=r"second.*file 1 of 127.0.0.1:\d+"):
-        client.read_range(1, 0, 6)
-    assert (client.read_range(0, 0, 100) == content[:100]).all()
+        read_range(client, 1, 0, 6)
+    assert (read_range(client, 0, 0, 100) == content[:100]).all()
 
 
 def test_a_file_that_is_too_short(client, content):
     with pytest.raises(OSError, match=r"has 6 bytes only, bytes 3 to 7 were requested.*second"):
-        client.read_range(1, 3, 4)
+        read_range(client, 1, 3, 4)
     with pytest.raises(OSError, match="has 6 bytes only"):
-        client.read_range(1, 2**63, 10)
-    assert client.read_range(1, 3, 3).tobytes() == b"ond"
+        read_range(client, 1, 2**63, 10)
+    assert read_range(client, 1, 3, 3).tobytes() == b"ond"
 
 
 def test_a_process_that_was_killed_is_not_asked_again(files):
     with serving_process(files) as (launch, client):
-        client.read_range(0, 0, 1000)
+        read_range(client, 0, 0, 1000)
         launch.kill(0)
         with pytest.raises(OSError, match="Connection refused"):
-            client.read_range(0, 0, 1000)
+            read_range(client, 0, 0, 1000)
         # What listens there now is another server.
         with socket.create_server(client._address) as listener:
             with pytest.raises(OSError, match="Connection refused"):
-                client.read_range(0, 0, 1000)
+                read_range(client, 0, 0, 1000)
             listener.settimeout(0)
             with pytest.raises(BlockingIOError):
                 listener.accept()
@@ -162,10 +162,10 @@ def test_a_server_that_never_answers():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = FilesOfHost(listener.getsockname(), TOKEN, SHORT)
         with pytest.raises(OSError, match=r"no bytes came for 0.2 s"):
-            client.read_range(0, 0, 10)
+            read_range(client, 0, 0, 10)
         # At once, for all threads.
         with pytest.raises(OSError, match=r"no bytes came for 0.2 s"):
-            client.read_range(1, 0, 10)
+            read_range(client, 1, 0, 10)
 
 
 def test_a_server_that_stops_within_an_answer():
@@ -180,15 +180,15 @@ def test_a_server_that_stops_within_an_answer():
         thread.start()
         client = FilesOfHost(listener.getsockname(), TOKEN, TIMEOUT)
         with pytest.raises(OSError, match=r"ended the connection|reset"):
-            client.read_range(0, 0, 10)
+            read_range(client, 0, 0, 10)
         thread.join()
 
 
 def test_connections_that_were_unused_for_long(client, server, content, monkeypatch):
-    client.read_range(0, 0, 10)
+    read_range(client, 0, 0, 10)
     for connection in list(server._connections):
         _file_server._shut_down(connection)
-    assert (client.read_range(0, 0, 1000) == content[:1000]).all()
+    assert (read_range(client, 0, 0, 1000) == content[:1000]).all()
 
 
 def test_more_connections_than_a_server_has(server, content, monkeypatch):
@@ -196,7 +196,7 @@ def test_more_connections_than_a_server_has(server, content, monkeypatch):
     clients = [FilesOfHost(server.address, TOKEN, TIMEOUT) for _ in range(5)]
     for _ in range(2):
         for client in clients:
-            assert (client.read_range(0, 5, 1000) == content[5:1005]).all()
+            assert (read_range(client, 0, 5, 1000) == content[5:1005]).all()
     assert len(server._connections) <= 2
     for client in clients:
         client.close()
@@ -212,7 +212,7 @@ def test_the_address_on_the_way_to_the_master(host, files, monkeypatch):
     server = FileServer(files, TOKEN)
     client = FilesOfHost(server.address, TOKEN, TIMEOUT)
     assert server.address[0] == host
-    assert client.read_range(1, 0, 6).tobytes() == b"second"
+    assert read_range(client, 1, 0, 6).tobytes() == b"second"
     client.close()
     server.close()
 
