@@ -260,6 +260,31 @@ def test_copies_go_on_after_some_have_failed(tmp_path):
             assert states[20]["is_replicated"]
 
 
+def save_beside_a_full_root(rank: int, base: str) -> dict:
+    with manager_of(rank, base, 1, peers=1) as manager:
+        for step in (10, 20):
+            manager.save(step, state_of(rank, 2, step)).result()
+            manager.wait(uploaded=True)
+        return states_of(manager)
+
+
+def test_training_goes_on_while_the_root_is_full(tmp_path):
+    (tmp_path / "root").mkdir()
+    # A step has 800 KB.
+    with small_disk(tmp_path / "root", 1000 << 10):
+        for states in run(save_beside_a_full_root, 2, str(tmp_path)):
+            assert has_uploaded(states) == [10]
+            assert "No space left on device" in states[20]["problem"]
+            assert "step_00000020" in states[20]["problem"]
+            assert states[20]["is_replicated"]
+        shutil.rmtree(tmp_path / "host0")
+        assert loaded(tmp_path, 2, 1, peers=1) == 20
+        # There is room again: the next start uploads it.
+        shutil.rmtree(tmp_path / "root" / "step_00000010")
+        assert loaded(tmp_path, 2, 1, peers=1) == 20
+        assert CheckpointManager(tmp_path / "root").latest() == 20
+
+
 def save_on_a_broken_disk(rank: int, base: str) -> dict:
     with manager_of(rank, base, 1, peers=1, timeout=15.0) as manager:
         ask_parent()
@@ -768,6 +793,19 @@ def test_rejected_steps_on_hosts_and_in_the_root(tmp_path):
 # --- Other values ---------------------------------------------------------------------------------
 
 
+class Loader:
+    """A data loader that knows its position."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
 def training_state(rank: int, step: int) -> dict[str, Any]:
     torch.manual_seed(step)
     model = torch.nn.Linear(64, 32)
@@ -778,6 +816,7 @@ def training_state(rank: int, step: int) -> dict[str, Any]:
     return {
         "model": model,
         "optimizer": optimizer,
+        "loader": Loader(step),
         "own": ShardedObject("own", own, (2,), (rank,)),
         "arguments": {"lr": 0.1, "list": [1, (2, step)]},
         "step": step,
@@ -799,6 +838,7 @@ def load_training(rank: int, base: str) -> int:
         for name in ("model", "optimizer"):
             actual = state[name].state_dict()
             torch.testing.assert_close(actual, right[name].state_dict(), rtol=0, atol=0)
+        assert state["loader"].position == result["step"]
         assert result["arguments"] == right["arguments"]
         assert result["own"]["rank"] == rank
         assert torch.equal(result["own"]["rng"], right["own"].data["rng"])
