@@ -483,6 +483,7 @@ def start_without_answers(rank: int, base: str, code: int) -> tuple[str, dict, i
         error = str(error_of(manager.steps))
         manager.save(10, large_state(10)).result()
         assert newest_in_tiers(manager) == 10
+        manager.wait(uploaded=True)
         manager._close(has_failed=True)
     with store_manager(base) as manager:
         newest = newest_in_tiers(manager)

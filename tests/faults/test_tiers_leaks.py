@@ -77,5 +77,6 @@ def test_nothing_grows_with_the_number_of_steps(tmp_path, num_steps):
         assert after == before
         for folder, entries in names.items():
             steps = [name for name in entries if name.startswith("step_")]
-            assert len(steps) <= 4, (folder, entries)
+            # On a host: those that are kept, one that is written, and at most four that wait.
+            assert len(steps) <= 2 + 1 + 4, (folder, entries)
             assert len(entries) - len(steps) == 2, (folder, entries)

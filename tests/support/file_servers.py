@@ -46,10 +46,12 @@ def serving_process(files: Sequence[str]) -> Iterator[tuple[Launch, FilesOfHost]
             client.close()
 
 
-def read_range(client: FilesOfHost, number: int, start: int, num_bytes: int) -> np.ndarray:
-    """Return bytes of a file of another host."""
+def read_range(
+    files: FilesOfHost | TieredFiles, file: Any, start: int, num_bytes: int
+) -> np.ndarray:
+    """Return bytes of a file."""
     memory = np.empty(num_bytes, np.uint8)
-    client.read_into(number, [memory], start)
+    files.read_into(file, [memory], start)
     return memory
 
 

@@ -66,8 +66,7 @@ class FileServer:
         self._idle: dict[socket.socket, None] = {}
         self._is_closed = False
         self._listener = _listener(_own_host())
-        host, port = self._listener.getsockname()[:2]
-        self.address: Address = (host, port)
+        self.address: Address = self._listener.getsockname()[:2]
         self._acceptor = threading.Thread(
             target=self._accept, name="distckpt-file-server", daemon=True
         )

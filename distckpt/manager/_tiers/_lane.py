@@ -84,9 +84,8 @@ class Lane:
     def _run_in_turn(self, step: int, work: Callable[[Ranks], None], title: str) -> None:
         newest: int = self._ranks.decide_json("choose the next step", lambda: self.newest)
         if newest != step:
-            raise PassedOverError(
-                f"given up, since step {newest} waits: {title} takes longer than a save"
-            )
+            text = f"given up, since step {newest} waits: {title} takes longer than a save"
+            raise PassedOverError(text)
         self.running = step
         work(self._ranks)
 

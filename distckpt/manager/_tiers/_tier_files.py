@@ -93,16 +93,6 @@ class TieredFiles:
         with self._lock:
             return dict(self._num_bytes)
 
-    def read_range(self, name: str, start: int, stop: int) -> Bytes:
-        """Return bytes [start, stop) of a file, fewer if it is shorter.
-
-        Errors are the ones of `read_into`.
-        """
-        size = self.sizes.get(name, 0)
-        memory = np.empty(max(0, min(stop, size) - start), np.uint8)
-        self.read_into(name, [memory], start)
-        return memory
-
     def read_into(self, name: str, buffers: Sequence[Bytes], start: int) -> int:
         """Fill buffers from a position of a file on; return the bytes read.
 
@@ -210,9 +200,11 @@ class TiersFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     ) -> Bytes:
         """Return bytes [start, end) of a file, fewer if it is shorter."""
         files, name = _find(self._strip_protocol(path))
-        if end is None:
-            end = files.sizes.get(name, 0)
-        return files.read_range(name, start or 0, end)
+        size = files.sizes.get(name, 0)
+        first = start or 0
+        memory = np.empty(max(0, min(size if end is None else end, size) - first), np.uint8)
+        files.read_into(name, [memory], first)
+        return memory
 
     def read_into(self, path: str, buffers: Sequence[Bytes], start: int) -> int:
         """Fill buffers from a position of a file on; return the bytes read."""

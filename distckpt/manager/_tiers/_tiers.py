@@ -233,9 +233,8 @@ class Tiers:
                 durable = self._options.durable
                 problems += copy_to_peers(ranks, stored, planned, durable, self._peer_pace)
         if problems:
-            raise PassedOverError(
-                f"{len(problems)} files of step {step} have no copy: {problems[0]}"
-            )
+            text = f"{len(problems)} files of step {step} have no copy: {problems[0]}"
+            raise PassedOverError(text)
         if spread.is_whole and min(met.hosts.peers) >= 0:
             self._safe = step
             with self._noting:
