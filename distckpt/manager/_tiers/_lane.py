@@ -104,8 +104,9 @@ class Lane:
 
 def _give_way() -> None:
     """Let training go first where it wants the same processors; threads begun here, too."""
-    # Linux has priorities of threads, and anyone may lower them.
-    if sys.platform == "linux":
+    # Linux has priorities of threads, and anyone may lower them. Without a thread of its own, this
+    # would be training.
+    if sys.platform == "linux" and threading.current_thread() is not threading.main_thread():
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 

@@ -113,14 +113,14 @@ def _run_of(root: Root, payloads: Sequence[bytes]) -> tuple[str, bool]:
     If the root does not answer, most local directories decide.
     """
     known: list[str] = []
-    new: dict[str, bool] = {}
-    for payload in payloads:
-        for run, is_new in json.loads(payload or b"[]"):
+    old: set[str] = set()
+    for payload in filter(None, payloads):
+        for run, is_new in json.loads(payload):
             known.append(run)
-            new[run] = new.get(run, True) and is_new
+            old.update([] if is_new else [run])
     guess = max(known, key=known.count, default=secrets.token_hex(8))
     # Other runs that the root has forgotten are not believed.
-    name = guess if new.get(guess, True) else secrets.token_hex(8)
+    name = secrets.token_hex(8) if guess in old else guess
     run = root.ask(partial(run_of_root, root.location, name), guess)
     if known and run not in known:
         text = "steps of run %s on hosts are ignored: run.json in %s is of run %s"
@@ -128,4 +128,4 @@ def _run_of(root: Root, payloads: Sequence[bytes]) -> tuple[str, bool]:
     if not root.answers:
         source = "as local directories say" if known else "a new one"
         logger.warning("the run is taken for %s, %s", run, source)
-    return run, not root.answers and new.get(run, True)
+    return run, not root.answers and run not in old

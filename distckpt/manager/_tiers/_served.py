@@ -37,7 +37,7 @@ def served(
     in_root: str,
     contents: Mapping[str, bytes],
 ) -> Iterator[str]:
-    """Yield a URL of a step with the files of the nearest tiers.
+    """Yield a URL of a step, read from the nearest tiers.
 
     These are the directory of this host, the other hosts, and the root. Hosts serve their files
     to each other for the body, which all ranks must leave together.

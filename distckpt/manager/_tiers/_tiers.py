@@ -89,7 +89,7 @@ class Tiers:
     # --- Save
 
     def aimed(self, request: SaveRequest, step: int) -> SaveRequest:
-        """Return a request for a step in the local directory of this host."""
+        """Return a request for a step in the local directory."""
         return replace(request, path=self._meeting.place.step(step))
 
     def begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
@@ -173,7 +173,7 @@ class Tiers:
                 place.remove(item.step)
 
     def _queue(self, step: int, save: str, is_due: bool) -> None:
-        """Queue the copies of a step, and its upload if that is due."""
+        """Queue the copies of a step, and its upload if due."""
         met = self._meeting
         self._saves[step] = save
         self._last = step
@@ -199,7 +199,7 @@ class Tiers:
     # --- States
 
     def _note(self, step: int, state: StepState, is_seen_here_only: bool = False) -> None:
-        """Note the state of a step, here and for programs outside the job."""
+        """Note the state of a step, for other programs, too."""
         met = self._meeting
         with self._noting:
             self.states[step] = state
@@ -297,7 +297,7 @@ class Tiers:
         step: int | None,
         skipped: dict[int, str],
     ) -> _Result:
-        """Load a step, or the newest one that loads, from the nearest tiers that have it.
+        """Load a step, or the newest that loads, from the nearest tiers.
 
         Collective operation: all ranks must call it.
 
@@ -383,7 +383,7 @@ class Tiers:
         passed.reasons[step] = f"{type(error).__name__}: {error}"
 
     def _resume(self, known: Known) -> None:
-        """Copy again what only one host has, and upload what is not in the root."""
+        """Queue the copies and the upload that a loaded step lacks."""
         step = known.spread.step
         if self._settings.peers:
             self._safe = step
@@ -393,7 +393,7 @@ class Tiers:
         self._queue(step, known.spread.save, is_due)
 
     def find(self, ranks: Ranks) -> tuple[int | None, dict[int, str]]:
-        """Return the newest step that may load, and the problems of newer ones.
+        """Return the newest step that may load, and newer ones' problems.
 
         Collective operation: all ranks must call it.
         """
@@ -423,7 +423,7 @@ class Tiers:
         return result
 
     def reject(self, step: int, reason: str | None) -> None:
-        """Reject a step on this host, and in the root if it is there; see `rejections.reject`."""
+        """Reject a step here, and in the root if it is there."""
         if self._met is None or not self._met.place.small_files(step):
             self._root_steps.reject(step, reason)
             return
@@ -454,7 +454,7 @@ class Tiers:
         return are_done
 
     def close(self, has_failed: bool) -> None:
-        """Upload the last step, wait as long as the end of the process may, and stop.
+        """Upload the last step, wait for `exit_timeout` at most, and stop.
 
         After a failure, nothing is uploaded any more.
         """
@@ -467,7 +467,7 @@ class Tiers:
             lane.abandon()
 
     def _upload_last(self) -> None:
-        """Wait for copies and uploads, and upload the last step unless the root has it."""
+        """Wait for copies and uploads; upload the last step if needed."""
         deadline = time.monotonic() + self._options.exit_timeout
         last = self._last
         is_done = self.wait(self._options.exit_timeout)
