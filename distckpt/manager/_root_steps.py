@@ -99,7 +99,7 @@ class RootSteps:
         return report
 
     def clear_leftovers(self) -> None:
-        """Remove what interrupted saves have left."""
+        """Remove leftovers of interrupted saves."""
         with locations.only_logging(f"clear up in {self.location}"):
             removal.clear_leftovers(self.location, self._seen.is_abandoned)
 

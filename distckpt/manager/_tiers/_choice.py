@@ -121,7 +121,7 @@ def choose(
     Args:
         found: the steps that hosts have.
         root: the place of uploaded steps.
-        passed: what was found unfit before.
+        passed: steps that were found unfit before.
         wanted: a step by number; None for the newest.
     """
     problems: dict[int, str] = {}

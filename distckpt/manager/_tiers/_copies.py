@@ -199,7 +199,7 @@ class _Arriving:
             filled += count
 
     def drain(self) -> None:
-        """Receive what is left: the sender waits until all is received."""
+        """Receive the rest: the sender waits until all is received."""
         while self._under_way:
             self._next()
 

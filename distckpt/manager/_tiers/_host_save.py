@@ -123,6 +123,6 @@ class HostSave:
         for name, content in zip(manifests[::2], manifests[1::2], strict=True):
             locations.write_bytes(locations.join(directory, name.decode()), content, durable)
         locations.write_bytes(locations.join(directory, CONFIG_FNAME), marker, durable)
-        # What is there belongs to an earlier save of this step, by this run.
+        # A step that is there belongs to an earlier save of this step, by this run.
         posix.commit(directory, self.place.step(self.step), overwrite=True, durable=durable)
         self._is_committed = True

@@ -62,7 +62,7 @@ def meet(ranks: Ranks, directory: str, domains: Mapping[str, str], num_peers: in
 
 
 def _identity_of(directory: str) -> list[str | int]:
-    """Return name and directory of a host, and what identifies these."""
+    """Return name and directory of a host, and their identity."""
     status = os.stat(directory)
     name = os.uname().nodename
     # Containers of a machine have names of their own.

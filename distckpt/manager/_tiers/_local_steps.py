@@ -167,7 +167,7 @@ class LocalRoot:
             locations.remove_tree(trash)
 
     def clear_leftovers(self) -> None:
-        """Remove what interrupted saves, copies and removals have left.
+        """Remove leftovers of interrupted saves, copies and removals.
 
         For the leader, before any of them begins.
         """

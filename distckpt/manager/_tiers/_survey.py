@@ -48,7 +48,7 @@ class SpreadStep:
         return sorted(name for name, hosts in self.hosts.items() if host in hosts)
 
     def add(self, host: int, held: HeldStep) -> None:
-        """Add what a host has of the step."""
+        """Add a host's part of the step."""
         self.rejection = self.rejection or held.rejection
         for name, size in held.files.items():
             # One that was cut off is shorter than its copy.

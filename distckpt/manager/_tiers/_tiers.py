@@ -1,4 +1,4 @@
-"""The tiers of a manager: what its saves, loads and waits do when it has a local directory."""
+"""The tiers of a manager: its saves, loads and waits with a local directory."""
 
 from __future__ import annotations
 
