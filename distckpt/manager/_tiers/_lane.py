@@ -52,6 +52,10 @@ class Lane:
 
         It is passed over if there is a later one by the time of its turn.
         """
+        if self._worker.is_closed:
+            # Other ranks may not have reached their end yet, and would run it in another thread.
+            note_problem(f"no {self._name}: the process ended without close() of the manager")
+            return
         self.newest = step
         self.waiting = step
         title = f"the {self._name} of step {step}"
