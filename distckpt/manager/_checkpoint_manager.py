@@ -162,20 +162,14 @@ class CheckpointManager(SaysOtherNames):
             "stall_timeout": stall_timeout,
         }
         if local is not None:
-            self._place = self._make_tiers(os.fspath(local), tier_settings)
+            self._of_all_ranks |= tier_settings
+            tiers = _tiers_of(os.fspath(local), tier_settings, self._request, self._root_steps)
+            self._place = tiers
         elif peers or hosts or upload_every != 1:
             raise ValueError("peers, hosts and upload_every need the directory of each host: local")
         self._handles: list[SaveHandle] = []
         self._has_planned = False
         self._is_closed = False
-
-    def _make_tiers(self, local: str, settings: Mapping[str, Any]) -> Tiers:
-        # Imported when it is needed: most programs save to one place.
-        from distckpt.manager._tiers._meeting import TierSettings
-        from distckpt.manager._tiers._tiers import Tiers
-
-        self._of_all_ranks |= settings
-        return Tiers(TierSettings(local=local, **settings), self._request, self._root_steps)
 
     @property
     def not_removed(self) -> Mapping[int, str]:
@@ -473,6 +467,16 @@ class CheckpointManager(SaysOtherNames):
 
     def _ranks(self) -> Ranks:
         return Ranks(self._request.process_group)
+
+
+def _tiers_of(
+    local: str, settings: Mapping[str, Any], request: SaveRequest, root_steps: RootSteps
+) -> Tiers:
+    # Imported when it is needed: most programs save to one place.
+    from distckpt.manager._tiers._meeting import TierSettings
+    from distckpt.manager._tiers._tiers import Tiers
+
+    return Tiers(TierSettings(local=local, **settings), request, root_steps)
 
 
 def _with_warnings(request: SaveRequest) -> SaveRequest:

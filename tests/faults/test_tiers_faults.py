@@ -28,7 +28,12 @@ import torch
 
 from distckpt import CheckpointManager, CheckpointNotFoundError, PreemptionGuard, ShardedObject
 from distckpt.manager._tiers import _choice, _copies, _meeting, _served, _tier_files
-from tests.distributed.test_tiers import (
+from tests.support.disk import flip
+from tests.support.disks import mounted_read_only, small_disk
+from tests.support.flaky_store import FlakyFileSystem, failing
+from tests.support.harness import ask_parent, error_of, launched, run, signal_parent, sum_over_ranks
+from tests.support.s3_server import Fault, FaultyProxy, reached_at
+from tests.support.tiers import (
     directories,
     files_of_step,
     load_newest,
@@ -37,11 +42,6 @@ from tests.distributed.test_tiers import (
     saved,
     state_of,
 )
-from tests.support.disk import flip
-from tests.support.disks import mounted_read_only, small_disk
-from tests.support.flaky_store import FlakyFileSystem, failing
-from tests.support.harness import ask_parent, error_of, launched, run, signal_parent, sum_over_ranks
-from tests.support.s3_server import Fault, FaultyProxy, reached_at
 
 
 def run_logged(function: Callable[..., Any], *args: Any, **settings: Any) -> tuple[list, str]:
@@ -689,7 +689,7 @@ def test_a_signal_before_the_end_of_a_job(tmp_path):
 PROGRAM = """
 import sys
 import torch.distributed as dist
-from tests.distributed.test_tiers import manager_of, state_of
+from tests.support.tiers import manager_of, state_of
 
 rank, base = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{base}/store", rank=rank, world_size=2)

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.test_tiers import manager_of, state_of
 from tests.support.harness import run, sum_over_ranks
+from tests.support.tiers import manager_of, state_of
 
 WARM_UP = 40
 ALLOWED_GROWTH_BYTES = 16 << 20
