@@ -328,7 +328,7 @@ def test_steps_that_are_passed_over_are_named_and_the_last_one_is_not(tmp_path, 
         assert passed
         for step in passed:
             assert "given up, since step" in states[step]["problem"]
-            assert f"of step {step} failed" in logged
+            assert f"of step {step}: given up" in logged
     assert "a rank was lost" not in logged
 
 

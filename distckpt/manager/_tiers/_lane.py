@@ -73,10 +73,13 @@ class Lane:
         try:
             if self.is_broken:
                 raise CheckpointingException("not started after a rank was lost: restart the job")
-            run_operation(title, partial(self._run_in_turn, step, work, title))
+            run_operation(title, partial(self._run_in_turn, step, work))
+        except PassedOverError as error:
+            if self._ranks.is_coordinator:
+                logger.warning("%s: %s", title, error)
+            note_problem(str(error))
         except Exception as error:
-            if not isinstance(error, PassedOverError):
-                self.is_broken |= not self._ranks.are_in_step_after(error)
+            self.is_broken |= not self._ranks.are_in_step_after(error)
             if self._ranks.is_coordinator or self.is_broken:
                 logger.error("%s failed: %s: %s", title, type(error).__name__, error)
             note_problem(f"{type(error).__name__}: {error}")
@@ -85,10 +88,10 @@ class Lane:
             if self.waiting == step:
                 self.waiting = -1
 
-    def _run_in_turn(self, step: int, work: Callable[[Ranks], None], title: str) -> None:
+    def _run_in_turn(self, step: int, work: Callable[[Ranks], None]) -> None:
         newest: int = self._ranks.decide_json("choose the next step", lambda: self.newest)
         if newest != step:
-            text = f"given up, since step {newest} waits: {title} takes longer than a save"
+            text = f"given up, since step {newest} waits: they take longer than a save"
             raise PassedOverError(text)
         self.running = step
         work(self._ranks)

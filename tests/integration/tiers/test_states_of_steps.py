@@ -115,6 +115,7 @@ def test_the_states_of_removed_steps_are_forgotten(tmp_path):
         with CheckpointManager(tmp_path / "root", local=tmp_path / "host0") as manager:
             for step in range(first, first + 4):
                 manager.save(step, state).result()
+                manager.wait(uploaded=True)
     states = json.loads((directory_of_host(tmp_path, 0) / "states.json").read_text())
     assert list(states) == ["7", "8"]
 
