@@ -109,6 +109,7 @@ def make_places(directory: Path) -> None:
     ) as manager:
         for step in (100, 200, 300):
             manager.save(step, {"step": step})
+            manager.wait(uploaded=True)
     interrupted = directory / "runs/a/.step_00000450.tmp-0123456789abcdef"
     interrupted.mkdir()
     os.utime(interrupted, (0, 0))
