@@ -27,11 +27,17 @@ class Weight(NamedTuple):
         name: its key.
         shape: its shape.
         dtype: the name that safetensors has for its dtype.
+        axis: the axis that tensor parallel ranks divide; None if each has all of it.
+        layer: its decoder layer; embeddings count as the first one, the head as the last one.
+        expert: the number of its expert; None for other tensors.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    axis: int | None
+    layer: int
+    expert: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -81,67 +87,80 @@ def scaled(sizes: Sizes, factor: int) -> Sizes:
 
 def weights_of(sizes: Sizes) -> Iterator[Weight]:
     """Yield all weights of a model in the order of its modules."""
+    last = sizes.layers - 1
     embedding = (sizes.vocabulary, sizes.hidden)
-    yield Weight("model.embed_tokens.weight", embedding, "BF16")
+    yield Weight("model.embed_tokens.weight", embedding, "BF16", 0, 0)
     for layer in range(sizes.layers):
-        prefix = f"model.layers.{layer}"
-        for name, shape in (*_attention(sizes), *_norms(sizes)):
-            yield from _stored(sizes, f"{prefix}.{name}", shape)
+        for name, shape, axis in (*_attention(sizes), *_norms(sizes)):
+            yield from _stored(sizes, f"model.layers.{layer}.{name}", shape, axis, layer)
         if layer < sizes.dense_layers:
-            yield from _mlp(sizes, f"{prefix}.mlp", sizes.inner)
+            yield from _mlp(sizes, f"model.layers.{layer}.mlp", sizes.inner, layer)
         else:
-            yield from _experts(sizes, f"{prefix}.mlp")
-    yield Weight("model.norm.weight", (sizes.hidden,), "BF16")
-    yield Weight("lm_head.weight", embedding, "BF16")
+            yield from _experts(sizes, layer)
+    yield Weight("model.norm.weight", (sizes.hidden,), "BF16", None, last)
+    yield Weight("lm_head.weight", embedding, "BF16", 0, last)
 
 
-_Named = tuple[str, tuple[int, ...]]
+_Named = tuple[str, tuple[int, ...], int | None]
 
 
 def _norms(sizes: Sizes) -> Iterator[_Named]:
-    yield "input_layernorm", (sizes.hidden,)
-    yield "post_attention_layernorm", (sizes.hidden,)
+    yield "input_layernorm", (sizes.hidden,), None
+    yield "post_attention_layernorm", (sizes.hidden,), None
 
 
 def _attention(sizes: Sizes) -> Iterator[_Named]:
     hidden = sizes.hidden
     if not sizes.q_rank:
-        yield "self_attn.q_proj", (sizes.q_dim, hidden)
-        yield "self_attn.k_proj", (sizes.kv_dim, hidden)
-        yield "self_attn.v_proj", (sizes.kv_dim, hidden)
-        yield "self_attn.o_proj", (hidden, sizes.q_dim)
+        yield "self_attn.q_proj", (sizes.q_dim, hidden), 0
+        yield "self_attn.k_proj", (sizes.kv_dim, hidden), 0
+        yield "self_attn.v_proj", (sizes.kv_dim, hidden), 0
+        yield "self_attn.o_proj", (hidden, sizes.q_dim), 1
         return
-    yield "self_attn.q_a_proj", (sizes.q_rank, hidden)
-    yield "self_attn.q_a_layernorm", (sizes.q_rank,)
-    yield "self_attn.q_b_proj", (sizes.q_dim, sizes.q_rank)
-    yield "self_attn.kv_a_proj_with_mqa", (sizes.kv_rank + sizes.rope_dim, hidden)
-    yield "self_attn.kv_a_layernorm", (sizes.kv_rank,)
-    yield "self_attn.kv_b_proj", (sizes.kv_dim, sizes.kv_rank)
-    yield "self_attn.o_proj", (hidden, sizes.v_dim)
+    yield "self_attn.q_a_proj", (sizes.q_rank, hidden), None
+    yield "self_attn.q_a_layernorm", (sizes.q_rank,), None
+    yield "self_attn.q_b_proj", (sizes.q_dim, sizes.q_rank), 0
+    yield "self_attn.kv_a_proj_with_mqa", (sizes.kv_rank + sizes.rope_dim, hidden), None
+    yield "self_attn.kv_a_layernorm", (sizes.kv_rank,), None
+    yield "self_attn.kv_b_proj", (sizes.kv_dim, sizes.kv_rank), 0
+    yield "self_attn.o_proj", (hidden, sizes.v_dim), 1
 
 
-def _mlp(sizes: Sizes, prefix: str, inner: int) -> Iterator[Weight]:
-    yield from _stored(sizes, f"{prefix}.gate_proj", (inner, sizes.hidden))
-    yield from _stored(sizes, f"{prefix}.up_proj", (inner, sizes.hidden))
-    yield from _stored(sizes, f"{prefix}.down_proj", (sizes.hidden, inner))
+def _mlp(
+    sizes: Sizes, prefix: str, inner: int, layer: int, expert: int | None = None
+) -> Iterator[Weight]:
+    yield from _stored(sizes, f"{prefix}.gate_proj", (inner, sizes.hidden), 0, layer, expert)
+    yield from _stored(sizes, f"{prefix}.up_proj", (inner, sizes.hidden), 0, layer, expert)
+    yield from _stored(sizes, f"{prefix}.down_proj", (sizes.hidden, inner), 1, layer, expert)
 
 
-def _experts(sizes: Sizes, prefix: str) -> Iterator[Weight]:
-    yield Weight(f"{prefix}.gate.weight", (sizes.experts, sizes.hidden), "BF16")
-    yield Weight(f"{prefix}.gate.e_score_correction_bias", (sizes.experts,), "F32")
+def _experts(sizes: Sizes, layer: int) -> Iterator[Weight]:
+    prefix = f"model.layers.{layer}.mlp"
+    shape = (sizes.experts, sizes.hidden)
+    yield Weight(f"{prefix}.gate.weight", shape, "BF16", None, layer)
+    bias = f"{prefix}.gate.e_score_correction_bias"
+    yield Weight(bias, (sizes.experts,), "F32", None, layer)
     for expert in range(sizes.experts):
-        yield from _mlp(sizes, f"{prefix}.experts.{expert}", sizes.expert_inner)
-    yield from _mlp(sizes, f"{prefix}.shared_experts", sizes.expert_inner)
+        name = f"{prefix}.experts.{expert}"
+        yield from _mlp(sizes, name, sizes.expert_inner, layer, expert)
+    yield from _mlp(sizes, f"{prefix}.shared_experts", sizes.expert_inner, layer)
 
 
-def _stored(sizes: Sizes, name: str, shape: tuple[int, ...]) -> Iterator[Weight]:
+def _stored(
+    sizes: Sizes,
+    name: str,
+    shape: tuple[int, ...],
+    axis: int | None,
+    layer: int,
+    expert: int | None = None,
+) -> Iterator[Weight]:
     """Yield a weight, and the scales of its blocks if it is stored in FP8."""
     if not sizes.has_blocks or len(shape) == 1:
-        yield Weight(f"{name}.weight", shape, "BF16")
+        yield Weight(f"{name}.weight", shape, "BF16", axis, layer, expert)
         return
-    yield Weight(f"{name}.weight", shape, "F8_E4M3")
+    yield Weight(f"{name}.weight", shape, "F8_E4M3", axis, layer, expert)
     scales = tuple(-(-size // BLOCK) for size in shape)
-    yield Weight(f"{name}.weight_scale_inv", scales, "F32")
+    yield Weight(f"{name}.weight_scale_inv", scales, "F32", axis, layer, expert)
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -152,18 +171,20 @@ def write_directory(
     weights: Sequence[Weight],
     file_bytes: int = FILE_BYTES,
     fill: Callable[[Weight], bytes] | None = None,
-) -> None:
-    """Write index and files. Tensors are holes unless `fill` gives them."""
+) -> int:
+    """Write index and files; return their bytes. Tensors are holes unless `fill` gives them."""
     folder.mkdir(parents=True)
     files = list(_files_of(weights, file_bytes))
     weight_map = {}
+    total = 0
     for number, members in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         weight_map.update(dict.fromkeys((weight.name for weight in members), name))
-        _write_file(folder / name, members, fill)
+        total += _write_file(folder / name, members, fill)
     metadata = {"total_size": sum(weight.num_bytes for weight in weights)}
     index = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
     (folder / "model.safetensors.index.json").write_text(index)
+    return total + len(index)
 
 
 def _files_of(weights: Sequence[Weight], file_bytes: int) -> Iterator[list[Weight]]:
@@ -186,7 +207,7 @@ def _place(weight: Weight) -> tuple[int, str]:
 
 def _write_file(
     path: Path, members: Sequence[Weight], fill: Callable[[Weight], bytes] | None
-) -> None:
+) -> int:
     entries = {"__metadata__": {"format": "pt"}}
     end = 0
     for weight in members:
@@ -204,4 +225,6 @@ def _write_file(
         if fill is not None:
             for weight in members:
                 file.write(fill(weight))
-        file.truncate(8 + len(text) + end)
+        size = 8 + len(text) + end
+        file.truncate(size)
+    return size
