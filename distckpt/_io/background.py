@@ -269,10 +269,9 @@ def _at_exit() -> None:
 
 
 def _all_unfinished() -> list[Task[Any]]:
-    tasks = _worker.unfinished()
+    tasks: list[Task[Any]] = []
     for worker in _workers:
-        if worker is not _worker:
-            tasks += worker.unfinished()
+        tasks += worker.unfinished()
     return tasks
 
 

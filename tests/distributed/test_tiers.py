@@ -101,6 +101,14 @@ def test_a_cut_file_is_read_from_another_host(tmp_path):
     assert loaded(tmp_path, 4, 2, peers=1) == 10
 
 
+def test_an_extended_file_is_read_from_another_host(tmp_path):
+    saved(tmp_path, 4, 2, [10], peers=1)
+    shutil.rmtree(tmp_path / "root" / "step_00000010")
+    for path in files_of_step(tmp_path, 1, 10):
+        path.write_bytes(path.read_bytes() + b"more")
+    assert loaded(tmp_path, 4, 2, peers=1) == 10
+
+
 def test_damage_on_all_hosts_and_in_the_root_is_passed_over(tmp_path):
     saved(tmp_path, 2, 1, [10, 20], peers=1)
     for path in tmp_path.glob("*/**/step_00000020/tensors/shard-00002*"):

@@ -332,6 +332,21 @@ def test_steps_that_are_passed_over_are_named_and_the_last_one_is_not(tmp_path, 
     assert "a rank was lost" not in logged
 
 
+def save_where_priorities_are_forbidden(rank: int, base: str) -> dict:
+    error = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+    forbidden = mock.patch.object(os, "setpriority", side_effect=error)
+    with forbidden, manager_of(rank, base, 1, peers=1) as manager:
+        manager.save(10, state_of(rank, 2, 10)).result()
+        manager.wait(uploaded=True)
+        return states_of(manager)
+
+
+def test_priorities_of_threads_may_be_forbidden(tmp_path):
+    for states in run(save_where_priorities_are_forbidden, 2, str(tmp_path)):
+        assert states[10]["is_uploaded"]
+        assert states[10]["is_replicated"]
+
+
 def wait_for_a_stopped_peer(rank: int, base: str) -> dict:
     _copies.PIECE_BYTES = 16 << 10
     settings = {"peer_bandwidth": 100_000, "upload_every": 10, "timeout": 4.0}

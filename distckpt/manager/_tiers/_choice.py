@@ -104,9 +104,7 @@ def _steps_in_root(root: str) -> list[tuple[SpreadStep, str]]:
         if marker is None:
             continue
         note = steps.note_in(marker)
-        attempt = note.get(ATTEMPT)
-        if not isinstance(attempt, int):
-            attempt = 0
+        attempt = note[ATTEMPT] if isinstance(note.get(ATTEMPT), int) else 0
         nonce = marker.get(SAVE)
         suffix = f"-{nonce}" if isinstance(nonce, str) else ""
         result.append((SpreadStep(step, str(note.get("save")), attempt), suffix))

@@ -205,5 +205,4 @@ class _Arriving:
 
 
 def _problem(delivery: Delivery, error: Exception) -> str:
-    name = os.uname().nodename
-    return f"{delivery.name} on host {name!r}: {type(error).__name__}: {error}"
+    return f"{delivery.name} on host {os.uname().nodename}: {type(error).__name__}: {error}"

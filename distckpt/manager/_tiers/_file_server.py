@@ -234,11 +234,10 @@ class FilesOfHost:
 
     def close(self) -> None:
         """Close the connections that no thread uses."""
-        while True:
-            try:
+        # Another thread may take the last one.
+        while self._unused:
+            with contextlib.suppress(IndexError):
                 self._unused.pop().close()
-            except IndexError:
-                return
 
     def _read(self, number: int, buffers: Sequence[Bytes], start: int) -> tuple[int, str] | None:
         """Send a request, and receive its answer; return an error that the server tells."""
@@ -340,16 +339,13 @@ def _address_of(interface: str) -> str:
 def _listener(host: str) -> socket.socket:
     """Return a socket that listens on a free port of a host."""
     failure = OSError(errno.EADDRNOTAVAIL, "no address of this machine", host)
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-        listener = socket.socket(family, kind, protocol)
+    for family, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         try:
-            listener.bind(address)
-            listener.listen(_MAX_CONNECTIONS)
+            listener = socket.create_server(address, family=family, backlog=_MAX_CONNECTIONS)
             # Not all systems wake up a thread that waits when its socket is shut down.
             listener.settimeout(_LOOK_SECONDS)
             return listener
         except OSError as error:
-            listener.close()
             failure = OSError(error.errno, error.strerror, f"{host} ({address[0]})")
     raise failure
 

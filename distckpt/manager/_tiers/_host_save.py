@@ -53,7 +53,9 @@ class HostSave:
                 with ranks.telling("save to the hosts") as told:
                     self._make(directory)
                     own = save.prepared.write_own(directory, ranks)
-                    self._sync(save, directory)
+                    if save.request.options.durable:
+                        for name in posix.SUBDIRECTORIES:
+                            locations.sync_directory(locations.join(directory, name))
                     figures = save.timer.figures(save.prepared.num_bytes)
                     told.payload = pack_parts([figures, own])
             with save.timer.phase("commit"):
@@ -90,11 +92,6 @@ class HostSave:
         locations.remove_tree(directory)
         if self._is_committed:
             self.place.remove(self.step)
-
-    def _sync(self, save: PlannedSave, directory: str) -> None:
-        if save.request.options.durable:
-            for name in posix.SUBDIRECTORIES:
-                locations.sync_directory(locations.join(directory, name))
 
     def _complete(self, save: PlannedSave, directory: str, payloads: Sequence[bytes]) -> bytes:
         """Return figures, marker and manifests for all hosts; for the coordinator."""

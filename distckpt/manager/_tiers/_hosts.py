@@ -58,7 +58,12 @@ def meet(ranks: Ranks, directory: str, domains: Mapping[str, str], num_peers: in
     with ranks.answering(told, "find the hosts"):
         if ranks.is_coordinator:
             told.answer = json.dumps(_grouped(told.payloads, domains, num_peers)).encode()
-    return Hosts(*json.loads(told.answer))
+    hosts = Hosts(*json.loads(told.answer))
+    if num_peers and ranks.is_coordinator and min(hosts.peers) < 0:
+        alone = [name for name, peer in zip(hosts.names, hosts.peers, strict=True) if peer < 0]
+        text = "no other failure domain keeps copies of the files of %s: after its loss, steps "
+        logger.warning(text + "are loaded from the root", ", ".join(alone))
+    return hosts
 
 
 def _identity_of(directory: str) -> list[str | int]:
@@ -87,7 +92,6 @@ def _grouped(
     peers = [-1] * len(names)
     if num_peers:
         peers = peers_of([domains.get(name, f"host {name}") for name in names])
-        _warn_of_peers(names, peers)
     return of_rank, names, peers
 
 
@@ -109,10 +113,3 @@ def peers_of(domains: Sequence[str]) -> list[int]:
                 peers[host] = other
                 break
     return peers
-
-
-def _warn_of_peers(names: Sequence[str], peers: Sequence[int]) -> None:
-    alone = [name for name, peer in zip(names, peers, strict=True) if peer < 0]
-    if alone:
-        text = "no other failure domain keeps copies of the files of %s: after its loss, "
-        logger.warning(text + "steps are loaded from the root", ", ".join(alone))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
 import sys
@@ -32,7 +33,6 @@ class Lane:
         is_broken: whether a rank was lost, so that no task runs any more.
         running: the step that a task works on; -1 without one.
         waiting: the step whose turn comes last; -1 without one.
-        newest: the step of the last task; -1 without one.
     """
 
     def __init__(self, name: str, ranks: Ranks, exit_timeout: float) -> None:
@@ -43,7 +43,6 @@ class Lane:
         self.is_broken = False
         self.running = -1
         self.waiting = -1
-        self.newest = -1
 
     def submit(
         self, step: int, work: Callable[[Ranks], None], note_problem: Callable[[str], None]
@@ -56,19 +55,14 @@ class Lane:
             # Other ranks may not have reached their end yet, and would run it in another thread.
             note_problem(f"no {self._name}: the process ended without close() of the manager")
             return
-        self.newest = step
         self.waiting = step
-        title = f"the {self._name} of step {step}"
-        run = partial(self._run, step, work, title, note_problem)
-        self._worker.submit(Task(run, title, None, self._exit_timeout))
+        run = partial(self._run, step, work, note_problem)
+        self._worker.submit(Task(run, f"the {self._name} of step {step}", None, self._exit_timeout))
 
     def _run(
-        self,
-        step: int,
-        work: Callable[[Ranks], None],
-        title: str,
-        note_problem: Callable[[str], None],
+        self, step: int, work: Callable[[Ranks], None], note_problem: Callable[[str], None]
     ) -> None:
+        title = f"the {self._name} of step {step}"
         _give_way()
         try:
             if self.is_broken:
@@ -89,7 +83,7 @@ class Lane:
                 self.waiting = -1
 
     def _run_in_turn(self, step: int, work: Callable[[Ranks], None]) -> None:
-        newest: int = self._ranks.decide_json("choose the next step", lambda: self.newest)
+        newest = self._ranks.decide_json("choose the next step", lambda: self.waiting)
         if newest != step:
             text = f"given up, since step {newest} waits: they take longer than a save"
             raise PassedOverError(text)
@@ -114,7 +108,9 @@ def _give_way() -> None:
     # Linux has priorities of threads, and anyone may lower them. Without a thread of its own, this
     # would be training.
     if sys.platform == "linux" and threading.current_thread() is not threading.main_thread():
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        # Containers may forbid it.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 class Pace:

@@ -89,12 +89,8 @@ class LocalRoot:
 
     def held(self) -> list[HeldStep]:
         """Return the steps that are here, ascending."""
-        found = []
-        for step in steps.all_steps(self.location):
-            held = self._held(step)
-            if held is not None:
-                found.append(held)
-        return found
+        found = map(self._held, steps.all_steps(self.location))
+        return [held for held in found if held is not None]
 
     def _held(self, step: int, save: str | None = None) -> HeldStep | None:
         directory = self.step(step)

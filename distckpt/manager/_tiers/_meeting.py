@@ -117,7 +117,8 @@ def _run_of(root: Root, payloads: Sequence[bytes]) -> tuple[str, bool]:
     for payload in filter(None, payloads):
         for run, is_new in json.loads(payload):
             known.append(run)
-            old.update([] if is_new else [run])
+            if not is_new:
+                old.add(run)
     guess = max(known, key=known.count, default=secrets.token_hex(8))
     # Other runs that the root has forgotten are not believed.
     name = secrets.token_hex(8) if guess in old else guess

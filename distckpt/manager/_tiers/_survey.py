@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,18 +48,6 @@ class SpreadStep:
         """Return the files that a host has, sorted."""
         return sorted(name for name, hosts in self.hosts.items() if host in hosts)
 
-    def add(self, host: int, held: HeldStep) -> None:
-        """Add a host's part of the step."""
-        self.rejection = self.rejection or held.rejection
-        for name, size in held.files.items():
-            # One that was cut off is shorter than its copy.
-            known = self.sizes.get(name, -1)
-            if size > known:
-                self.sizes[name] = size
-                self.hosts[name] = []
-            if size >= known:
-                self.hosts[name].append(host)
-
 
 def held_by_hosts(ranks: Ranks, hosts: Hosts, place: LocalRoot) -> list[SpreadStep]:
     """Return the steps that any host has, on the coordinator; the newest comes last.
@@ -70,14 +59,32 @@ def held_by_hosts(ranks: Ranks, hosts: Hosts, place: LocalRoot) -> list[SpreadSt
             told.payload = json.dumps(place.held()).encode()
     with ranks.answering(told, "look for steps on the hosts"):
         pass
-    found: dict[tuple[int, int, str], SpreadStep] = {}
+    found: dict[tuple[int, int, str], list[tuple[int, HeldStep]]] = defaultdict(list)
     for rank, payload in enumerate(told.payloads):
         for values in json.loads(payload or b"[]"):
             held = HeldStep(*values)
-            key = (held.attempt, held.step, held.save)
-            new = SpreadStep(held.step, held.save, held.attempt, held.num_files, held.num_bytes)
-            found.setdefault(key, new).add(hosts.of_rank[rank], held)
-    return [found[key] for key in sorted(found)]
+            found[held.attempt, held.step, held.save].append((hosts.of_rank[rank], held))
+    return [_united(found[key]) for key in sorted(found)]
+
+
+def _united(parts: Sequence[tuple[int, HeldStep]]) -> SpreadStep:
+    """Unite the parts of a step that hosts have."""
+    held = parts[0][1]
+    rejection = next(filter(None, (held.rejection for _, held in parts)), None)
+    spread = SpreadStep(*held[:5], rejection=rejection)
+    # A file that was cut off is shorter than its copy, one that was extended is longer.
+    for choose in (min, max):
+        spread.sizes.clear()
+        for _, held in parts:
+            for name, size in held.files.items():
+                spread.sizes[name] = choose(size, spread.sizes.get(name, size))
+        if spread.is_whole:
+            break
+    for host, held in parts:
+        for name, size in held.files.items():
+            if size == spread.sizes[name]:
+                spread.hosts.setdefault(name, []).append(host)
+    return spread
 
 
 def spread_step(

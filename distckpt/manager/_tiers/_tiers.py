@@ -177,10 +177,11 @@ class Tiers:
         met = self._meeting
         self._saves[step] = save
         self._last = step
-        note = partial(self._note_problem, step)
         if max(met.hosts.peers) >= 0:
+            note = partial(self._note_problem, step, "copies")
             met.copies.submit(step, partial(self._copy, step, save), note)
         if is_due:
+            note = partial(self._note_problem, step, "uploads")
             met.uploads.submit(step, partial(self._upload, step, save), note)
 
     @staticmethod
@@ -207,9 +208,20 @@ class Tiers:
                 with locations.only_logging(f"note the state of step {step}"):
                     write_state(met.place.location, step, state)
 
-    def _note_problem(self, step: int, problem: str, is_seen_here_only: bool = False) -> None:
+    def _note_problem(
+        self, step: int, lane: str, problem: str, is_seen_here_only: bool = False
+    ) -> None:
         with self._noting:
-            self._note(step, replace(self.states[step], problem=problem), is_seen_here_only)
+            state = replace(self.states[step], problem=f"{lane}: {problem}")
+            self._note(step, state, is_seen_here_only)
+
+    def _note_success(self, step: int, lane: str, **changes: Any) -> None:
+        """Note that a step has reached a tier; a problem of another lane stays."""
+        with self._noting:
+            state = replace(self.states[step], **changes)
+            if (state.problem or "").startswith(lane):
+                state = replace(state, problem=None)
+            self._note(step, state)
 
     # --- Copies and uploads, in their threads
 
@@ -237,8 +249,7 @@ class Tiers:
             raise PassedOverError(text)
         if spread.is_whole and min(met.hosts.peers) >= 0:
             self._safe = step
-            with self._noting:
-                self._note(step, replace(self.states[step], is_replicated=True))
+            self._note_success(step, "copies", is_replicated=True)
 
     def _opened(self, ranks: Ranks, spread: SpreadStep) -> StoredCheckpoint:
         """Open a step in the local directory.
@@ -262,7 +273,7 @@ class Tiers:
         stored = self._opened(ranks, spread)
         chosen = survey.shared_out(list(spread.sizes), spread, met.hosts)
         own = [name for name, rank in chosen.items() if rank == ranks.rank]
-        note_stall = partial(self._note_problem, step, is_seen_here_only=True)
+        note_stall = partial(self._note_problem, step, "uploads", is_seen_here_only=True)
         with Progress(step, self._settings.stall_timeout, note_stall) as progress:
             try:
                 upload(ranks, stored, own, location, self._options, progress, self._upload_pace)
@@ -271,8 +282,7 @@ class Tiers:
                 if steps.all_find(ranks, error, _is_damage):
                     self._drop_damaged(ranks, step, save)
                 raise
-        with self._noting:
-            self._note(step, replace(self.states[step], is_uploaded=True, problem=None))
+        self._note_success(step, "uploads", is_uploaded=True)
         if ranks.is_coordinator:
             self._root_steps.clear_leftovers()
             self._root_steps.after_commit(step)
@@ -442,16 +452,11 @@ class Tiers:
         """Wait for copies and uploads; return False if some are not done in `seconds`."""
         if self._met is None:
             return True
-        end = None
+        started = time.monotonic()
+        are_done = self._met.copies.wait(seconds)
         if seconds is not None:
-            end = time.monotonic() + seconds
-        are_done = True
-        for lane in (self._met.copies, self._met.uploads):
-            left = None
-            if end is not None:
-                left = max(0.0, end - time.monotonic())
-            are_done &= lane.wait(left)
-        return are_done
+            seconds = max(0.0, started + seconds - time.monotonic())
+        return self._met.uploads.wait(seconds) and are_done
 
     def close(self, has_failed: bool) -> None:
         """Upload the last step, wait for `exit_timeout` at most, and stop.

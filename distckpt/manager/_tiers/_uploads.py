@@ -102,21 +102,17 @@ class StoredFiles(PreparedSave):
     written: Sequence[tuple[str, int]] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
-        self.num_bytes = sum(self._sizes()[name] for name in self.own)
-
-    def _sizes(self) -> dict[str, int]:
-        return {file.name: file.num_bytes for file in self.stored.manifest.files}
+        own = set(self.own)
+        self.num_bytes = sum(f.num_bytes for f in self.stored.manifest.files if f.name in own)
 
     def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any] | None:
-        """Do nothing: `write_own` and `complete` do all."""
+        """Refuse: `write_own` and `complete` do all."""
         raise NotImplementedError
 
     def write_own(self, checkpoint_dir: str, ranks: Ranks) -> bytes:
         del ranks
         block_bytes = self.stored.manifest.block_bytes
-        settings = WriteSettings(
-            durable=self.durable, block_bytes=block_bytes, progress=self.progress.add
-        )
+        settings = WriteSettings(self.durable, block_bytes=block_bytes, progress=self.progress.add)
         for name, file in stored_files(self.stored, self.own).items():
             location = locations.join(checkpoint_dir, in_folder(name, self.folder_suffix or ""))
             self.progress.location = location
