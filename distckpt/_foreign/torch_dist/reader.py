@@ -1,8 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint as manifests, and their objects.
 
-There are two kinds, both with a `.metadata` file next to their `.distcp` files: from PyTorch, and
-from Megatron Core's `torch_dist` strategy, which also have a marker and in most versions a
-`common.pt`.
+There are three kinds, all with a `.metadata` file next to their `.distcp` files: from PyTorch; from
+Megatron Core's `torch_dist` strategy, which also have a marker and in most versions a `common.pt`;
+and directories of such folders, one for each object (`folders.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import run_threads
 from distckpt._base.tree import HOLE
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest, look_up_file
+from distckpt._foreign.torch_dist.folders import files_of_values, is_divided, read_folders
 from distckpt._foreign.torch_dist.metadata import StoredItem, TensorEntry, read_metadata
 from distckpt._foreign.torch_dist.objects import locate_tensor, read_object
 from distckpt._foreign.torch_dist.runs import contiguous_runs, unflattened_runs
@@ -54,14 +55,14 @@ _MEGATRON_COMMON_KEY = "common_state"
 
 
 class TorchDistReader(Reader):
-    """Reads directories with a `.metadata` file, or a `torch_dist` marker."""
+    """Reads directories with a `.metadata` file, a `torch_dist` marker, or such folders."""
 
     name = TORCH_DIST.name
 
     def detect(self, location: str, marker: Mapping[str, Any] | None) -> bool:
         if marker is not None:
             return bool(marker["sharded_backend"] == self.name)
-        return locations.exists(locations.join(location, METADATA_NAME))
+        return _has_metadata(location) or is_divided(location)
 
     def manifest(self, location: str) -> Manifest:
         return _read_directory(location)
@@ -99,6 +100,10 @@ class TorchDistReader(Reader):
         return tree
 
 
+def _has_metadata(location: str) -> bool:
+    return locations.exists(locations.join(location, METADATA_NAME))
+
+
 @paused_garbage_collection()
 def _read_directory(location: str) -> Manifest:
     """Return the manifest of a checkpoint of torch.distributed.checkpoint.
@@ -107,7 +112,13 @@ def _read_directory(location: str) -> Manifest:
     a checkpoint of PyTorch, `origin` of the manifest has the path of each object in the state dict.
     """
     marker = read_marker(location)
-    metadata = read_metadata(locations.join(location, METADATA_NAME))
+    extra = {}
+    # Without any, the error is about the file itself.
+    if marker is None and not _has_metadata(location) and is_divided(location):
+        metadata = read_folders(location)
+        extra = files_of_values(location)
+    else:
+        metadata = read_metadata(locations.join(location, METADATA_NAME))
     items = []
     for entry in metadata.tensors:
         for _, item in entry.chunks:
@@ -127,7 +138,9 @@ def _read_directory(location: str) -> Manifest:
         for i, name in enumerate(names):
             cells.append(_cell(COMMON_KEY, (i,), (len(names),), metadata.objects[name]))
         if locations.exists(locations.join(location, EXTRA_NAME)):
-            fields["extra"] = EXTRA_NAME
+            extra[EXTRA_NAME] = ""
+        if extra:
+            fields["extra"] = extra
     pieces += cells
     return build_manifest(TORCH_DIST.name, location, pieces, list(files.values()), fields)
 
@@ -315,16 +328,24 @@ def _common_file(
 
 
 def _extra_values(stored: StoredCheckpoint) -> dict[Any, Any]:
-    """Load the values that Lightning stores next to state dicts.
+    """Load the values that Lightning and accelerate store in files of their own.
 
-    If there are objects of unreadable classes, the result is empty, with a warning.
+    Those of a file with objects of unreadable classes are left out, with a warning.
     """
-    name = (stored.manifest.origin or {}).get("extra")
-    if name is None:
-        return {}
-    path = locations.join(stored.location, name)
+    values: dict[Any, Any] = {}
+    for name, entry in ((stored.manifest.origin or {}).get("extra") or {}).items():
+        own = _values_in(locations.join(stored.location, name))
+        if entry and own is not None:
+            values[entry] = own
+        elif isinstance(own, dict):
+            values.update(own)
+    return values
+
+
+def _values_in(path: str) -> Any:
+    """Read a file of values; None, with a warning, if it needs an unreadable class."""
     try:
-        extra = read_object(read_file(path, MAX_TABLE_BYTES))
+        return read_object(read_file(path, MAX_TABLE_BYTES))
     except RefusedGlobalError as error:
         logger.warning(
             "%s is not read, and nothing of it was run: it needs %r. If this is an Enum class, a "
@@ -333,14 +354,11 @@ def _extra_values(stored: StoredCheckpoint) -> dict[Any, Any]:
             path,
             error.name,
         )
-        return {}
+        return None
     except (ValueError, TypeError, IndexError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{path!r} is damaged or of an unknown form ({error!s:.300}): restore it from a copy."
         ) from error
-    if isinstance(extra, dict):
-        return extra
-    return {}
 
 
 def _paths(stored: StoredCheckpoint) -> Any:
