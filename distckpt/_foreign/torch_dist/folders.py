@@ -10,10 +10,9 @@ import re
 
 from distckpt._base.messages import natural_order
 from distckpt._foreign.torch_dist.metadata import Metadata, StoredItem, read_metadata
-from distckpt._format.foreign_formats import TORCH_DIST
+from distckpt._format.foreign_formats import FSDP_FOLDER, TORCH_DIST
 from distckpt._storage import locations
 
-_FIRST = "pytorch_model_fsdp_0"
 _FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)", re.ASCII)
 _ENTRIES = {"pytorch_model_fsdp": "model", "optimizer": "optimizer"}
 _VALUES = re.compile(
@@ -24,7 +23,7 @@ _VALUES = re.compile(
 
 def is_divided(location: str) -> bool:
     """Whether a directory has a folder of DCP for the model."""
-    return locations.exists(locations.join(location, _FIRST, TORCH_DIST.marker))
+    return locations.exists(locations.join(location, FSDP_FOLDER, TORCH_DIST.marker))
 
 
 def read_folders(location: str) -> Metadata:
