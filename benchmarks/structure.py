@@ -86,9 +86,9 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 439_700,
+    "tokens": 440_900,
     "classes": 499,
-    "functions": 4_530,
+    "functions": 4_540,
     "kernel: modules": 121,
     "kernel: lines": 34_885,
     "kernel: tokens": 190_150,

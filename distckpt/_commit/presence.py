@@ -12,12 +12,7 @@ from typing import Any
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.messages import did_you_mean
 from distckpt._commit import hidden_directories, posix
-from distckpt._format.foreign_formats import (
-    FSDP_FOLDER,
-    MARKED_CHECKPOINTS,
-    TORCH_DIST,
-    ForeignFormat,
-)
+from distckpt._format.foreign_formats import MARKED_CHECKPOINTS, TORCH_DIST, ForeignFormat
 from distckpt._format.manifest import is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, parse_config
 from distckpt._storage import locations
@@ -30,21 +25,13 @@ _PIPELINE = "model_index.json"
 _HUB_NAME = re.compile(r"(?:.*\bhuggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)")
 _OF_MODELS = ("config.json", ".safetensors.index.json")
 _MARKERS = (CONFIG_FNAME, *(known.marker for known in MARKED_CHECKPOINTS))
-_PLACES = (*_MARKERS, f"{FSDP_FOLDER}/{TORCH_DIST.marker}")
+_PLACES = (*_MARKERS, "pytorch_model_fsdp_0/.metadata")
 _MAX_PROBED = 200
 _MAX_NAMED = 6
 _ABOUT_PICKLES = (
     "which distckpt does not open, since pickles can run code: read it with torch.load(path, "
     "weights_only=True), load_state_dict it into the model, and save that with distckpt.save."
 )
-
-_OF_ONE_RANK = re.compile(r"pytorch_model_fsdp(_\d+)?_rank\d+\.bin", re.ASCII)
-_ABOUT_RANKS = (
-    "which accelerate saved for each rank alone (use_dcp=False, or LOCAL_STATE_DICT), so that they "
-    "do not say how tensors are divided: load them with accelerate on as many ranks, and save "
-    "again with SHARDED_STATE_DICT and use_dcp=True."
-)
-_MAGIC_OF_TENSORIZER = b"|TZR|"
 
 _ABOUT_OTHERS = {
     ".gguf": (
@@ -127,36 +114,30 @@ def _about_hub(location: str) -> str:
     )
 
 
-def _is_archive_of_torch(location: str) -> bool:
-    """Return whether a local file of any name comes from torch.save."""
+def _suffix_by_content(location: str) -> str:
+    """Return the usual suffix of a local file of tensorizer or torch.save."""
     # To open a pipe would wait for its other end.
     if not (locations.is_local(location) and os.path.isfile(location)):
-        return False
+        return ""
     # Imported when it is needed: where something is wrong.
     zipfile = importlib.import_module("zipfile")
-    with contextlib.suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(location) as archive:
-        return any(name.endswith("/data.pkl") for name in archive.namelist())
-    return False
-
-
-def _is_of_tensorizer(location: str) -> bool:
-    """Return whether a file of any name begins as those of tensorizer do."""
-    # To open a pipe would wait for its other end.
-    if locations.is_local(location) and not os.path.isfile(location):
-        return False
-    with contextlib.suppress(OSError):
-        size = len(_MAGIC_OF_TENSORIZER)
-        return locations.read_range(location, 0, size) == _MAGIC_OF_TENSORIZER
-    return False
+    with contextlib.suppress(OSError, zipfile.BadZipFile):
+        if locations.read_range(location, 0, 5) == b"|TZR|":
+            return ".tensors"
+        with zipfile.ZipFile(location) as archive:
+            if any(name.endswith("/data.pkl") for name in archive.namelist()):
+                return ".pt"
+    return ""
 
 
 def _about_file(location: str) -> str:
     parent, name = locations.split(location)
     if name in _MARKERS or is_manifest_name(name) or name.endswith(_OF_MODELS):
         return f"{location!r} is a file of a checkpoint: give the directory, {parent!r}."
-    if about := _about_other(".tensors" if _is_of_tensorizer(location) else name):
+    kind = _suffix_by_content(location) or name
+    if about := _about_other(kind):
         return f"{location!r} is {about}"
-    if name.endswith(_OF_TORCH_SAVE) or _is_archive_of_torch(location):
+    if kind.endswith(_OF_TORCH_SAVE):
         return f"{location!r} is a file of torch.save, {_ABOUT_PICKLES}"
     return f"{location!r} is a file: a checkpoint is a directory, or a .safetensors file."
 
@@ -176,8 +157,6 @@ def _about_directory(location: str) -> str:
         )
     if any(name in _OF_ORBAX for name in names):
         return f"{location!r} is {_ABOUT_ORBAX}"
-    if name := next(filter(_OF_ONE_RANK.fullmatch, names), ""):
-        return f"{location!r} holds files of single ranks ({name!r}), {_ABOUT_RANKS}"
     for name in names:
         if name.endswith(_OF_TORCH_SAVE):
             return f"{location!r} holds files of torch.save ({name!r}), {_ABOUT_PICKLES}"
@@ -259,7 +238,7 @@ def _checkpoints_in(directory: str) -> str:
     names: list[str] = []
     with contextlib.suppress(OSError):
         for name in _names_in(directory)[-_MAX_PROBED:]:
-            paths = [locations.join(directory, name, *place.split("/")) for place in _PLACES]
+            paths = [locations.join(directory, name, place) for place in _PLACES]
             if any(map(locations.exists, paths)):
                 names.append(name)
     text = ", ".join(map(repr, names[-_MAX_NAMED:]))

@@ -45,8 +45,6 @@ TORCH_DIST = ForeignFormat(
     names=(".metadata", ".distcp", "common.pt", "meta.pt", "metadata.json"),
     is_given_to_save=True,
 )
-FSDP_FOLDER = "pytorch_model_fsdp_0"
-"""The folder of the first model where accelerate and transformers save one for each object."""
 HUGGING_FACE = ForeignFormat(
     name="huggingface",
     reader="HuggingFaceReader",

@@ -29,6 +29,9 @@ Shape = tuple[int, ...]
 WEIGHT = "fp32"
 """The name of the weights themselves among the states of a parameter."""
 
+SAMPLE = 256
+"""Elements of a parameter that are compared."""
+
 _POINTERS = ("latest", "latest_universal")
 _STATES = re.compile(
     r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_(model|optim)_states\.pt"
@@ -40,11 +43,20 @@ _SAME_IN_A_SAVE = {"global_steps", "global_samples", "skipped_steps", "ds_versio
 
 
 class Contents(NamedTuple):
-    """The contents of a checkpoint: tensors, aliases for tied ones, optimizer settings."""
+    """The contents of a checkpoint.
+
+    Attributes:
+        pieces: of its tensors.
+        aliases: of tied tensors.
+        settings: of the optimizer.
+        num_groups: where parameters go by number, of the optimizer's groups in common state; else
+            0.
+    """
 
     pieces: list[StoredPiece]
     aliases: dict[str, str]
     settings: list[dict[str, Any]]
+    num_groups: int = 0
 
 
 def key_of(state: str, name: str) -> str:
@@ -196,6 +208,12 @@ class StateFile(NamedTuple):
         if type(node) in (list, tuple):
             return type(node)(self.values(item, f"{where}[{i}]") for i, item in enumerate(node))
         return node
+
+    def elements(self, view: TensorView, start: int, count: int) -> Any:
+        """Read some contiguous elements of a tensor, fewer at its end."""
+        stop = min(start + count, math.prod(view.shape))
+        part = view._replace(offset=view.offset + start, shape=(stop - start,), strides=(1,))
+        return self.values(part, "a weight")
 
     def shapes(self, field: str) -> list[dict[str, Shape]]:
         """Return the shapes of parameters by name for each group, in order.

@@ -9,6 +9,7 @@ from typing import Any
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
 from distckpt._foreign.deepspeed.files import find_states, is_checkpoint, read_states
 from distckpt._foreign.deepspeed.universal import universal_contents
+from distckpt._foreign.deepspeed.without_zero import numbered_values
 from distckpt._foreign.deepspeed.zero import zero_contents
 from distckpt._format import codec
 from distckpt._format.foreign_formats import DEEPSPEED
@@ -33,7 +34,7 @@ class DeepSpeedReader(Reader):
     def manifest(self, location: str) -> Manifest:
         states = find_states(location)
         find = universal_contents if states.is_universal else zero_contents
-        pieces, aliases, settings = find(location, states)
+        pieces, aliases, settings, num_groups = find(location, states)
         fields: dict[str, Any] = {"common": states.model[min(states.model)]}
         if settings:
             # They come from several files, so they are kept here.
@@ -41,6 +42,9 @@ class DeepSpeedReader(Reader):
             cell = Region((0,), (1,))
             file = pieces[0].file
             pieces.append(StoredPiece("optimizer.settings", OBJECT, cell, (1,), file, 0, 0))
+        if num_groups:
+            groups = [("optimizer", "param_groups", i, "params") for i in range(num_groups)]
+            fields["paths"] = groups
         return build_manifest(self.name, location, pieces, None, fields, aliases)
 
     def load_objects(self, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
@@ -52,11 +56,14 @@ class DeepSpeedReader(Reader):
         These are counters, the state of the scheduler, and additions of the program.
         """
         [file] = read_states(stored.location, [_fields_of(stored)["common"]])
-        return {
+        common = {
             key: file.values(value, repr(key))
             for key, value in file.content.items()
             if key not in _NOT_COMMON
         }
+        if "paths" in _fields_of(stored):
+            common["optimizer"] = numbered_values(file)
+        return common
 
 
 def _fields_of(stored: StoredCheckpoint) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import run_threads
 from distckpt._checkpoint.stored_pieces import StoredPiece
 from distckpt._foreign.deepspeed.files import (
+    SAMPLE,
     WEIGHT,
     Contents,
     Shape,
@@ -61,6 +62,7 @@ def universal_contents(location: str, states: States) -> Contents:
         )
     shapes = _shapes_of_groups(model, others)
     parameters = _read_parameters(location, folder, shapes, are_slices=bool(others))
+    _check_order(model, parameters, are_slices=bool(others))
     pieces = _pieces_of(shapes, parameters)
     aliases: dict[str, str] = {}
     if others:
@@ -77,6 +79,37 @@ def universal_contents(location: str, states: States) -> Contents:
     by_group = _states_of_groups(join(location, folder), optimizer, shapes, parameters)
     settings = settings_of(optimizer, optimizer.content["param_groups"], by_group, shapes)
     return Contents(pieces, aliases, settings)
+
+
+def _check_order(
+    model: StateFile, parameters: Mapping[str, _Parameter], *, are_slices: bool
+) -> None:
+    """Refuse weights under the names of others.
+
+    DeepSpeed's converter takes the order of the module for that of the weights, which
+    `round_robin_gradients` changes. The module in 16 bits has the same weights, rounded.
+    """
+    config = model.content.get("ds_config") or {}
+    zero = config.get("zero_optimization") or {}
+    if not zero.get("round_robin_gradients"):
+        return
+    advice = (
+        "the converter of DeepSpeed mixes up parameters of runs with round_robin_gradients: give "
+        "the directory that was converted, or train without that option before you save and convert"
+    )
+    if are_slices:
+        logger.warning("%s: tensors may have the values of others, since %s", model.path, advice)
+        return
+    for name, parameter in sorted(parameters.items()):
+        rounded = model.content["module"].get(name)
+        file, view = parameter.tensors[WEIGHT]
+        if type(rounded) is not TensorView or not is_contiguous(rounded):
+            continue
+        found = file.elements(view, 0, SAMPLE).to(rounded.dtype)
+        if not torch.equal(found, model.elements(rounded, 0, SAMPLE)):
+            raise CorruptCheckpointError(
+                f"{file.path!r} does not hold {name!r} as it is in {model.path!r}: {advice}."
+            )
 
 
 def _shapes_of_groups(model: StateFile, others: Sequence[StateFile]) -> _Groups:

@@ -2,7 +2,8 @@
 
 With 16-bit weights, the optimizer keeps 32-bit ones: a tensor for each parameter, or with
 DeepSpeed's FusedAdam one flat vector for each group. Names are found by content: rounded, they are
-the weights of the module.
+the weights of the module. With 32-bit weights, parameters keep their numbers, which are those of an
+optimizer that is created as the saved one was.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import run_threads
 from distckpt._checkpoint.stored_pieces import StoredPiece
 from distckpt._foreign.deepspeed.files import (
+    SAMPLE,
     WEIGHT,
     Contents,
     Shape,
@@ -27,13 +29,15 @@ from distckpt._foreign.deepspeed.files import (
     key_of,
     settings_of,
 )
-from distckpt._foreign.deepspeed.pieces import flat_vector, module_contents, pieces_in_vectors
+from distckpt._foreign.deepspeed.pieces import (
+    flat_vector,
+    module_contents,
+    pieces_in_vectors,
+    pieces_of_view,
+)
 from distckpt._foreign.torch_dist.objects import TensorView
 
 logger = logging.getLogger(__name__)
-
-_SAMPLE = 256
-"""Elements of a parameter that are compared."""
 
 
 class _Master(NamedTuple):
@@ -63,7 +67,11 @@ def contents_without_zero(models: Sequence[StateFile]) -> Contents:
     if isinstance(optimizer, dict):
         masters = _masters(optimizer)
     if not masters:
-        return Contents(*module_contents(models, ()), [])
+        pieces, aliases = module_contents(models, ())
+        if not is_numbered(optimizer):
+            return Contents(pieces, aliases, [])
+        pieces += _numbered_pieces(file, optimizer["state"])
+        return Contents(pieces, aliases, [], len(optimizer["param_groups"]))
     trained, tied = _parameters(file)
     places = _places(file, masters, trained)
     if not places:
@@ -83,6 +91,30 @@ def contents_without_zero(models: Sequence[StateFile]) -> Contents:
     others, more = module_contents(models, [*places, *aliases])
     settings = settings_of(file, base["param_groups"], states, shapes)
     return Contents([*pieces, *others], {**aliases, **more}, settings)
+
+
+def is_numbered(optimizer: Any) -> bool:
+    """Whether it is the state dict of an optimizer of PyTorch."""
+    return isinstance(optimizer, dict) and optimizer.keys() == {"state", "param_groups"}
+
+
+def _numbered_pieces(file: StateFile, states: Mapping[Any, Any]) -> Iterator[StoredPiece]:
+    """Yield the tensors with axes in the state of each parameter."""
+    for number, state in states.items():
+        for name, value in state.items():
+            if is_array(value):
+                yield from pieces_of_view(key_of(str(number), str(name)), file, value)
+
+
+def numbered_values(file: StateFile) -> dict[str, Any]:
+    """Read the other values of an optimizer."""
+    optimizer = file.content["optimizer"]
+    states = {}
+    for number, state in optimizer["state"].items():
+        others = {name: value for name, value in state.items() if not is_array(value)}
+        states[number] = file.values(others, f"the state of parameter {number}")
+    groups = file.values(optimizer["param_groups"], "param_groups")
+    return {"state": states, "param_groups": groups}
 
 
 def _masters(optimizer: Mapping[str, Any]) -> list[_Master]:
@@ -152,7 +184,7 @@ def _samples(file: StateFile, parameters: Mapping[str, TensorView]) -> dict[str,
     def read(name: str) -> None:
         view = parameters[name]
         if is_contiguous(view):
-            samples[name] = _bytes_of(_elements(file, view, 0, _SAMPLE))
+            samples[name] = _bytes_of(file.elements(view, 0, SAMPLE))
 
     run_threads(read, list(parameters))
     return {name: sample for name, sample in samples.items() if sample}
@@ -166,7 +198,7 @@ def _name_at(
     left: Mapping[str, bytes],
 ) -> str | None:
     """Return the parameter left for an element of a tensor, or None."""
-    values = _elements(file, master.view, start, _SAMPLE)
+    values = file.elements(master.view, start, SAMPLE)
     for name, sample in left.items():
         view = parameters[name]
         if not master.is_flat and view.shape != master.view.shape:
@@ -174,12 +206,6 @@ def _name_at(
         if sample == _bytes_of(values[: math.prod(view.shape)].to(view.dtype)):
             return name
     return None
-
-
-def _elements(file: StateFile, view: TensorView, start: int, count: int) -> Any:
-    stop = min(start + count, math.prod(view.shape))
-    part = view._replace(offset=view.offset + start, shape=(stop - start,), strides=(1,))
-    return file.values(part, "a weight")
 
 
 def _bytes_of(values: Any) -> bytes:

@@ -1,35 +1,50 @@
-"""FSDP checkpoints of accelerate and transformers: a folder of DCP for each object.
+"""FSDP checkpoints of accelerate and transformers: one folder per object.
 
-Models are in `pytorch_model_fsdp_<n>` under `model`, optimizers in `optimizer_<n>` under
-`optimizer`. Those with a number other than 0 get it here: `model_1`, `optimizer_1`.
+DCP writes each folder. Models are in `pytorch_model_fsdp_<n>` under `model`, optimizers in
+`optimizer_<n>` under `optimizer`. Those with a number other than 0 get it here: `model_1`, `optimizer_1`.
 """
 
 from __future__ import annotations
 
 import re
 
+from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import natural_order
 from distckpt._foreign.torch_dist.metadata import Metadata, StoredItem, read_metadata
-from distckpt._format.foreign_formats import FSDP_FOLDER, TORCH_DIST
+from distckpt._format.foreign_formats import TORCH_DIST
 from distckpt._storage import locations
 
+_FIRST = "pytorch_model_fsdp_0"
 _FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)", re.ASCII)
 _ENTRIES = {"pytorch_model_fsdp": "model", "optimizer": "optimizer"}
 _VALUES = re.compile(
     r"((?:scheduler|scaler|dl_state_dict|custom_checkpoint)(?:_\d+)?)\.(?:bin|pt|pkl)", re.ASCII
 )
 """Files of values that all ranks share."""
+_OF_A_RANK = re.compile(r"pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin", re.ASCII)
 
 
 def is_divided(location: str) -> bool:
-    """Whether a directory has a folder of DCP for the model."""
-    return locations.exists(locations.join(location, FSDP_FOLDER, TORCH_DIST.marker))
+    """Whether a directory has a folder per object, or a file per rank."""
+    names = []
+    if locations.isdir(location):
+        names = locations.list_names(location)
+    if _FIRST in names:
+        return locations.exists(locations.join(location, _FIRST, TORCH_DIST.marker))
+    return any(map(_OF_A_RANK.fullmatch, names))
 
 
 def read_folders(location: str) -> Metadata:
-    """Read the `.metadata` files of all folders as one, with names of files in folders."""
+    """Read the `.metadata` files of all folders as one."""
     united = Metadata([], {}, {})
     for folder in sorted(locations.list_names(location), key=natural_order):
+        if _OF_A_RANK.fullmatch(folder):
+            raise CheckpointingException(
+                f"{location!r} holds files that each rank saved alone ({folder!r}), as accelerate "
+                "does with use_dcp=False and LOCAL_STATE_DICT. They do not say how tensors are "
+                "divided: load them with accelerate on as many ranks, and save again with "
+                "SHARDED_STATE_DICT and use_dcp=True."
+            )
         match = _FOLDER.fullmatch(folder)
         if match is not None:
             own = read_metadata(locations.join(location, folder, TORCH_DIST.marker))
@@ -57,7 +72,7 @@ def _add(united: Metadata, own: Metadata, folder: str, entry: str, number: str) 
 
 
 def files_of_values(location: str) -> dict[str, str]:
-    """Return the files of values beside the folders, with the entries that they become."""
+    """Return the entries of values, by the names of their files."""
     files = {}
     for name in locations.list_names(location):
         match = _VALUES.fullmatch(name)

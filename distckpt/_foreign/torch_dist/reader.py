@@ -24,7 +24,12 @@ from distckpt._base.threads import run_threads
 from distckpt._base.tree import HOLE
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest, look_up_file
 from distckpt._foreign.torch_dist.folders import files_of_values, is_divided, read_folders
-from distckpt._foreign.torch_dist.metadata import StoredItem, TensorEntry, read_metadata
+from distckpt._foreign.torch_dist.metadata import (
+    Metadata,
+    StoredItem,
+    TensorEntry,
+    read_metadata,
+)
 from distckpt._foreign.torch_dist.objects import locate_tensor, read_object
 from distckpt._foreign.torch_dist.runs import contiguous_runs, unflattened_runs
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
@@ -112,13 +117,7 @@ def _read_directory(location: str) -> Manifest:
     a checkpoint of PyTorch, `origin` of the manifest has the path of each object in the state dict.
     """
     marker = read_marker(location)
-    extra = {}
-    # Without any, the error is about the file itself.
-    if marker is None and not _has_metadata(location) and is_divided(location):
-        metadata = read_folders(location)
-        extra = files_of_values(location)
-    else:
-        metadata = read_metadata(locations.join(location, METADATA_NAME))
+    metadata, extra = _read_metadata(location, marker)
     items = []
     for entry in metadata.tensors:
         for _, item in entry.chunks:
@@ -137,8 +136,6 @@ def _read_directory(location: str) -> Manifest:
         cells = []
         for i, name in enumerate(names):
             cells.append(_cell(COMMON_KEY, (i,), (len(names),), metadata.objects[name]))
-        if locations.exists(locations.join(location, EXTRA_NAME)):
-            extra[EXTRA_NAME] = ""
         if extra:
             fields["extra"] = extra
     pieces += cells
@@ -146,6 +143,21 @@ def _read_directory(location: str) -> Manifest:
 
 
 # ---- files
+
+
+def _read_metadata(
+    location: str, marker: Mapping[str, Any] | None
+) -> tuple[Metadata, dict[str, str]]:
+    """Read all `.metadata`, and list the files of other values.
+
+    Those come with their entries in the common state.
+    """
+    if marker is None and not _has_metadata(location) and is_divided(location):
+        return read_folders(location), files_of_values(location)
+    extra = {}
+    if locations.exists(locations.join(location, EXTRA_NAME)):
+        extra[EXTRA_NAME] = ""
+    return read_metadata(locations.join(location, METADATA_NAME)), extra
 
 
 def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> dict[str, ShardFile]:
@@ -328,7 +340,7 @@ def _common_file(
 
 
 def _extra_values(stored: StoredCheckpoint) -> dict[Any, Any]:
-    """Load the values that Lightning and accelerate store in files of their own.
+    """Load the values of Lightning and accelerate in further files.
 
     Those of a file with objects of unreadable classes are left out, with a warning.
     """

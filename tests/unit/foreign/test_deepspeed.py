@@ -730,11 +730,76 @@ def test_a_universal_checkpoint_of_tensor_parallel_ranks(copied, caplog):
     assert all(name in caplog.text for name in left - {"frozen.weight", "frozen.bias"})
 
 
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("more")
+    with zipfile.ZipFile(GOLDEN.with_name("deepspeed_0_19_more.zip")) as archive:
+        archive.extractall(directory)
+    return directory
+
+
+def test_weights_in_another_order_than_the_modules(more):
+    found = distckpt.open(more / "round_robin").read_tensors()
+    assert same(found, expected_of(more / "round_robin"))
+
+
+def test_a_conversion_that_mixes_up_parameters_is_refused(more, tmp_path):
+    """DeepSpeed takes the order of the module for that of `round_robin_gradients`."""
+    message = r"'down\.weight' as it is in .*round_robin_gradients: give the directory that"
+    with pytest.raises(distckpt.CorruptCheckpointError, match=message):
+        distckpt.open(more / "round_robin_universal")
+    folder = pathlib.Path("round_robin_universal/global_step3_universal")
+    shutil.copytree(more / folder, tmp_path / folder)
+    expected = expected_of(more / "round_robin")
+    for file in (tmp_path / folder / "zero").glob("*/fp32.pt"):
+        torch.save({"param": expected[file.parent.name]}, file)
+    assert same(distckpt.open(tmp_path / folder).read_tensors(), expected)
+
+
+def test_a_mixed_up_conversion_of_tensor_parallel_ranks_is_warned_of(more, tmp_path, caplog):
+    folder = pathlib.Path("round_robin_universal/global_step3_universal")
+    shutil.copytree(more / folder, tmp_path / folder)
+    shutil.copy(tmp_path / folder / MODEL, tmp_path / folder / "mp_rank_01_model_states.pt")
+    distckpt.open(tmp_path / folder)
+    assert "tensors may have the values of others" in caplog.text
+
+
+def test_without_zero_and_with_32_bits_parameters_go_by_number(more, tmp_path):
+    model, optimizer = make_model()
+    for group in optimizer.param_groups:
+        group["weight_decay"] = group["lr"] = 1
+    distckpt.load({"model": model, "optimizer": optimizer}, more / "plain")
+    expected = expected_of(more / "plain")
+    found = dict(model.named_parameters())
+    for key, param in list(found.items()):
+        for state, value in optimizer.state.get(param, {}).items():
+            found[f"optimizer.state.{state}.{key}"] = value
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    distckpt.consolidate(more / "plain", tmp_path / "export")
+    weights = load_file(tmp_path / "export/model.safetensors")
+    assert {"up.weight", "scale"} <= weights.keys() < {*found, "head.weight", "scale", "count"}
+
+
+def test_numbers_of_another_optimizer_are_refused(more):
+    model, _ = make_model()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained[::-1])
+    with pytest.raises(distckpt.LoadMismatchError, match="in the order in which it was saved"):
+        distckpt.load({"model": model, "optimizer": optimizer}, more / "plain")
+
+
 @pytest.mark.slow
 def test_what_deepspeed_writes_now(tmp_path):
     pytest.importorskip("deepspeed", reason="needs the package deepspeed")
     from tests.data import make_deepspeed
 
     make_deepspeed.make(tmp_path)
-    for name in RUNS:
-        assert same(distckpt.open(tmp_path / name).read_tensors(), expected_of(tmp_path / name))
+    for name in {*RUNS, *make_deepspeed.RUNS}:
+        found = distckpt.open(tmp_path / name).read_tensors()
+        if name == "plain":
+            found = {key: tensor for key, tensor in found.items() if ".state." not in key}
+        expected = expected_of(tmp_path / name)
+        assert same(found, {key: expected[key] for key in expected.keys() & found.keys()})
+        assert {"up.weight", "down.bias", "scale"} <= found.keys()

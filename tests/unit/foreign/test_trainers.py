@@ -150,6 +150,13 @@ def test_a_cut_file_in_a_folder_of_accelerate_is_named(made):
         distckpt.open(made / "accelerate")
 
 
+def test_files_that_ranks_of_accelerate_save_alone_are_named(tmp_path):
+    torch.save({}, tmp_path / "optimizer_0_rank0.bin")
+    torch.save({}, tmp_path / "pytorch_model_fsdp_0_rank0.bin")
+    with pytest.raises(distckpt.CheckpointingException, match=r"_rank0\.bin'\), .*use_dcp=True"):
+        distckpt.open(tmp_path)
+
+
 class Unknown:
     """A class that no pickle may name."""
 

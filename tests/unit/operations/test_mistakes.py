@@ -58,9 +58,6 @@ def root(tmp_path_factory):
     (root / "tensorizer").mkdir()
     (root / "tensorizer/model-rank-000.tensors").touch()
     (root / "model.bin").write_bytes(b"|TZR|" + bytes(11))
-    for name in ("ranks/optimizer_0_rank0.bin", "ranks/pytorch_model_fsdp_0_rank0.bin"):
-        (root / name).parent.mkdir(exist_ok=True)
-        torch.save(torch.ones(4), root / name)
     (root / "fsdp/checkpoint-500/pytorch_model_fsdp_0").mkdir(parents=True)
     (root / "fsdp/checkpoint-500/pytorch_model_fsdp_0/.metadata").touch()
     # The items of a step of Orbax's CheckpointManager are folders.
@@ -100,7 +97,6 @@ LOCATIONS = {
     "tensorizer": r"holds 'model-rank-000\.tensors', a file of tensorizer",
     "tensorizer/model-rank-000.tensors": r"is a file of tensorizer, .*TensorDeserializer",
     "model.bin": r"is a file of tensorizer, .*TensorDeserializer",
-    "ranks": r"holds files of single ranks \('pytorch_model_fsdp_0_rank0\.bin'\), .*use_dcp=True",
     "fsdp": r"is a directory of checkpoints \('checkpoint-500'\): give one of them",
     "orbax": r"is a checkpoint of Orbax \(JAX\), .*safetensors\.numpy\.save_file",
     "orbax/default": r"is a checkpoint of Orbax \(JAX\)",
