@@ -1,7 +1,8 @@
 """FSDP checkpoints of accelerate and transformers: one folder per object.
 
 DCP writes each folder. Models are in `pytorch_model_fsdp_<n>` under `model`, optimizers in
-`optimizer_<n>` under `optimizer`. Those with a number other than 0 get it here: `model_1`, `optimizer_1`.
+`optimizer_<n>` under `optimizer`. Those with a number other than 0 get it here: `model_1`,
+`optimizer_1`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _OF_A_RANK = re.compile(r"pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin", re.ASCII)
 
 
 def is_divided(location: str) -> bool:
-    """Whether a directory has a folder per object, or a file per rank."""
+    """Whether there is a folder per object, or a file per rank."""
     names = []
     if locations.isdir(location):
         names = locations.list_names(location)
