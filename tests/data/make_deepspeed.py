@@ -70,12 +70,17 @@ def make_model() -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Net()
     model.frozen.requires_grad_(False)
+    return model, make_optimizer(model)
+
+
+def make_optimizer(model: Net) -> torch.optim.Optimizer:
+    """Return an optimizer with two groups of parameters."""
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [
         {"params": [param for param in params if param.ndim > 1], "weight_decay": 0.1},
         {"params": [param for param in params if param.ndim == 1], "weight_decay": 0.0},
     ]
-    return model, torch.optim.AdamW(groups, lr=0.01)
+    return torch.optim.AdamW(groups, lr=0.01)
 
 
 def train(name: str, directory: str) -> None:

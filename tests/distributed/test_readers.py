@@ -10,10 +10,15 @@ import zipfile
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import distckpt
 from distckpt.hf import consolidate_safetensors_files_on_every_rank
 from distckpt.readers import register_reader
+from tests.data import make_deepspeed, make_trainers
 from tests.support.harness import run
 from tests.support.toy_format import SAMPLER, WEIGHT, ToyReader, sampler_shard, write_toy
 
@@ -45,6 +50,54 @@ def load_with_a_reader_on_rank_0(rank, path):
 
 def test_a_reader_that_another_rank_lacks_is_named(toy):
     run(load_with_a_reader_on_rank_0, 2, str(toy))
+
+
+def train_on(rank, path, expected, make):
+    """Load into a model and an optimizer of FSDP2; return the keys whose parts are others."""
+    model, make_optimizer = make()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = make_optimizer(model)
+    distckpt.load({"model": model, "optimizer": optimizer}, path)
+    differing = []
+    for key, whole in load_file(expected).items():
+        state, _, name = key.removeprefix("optimizer.state.").partition(".")
+        found = dict(model.state_dict()).get(key)
+        if found is None:
+            found = optimizer.state[model.get_parameter(name)][state]
+        own = found
+        if isinstance(found, DTensor):
+            own = found.to_local()
+            first = compute_local_shape_and_global_offset(
+                found.shape, found.device_mesh, found.placements
+            )[1][0]
+            whole = whole[first : first + len(own)]
+        if not torch.equal(own, whole):
+            differing.append(key)
+    return differing
+
+
+def model_of_trainers():
+    return make_trainers.Net(), make_trainers.make_optimizer
+
+
+def model_of_deepspeed():
+    model, _ = make_deepspeed.make_model()
+    return model, make_deepspeed.make_optimizer
+
+
+@pytest.mark.parametrize(
+    ("archive", "name", "make"),
+    [
+        ("trainers", "accelerate", model_of_trainers),
+        ("trainers", "torchtitan", model_of_trainers),
+        ("deepspeed_0_19_more", "plain", model_of_deepspeed),
+    ],
+)
+def test_training_goes_on_with_fsdp2(tmp_path, archive, name, make):
+    with zipfile.ZipFile(pathlib.Path(__file__).parents[1] / f"data/{archive}.zip") as files:
+        files.extractall(tmp_path)
+    path = str(tmp_path / name)
+    assert run(train_on, 2, path, f"{path}.safetensors", make) == [[], []]
 
 
 def load_rows_of_deepspeed(rank, path):
