@@ -19,21 +19,25 @@ from distckpt._storage import locations
 
 READER_VERSION = 4
 """The newest format version that this package reads."""
-_OF_TORCH_SAVE = (".pt", ".pth", ".bin", ".ckpt")
 _MEGATRON_COMMON = "common.pt"
 _PIPELINE = "model_index.json"
 _HUB_NAME = re.compile(r"(?:.*\bhuggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)")
 _OF_MODELS = ("config.json", ".safetensors.index.json")
-_MARKERS = (CONFIG_FNAME, *(known.marker for known in MARKED_CHECKPOINTS))
-_PLACES = (*_MARKERS, "pytorch_model_fsdp_0/.metadata")
+_MARKERS = (
+    CONFIG_FNAME,
+    *(known.marker for known in MARKED_CHECKPOINTS),
+    "pytorch_model_fsdp_0/.metadata",
+)
 _MAX_PROBED = 200
 _MAX_NAMED = 6
 _ABOUT_PICKLES = (
-    "which distckpt does not open, since pickles can run code: read it with torch.load(path, "
-    "weights_only=True), load_state_dict it into the model, and save that with distckpt.save."
+    "a file of torch.save, which distckpt does not open, since pickles can run code: read it with "
+    "torch.load(path, weights_only=True), load_state_dict it into the model, and save that with "
+    "distckpt.save."
 )
 
 _ABOUT_OTHERS = {
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _ABOUT_PICKLES),
     ".gguf": (
         "a file of llama.cpp (GGUF), which distckpt does not read: open it with transformers, "
         "from_pretrained(path, gguf_file=...), and save that model, or load the Hugging Face "
@@ -117,16 +121,15 @@ def _about_hub(location: str) -> str:
 def _suffix_by_content(location: str) -> str:
     """Return the usual suffix of a local file of tensorizer or torch.save."""
     # To open a pipe would wait for its other end.
-    if not (locations.is_local(location) and os.path.isfile(location)):
-        return ""
-    # Imported when it is needed: where something is wrong.
-    zipfile = importlib.import_module("zipfile")
-    with contextlib.suppress(OSError, zipfile.BadZipFile):
-        if locations.read_range(location, 0, 5) == b"|TZR|":
-            return ".tensors"
-        with zipfile.ZipFile(location) as archive:
-            if any(name.endswith("/data.pkl") for name in archive.namelist()):
-                return ".pt"
+    if locations.is_local(location) and os.path.isfile(location):
+        # Imported when it is needed: where something is wrong.
+        zipfile = importlib.import_module("zipfile")
+        with contextlib.suppress(OSError, zipfile.BadZipFile):
+            if locations.read_range(location, 0, 5) == b"|TZR|":
+                return ".tensors"
+            with zipfile.ZipFile(location) as archive:
+                if any(name.endswith("/data.pkl") for name in archive.namelist()):
+                    return ".pt"
     return ""
 
 
@@ -134,11 +137,8 @@ def _about_file(location: str) -> str:
     parent, name = locations.split(location)
     if name in _MARKERS or is_manifest_name(name) or name.endswith(_OF_MODELS):
         return f"{location!r} is a file of a checkpoint: give the directory, {parent!r}."
-    kind = _suffix_by_content(location) or name
-    if about := _about_other(kind):
+    if about := _about_other(_suffix_by_content(location) or name):
         return f"{location!r} is {about}"
-    if kind.endswith(_OF_TORCH_SAVE):
-        return f"{location!r} is a file of torch.save, {_ABOUT_PICKLES}"
     return f"{location!r} is a file: a checkpoint is a directory, or a .safetensors file."
 
 
@@ -158,8 +158,6 @@ def _about_directory(location: str) -> str:
     if any(name in _OF_ORBAX for name in names):
         return f"{location!r} is {_ABOUT_ORBAX}"
     for name in names:
-        if name.endswith(_OF_TORCH_SAVE):
-            return f"{location!r} holds files of torch.save ({name!r}), {_ABOUT_PICKLES}"
         if about := _about_other(name):
             return f"{location!r} holds {name!r}, {about}"
     return _about_incomplete(location, names)
@@ -238,7 +236,7 @@ def _checkpoints_in(directory: str) -> str:
     names: list[str] = []
     with contextlib.suppress(OSError):
         for name in _names_in(directory)[-_MAX_PROBED:]:
-            paths = [locations.join(directory, name, place) for place in _PLACES]
+            paths = [locations.join(directory, name, marker) for marker in _MARKERS]
             if any(map(locations.exists, paths)):
                 names.append(name)
     text = ", ".join(map(repr, names[-_MAX_NAMED:]))

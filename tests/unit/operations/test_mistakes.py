@@ -85,7 +85,7 @@ LOCATIONS = {
     "nowhere/step_1": r"does not exist, and neither does '.*/nowhere'",
     "bare/metadata.json": r"is a file of a checkpoint: give the directory, '.*/bare'",
     "bare/manifest.safetensors": r"is a file of a checkpoint: give the directory, '.*/bare'",
-    "pickles": r"holds files of torch\.save \('pytorch_model\.bin'\), "
+    "pickles": r"holds 'pytorch_model\.bin', a file of torch\.save, "
     r".*torch\.load\(path, weights_only=True\)",
     "pickles/pytorch_model.bin": r"is a file of torch\.save, "
     r".*torch\.load\(path, weights_only=True\)",
