@@ -23,21 +23,17 @@ _MEGATRON_COMMON = "common.pt"
 _PIPELINE = "model_index.json"
 _HUB_NAME = re.compile(r"(?:.*\bhuggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)")
 _OF_MODELS = ("config.json", ".safetensors.index.json")
-_MARKERS = (
-    CONFIG_FNAME,
-    *(known.marker for known in MARKED_CHECKPOINTS),
-    "pytorch_model_fsdp_0/.metadata",
-)
+_OF_FSDP = "pytorch_model_fsdp_0/.metadata"
+_MARKERS = (CONFIG_FNAME, *(known.marker for known in MARKED_CHECKPOINTS), _OF_FSDP)
 _MAX_PROBED = 200
 _MAX_NAMED = 6
-_ABOUT_PICKLES = (
-    "a file of torch.save, which distckpt does not open, since pickles can run code: read it with "
-    "torch.load(path, weights_only=True), load_state_dict it into the model, and save that with "
-    "distckpt.save."
-)
-
 _ABOUT_OTHERS = {
-    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _ABOUT_PICKLES),
+    **dict.fromkeys(
+        (".pt", ".pth", ".bin", ".ckpt"),
+        "a file of torch.save, which distckpt does not open, since pickles can run code: read it "
+        "with torch.load(path, weights_only=True), load_state_dict it into the model, and save "
+        "that with distckpt.save.",
+    ),
     ".gguf": (
         "a file of llama.cpp (GGUF), which distckpt does not read: open it with transformers, "
         "from_pretrained(path, gguf_file=...), and save that model, or load the Hugging Face "
