@@ -51,20 +51,24 @@ class LoaderTarget(BoundState):
         if self.module is None:
             return dict.fromkeys(self, "")
         owners: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
-        for prefix, module in self.module.named_modules():
-            for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
-                if isinstance(value, torch.Tensor) and not is_recorded(value):
-                    own = f"{prefix}.{name}".lstrip(".")
-                    owners.setdefault(identity(value)[:2], []).append((value.data_ptr(), own))
+        for name, tensor in _all_tensors(self.module):
+            owners.setdefault(identity(tensor)[:2], []).append((tensor.data_ptr(), name))
         places = {}
         for name, shard in self.items():
             assert shard.data is not None
-            place = identity(shard.data)[:2]
-            if place in owners:
+            tensors = owners.get(identity(shard.data)[:2])
+            if tensors:
                 first = shard.data.data_ptr()
-                before = [own for own in owners[place] if own[0] <= first] or owners[place]
-                places[name] = max(before)[1]
+                places[name] = max(tensors, key=lambda own: (own[0] <= first, own[0]))[1]
         return places
+
+
+def _all_tensors(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters, buffers and further tensors of modules that have memory."""
+    for prefix, module in root.named_modules():
+        for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
+            if isinstance(value, torch.Tensor) and not is_recorded(value):
+                yield f"{prefix}.{name}".lstrip("."), value
 
 
 def record_loader(

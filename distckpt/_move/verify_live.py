@@ -73,28 +73,27 @@ class LiveReport(VerifyReport):
 
     def table(self) -> str:
         """Return a line for each tensor that differs or was not compared."""
-        found: dict[str, list[Problem]] = {}
+        rows: dict[str, tuple[int, set[int], str]] = {}
         for problem in self.problems:
-            found.setdefault(problem.key or "", []).append(problem)
-        rows = [("tensor", "differing", "ranks", "first difference")]
-        for key, problems in found.items():
-            known = [problem for problem in problems if isinstance(problem, Difference)]
-            count = sum(problem.num_differing for problem in known)
-            ranks = sorted({problem.rank for problem in known})
-            rows.append((key, str(count), ", ".join(map(str, ranks)), problems[0].message))
+            count, ranks, text = rows.get(problem.key or "", (0, set(), problem.message))
+            if isinstance(problem, Difference):
+                count += problem.num_differing
+                ranks.add(problem.rank)
+            rows[problem.key or ""] = (count, ranks, text)
+        lines = [f"{'differing':>12}  {'ranks':<8}  tensor: first difference"]
+        for key, (count, ranks, text) in rows.items():
+            lines.append(f"{count:>12}  {str(sorted(ranks)):<8}  {key}: {text}")
         for problem in self.not_compared:
-            rows.append((problem.key or "", "", "", f"not compared: {problem.message}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        for *cells, text in rows:
-            lines.append("  ".join((*map(str.ljust, cells, widths), text)))
+            lines.append(f"{'?':>12}  {'':<8}  {problem.key}: not compared: {problem.message}")
         return "\n".join(lines)
 
 
 class _Loaded(NamedTuple):
-    """A shard of a recorded loader: the dtype that the loader was given, and the model's tensor.
+    """Origin of a shard of a recorded loader.
 
-    `place` is None in memory that is not the model's.
+    Attributes:
+        dtype: the dtype that the loader was given.
+        place: name of the model's tensor; None in memory that is not the model's.
     """
 
     dtype: torch.dtype

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import distckpt
-from tests.support.engine_loaders import MODELS, EngineModel, Llama, stored_values, tensors_of
+from tests.support.disk import flip
+from tests.support.engine_loaders import MODELS, Llama, stored_values, tensors_of
 
 BF16, F32 = torch.bfloat16, torch.float32
 LAYOUTS = [(0, 1), (0, 2), (1, 2)]
@@ -94,7 +95,8 @@ class Engine:
             counts[problem.key] = counts.get(problem.key, 0) + problem.num_differing
             assert problem.num_differing
         lines = report.table().splitlines()[1 : len(counts) + 1]
-        assert [line.split()[:2] for line in lines] == [[k, str(n)] for k, n in counts.items()]
+        starts = [(line.split()[0], line.split()[2]) for line in lines]
+        assert starts == [(str(n), f"{key}:") for key, n in counts.items()]
         assert report.is_whole == (not counts)
         return counts
 
@@ -142,3 +144,190 @@ def test_all_faults_are_found_and_none_is_invented(name, layout, num_faults, tmp
         assert engine.found() == engine.expected(), damaged
         engine.reset()
     assert engine.found() == {}
+
+
+# --- Tensors that cannot be compared --------------------------------------------------------------
+
+
+def reasons_of(report):
+    return {problem.key: problem.message for problem in report.not_compared}
+
+
+def saved(folder, tensors):
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+class Parts(nn.Module):
+    """A loader of tables: names in memory, and how stored tensors get there."""
+
+    def __init__(self, shapes, load):
+        super().__init__()
+        for name, (shape, dtype) in shapes.items():
+            value = nn.Parameter(torch.full(shape, 7).to(dtype), requires_grad=False)
+            self.register_parameter(name, value)
+        self.load = load
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name in self.load:
+                self.load[name](self, tensor)
+
+
+def whole_into(name):
+    return lambda model, tensor: model.get_parameter(name).data.copy_(tensor)
+
+
+def test_tensors_that_are_loaded_nowhere_are_named(tmp_path):
+    stored = saved(tmp_path, {name: torch.randn(4, 2) for name in ("a", "b", "A_log", "inv_freq")})
+    model = Parts({"x": ((4, 2), F32), "cache_scale": ((3,), F32)}, {"a": whole_into("x")})
+    given = {name: ((4, 2), F32) for name in ("a", "b", "inv_freq")}
+    target = distckpt.record_loader(model.load_weights, given)
+    model.load_weights(stored.items())
+
+    report = distckpt.verify(tmp_path, live=target)
+
+    assert report.is_whole
+    assert report.num_keys == 1
+    reasons = reasons_of(report)
+    assert reasons.keys() == {"b", "inv_freq", "A_log", "cache_scale"}
+    assert reasons["A_log"] == "no loader was recorded with it"
+    assert "no loader leaves it" in reasons["b"]
+    assert reasons["cache_scale"].startswith("3 elements of the model's tensor")
+    for name in reasons:
+        assert any(f"  {name}: not compared: " in line for line in report.table().splitlines())
+
+
+def test_a_part_that_one_process_holds_is_named(tmp_path):
+    model = Llama(1, 2)
+    stored = saved(tmp_path, stored_values(model.specs))
+    target = distckpt.record_loader(model.load_weights, tmp_path)
+    model.load_weights(stored.items())
+
+    reasons = reasons_of(distckpt.verify(tmp_path, live=target))
+
+    assert "hold 128 of 256 elements" in reasons["attn.q_proj.weight"]
+    assert "norm.weight" not in reasons
+
+
+def test_rows_that_are_held_twice_do_not_stand_for_rows_that_are_not_held(tmp_path):
+    def load(model, tensor):
+        model.x.data[:6].copy_(tensor[:6])
+        model.x.data[6:].copy_(tensor[2:8])
+
+    model = Parts({"x": ((12, 2), F32)}, {"a": load})
+    stored = saved(tmp_path, {"a": torch.randn(10, 2)})
+    target = distckpt.record_loader(model.load_weights, tmp_path)
+    model.load_weights(stored.items())
+
+    report = distckpt.verify(tmp_path, live=target)
+    assert "hold 16 of 20 elements" in reasons_of(report)["a"]
+
+    model.x.data[7, 1] += 1  # the second copy of row 3
+    (problem,) = distckpt.verify(tmp_path, live=target).problems
+    assert problem.message.startswith("1 of 12 elements differ from those in memory, the first at")
+    assert "[3, 1], in the model's 'x'" in problem.message
+
+
+def test_tied_names_are_compared_once_and_unequal_ones_are_named(tmp_path):
+    model = Parts({"x": ((4, 2), F32)}, {"a": whole_into("x"), "b": whole_into("x")})
+    stored = saved(tmp_path, {"a": torch.randn(4, 2), "b": torch.randn(4, 2)})
+    target = distckpt.record_loader(model.load_weights, tmp_path)
+    model.load_weights(stored.items())
+
+    assert reasons_of(distckpt.verify(tmp_path, live=target)).keys() == {"a"}
+    model.x.data.copy_(stored["a"])
+    assert {p.key for p in distckpt.verify(tmp_path, live=target).problems} == {"b"}
+
+
+class Buffered(nn.Module):
+    """Its loader copies through memory of its own; the model keeps one of two."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = torch.zeros(3, 4)
+        self.listed = [torch.zeros(4, 3)]
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "a":
+                staged = torch.empty(4, 3)
+                staged.copy_(tensor)
+                self.kept.copy_(staged.t())
+            else:
+                self.listed[0].copy_(tensor)
+
+
+def test_buffers_of_the_loader_are_not_the_model(tmp_path):
+    model = Buffered()
+    stored = saved(tmp_path, {"a": torch.randn(4, 3), "b": torch.randn(4, 3)})
+    target = distckpt.record_loader(model.load_weights, tmp_path)
+    model.load_weights(stored.items())
+
+    report = distckpt.verify(tmp_path, live=target)
+    assert report.is_whole
+    assert "attribute of a model" in reasons_of(report)["b"]
+
+    model.kept[2, 3] = -0.0
+    (problem,) = distckpt.verify(tmp_path, live=target).problems
+    assert "the first at [3, 2], in the model's 'kept'" in problem.message
+
+
+def test_a_source_of_another_dtype_is_converted_as_a_sender_does(tmp_path):
+    model = Llama()
+    exact = {}
+    for name, value in stored_values(model.specs).items():
+        exact[name] = torch.randn(value.shape)
+    saved(tmp_path, exact)
+    target = distckpt.record_loader(model.load_weights, model.specs)
+    sent = {name: value.to(model.specs[name][1]) for name, value in exact.items()}
+    model.load_weights(sent.items())
+
+    assert distckpt.verify(tmp_path, live=target).is_whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_codes_are_not_taken_for_values(dtype, tmp_path):
+    model = Parts({"x": ((4, 2), dtype)}, {"a": whole_into("x")})
+    saved(tmp_path, {"a": torch.ones(4, 2)})
+    target = distckpt.record_loader(model.load_weights, {"a": ((4, 2), dtype)})
+    model.load_weights([("a", torch.ones(4, 2).to(dtype))])
+
+    (problem,) = distckpt.verify(tmp_path, live=target).problems
+    assert "in memory, F32 of (4, 2) in the checkpoint" in problem.message
+
+
+def test_an_engine_that_has_moved_its_parameters_is_refused(tmp_path):
+    model = Parts({"x": ((4, 2), F32)}, {"a": whole_into("x")})
+    saved(tmp_path, {"a": torch.ones(4, 2)})
+    target = distckpt.record_loader(model.load_weights, tmp_path)
+    model.x.data = model.x.data.clone()
+    with pytest.raises(distckpt.InvalidShardingError, match="replaced the memory of 'x'"):
+        distckpt.verify(tmp_path, live=target)
+
+
+def test_a_damaged_source_is_told_from_a_difference(tmp_path):
+    weight = distckpt.ShardedTensor.from_rank_offsets("a", torch.ones(4, 2))
+    distckpt.save({"a": weight}, tmp_path / "step")
+    model = Parts({"x": ((4, 2), F32)}, {"a": whole_into("x")})
+    target = distckpt.record_loader(model.load_weights, tmp_path / "step")
+    model.load_weights([("a", torch.ones(4, 2))])
+    assert distckpt.verify(tmp_path / "step", live={"engine": target}).is_whole
+    flip(next((tmp_path / "step").rglob("shard*.safetensors")), -3)
+
+    (problem,) = distckpt.verify(tmp_path / "step", live={"engine": target}).problems
+    assert "Checksum mismatch" in problem.message
+
+
+def test_scalars_and_empty_tensors_are_compared(tmp_path):
+    model = Parts(
+        {"x": ((), BF16), "y": ((0, 3), F32)}, {"a": whole_into("x"), "b": whole_into("y")}
+    )
+    stored = saved(tmp_path, {"a": torch.tensor(1.5), "b": torch.zeros(0, 3)})
+    target = distckpt.record_loader(model.load_weights, tmp_path)
+    model.load_weights(stored.items())
+
+    report = distckpt.verify(tmp_path, live=target)
+    assert report.is_whole, report.problems
+    model.x.data.fill_(1.25)
+    assert {p.key for p in distckpt.verify(tmp_path, live=target).problems} == {"a"}
