@@ -107,7 +107,11 @@ def _steps_in_root(root: str) -> list[tuple[SpreadStep, str]]:
         attempt = note[ATTEMPT] if isinstance(note.get(ATTEMPT), int) else 0
         nonce = marker.get(SAVE)
         suffix = f"-{nonce}" if isinstance(nonce, str) else ""
-        result.append((SpreadStep(step, str(note.get("save")), attempt), suffix))
+        save = str(note.get("save"))
+        if steps.OPTIMIZER_REMOVED in note:
+            # No copy of what hosts have, and a load from the root alone.
+            save += " without optimizer"
+        result.append((SpreadStep(step, save, attempt), suffix))
     return result
 
 
