@@ -1,0 +1,334 @@
+"""Data loaders that go on where they were, on any number of data parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler, get_worker_info
+from torchdata.stateful_dataloader.sampler import BatchSampler
+
+from distckpt._base.errors import InvalidShardingError, LoadMismatchError
+from distckpt.mapping import ShardedObject
+from distckpt.mapping._base import OpenReplicaId
+
+__all__ = ["DataProgress", "Shards"]
+
+
+class Shards(IterableDataset[Any]):
+    """The data shards of an `IterableDataset` of Hugging Face that this rank reads.
+
+        dataset = load_dataset("json", data_files=files, streaming=True, split="train")
+        loader = StatefulDataLoader(Shards(dataset, dp_rank, dp_size), batch_size=8, num_workers=2)
+
+    Rank r of n, and each of its workers, reads every n-th data shard, one after the other, and
+    keeps the place in each.
+
+    Args:
+        dataset: has `num_shards`, `shard` and `iter`, and a state. It is not split among ranks yet.
+        rank: data parallel rank.
+        size: number of data parallel ranks, at most the number of data shards.
+
+    Raises:
+        ValueError: it has too few data shards, is split already, or loses examples when it is
+            resumed (a shuffle buffer).
+    """
+
+    def __init__(self, dataset: Any, rank: int, size: int) -> None:
+        self.dataset = dataset
+        self.rank = rank
+        self.size = size
+        self.num_shards = dataset.num_shards
+        name = type(dataset).__name__
+        if self.num_shards < size:
+            raise ValueError(
+                f"The {name} has {self.num_shards} data shards for {size} ranks, and a data shard "
+                "is read by one rank: store it in more files, or make more by reshard()."
+            )
+        if getattr(dataset, "_distributed", None) is not None:
+            raise ValueError(
+                f"The {name} is split by split_dataset_by_node, whose division depends on the "
+                "number of ranks: give Shards the whole dataset."
+            )
+        if _has_buffer(getattr(dataset, "_ex_iterable", None)):
+            raise ValueError(
+                f"The {name} has a shuffle buffer, whose examples are lost when it is resumed: "
+                "shuffle before the dataset is stored, or leave shuffle() out."
+            )
+        self._places: dict[int, Any] = {}
+        self._is_resumed = False
+        self._part: tuple[int, Any] | None = None
+
+    @property
+    def own(self) -> range:
+        """The numbers of the data shards of this rank, or of this worker of it."""
+        own = range(self.rank, self.num_shards, self.size)
+        worker = get_worker_info()
+        if worker is None:
+            return own
+        return own[worker.id :: worker.num_workers]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the rest after a load, once; everything otherwise."""
+        if not self._is_resumed:
+            self._places = {}
+        self._is_resumed = False
+        for number in self.own:
+            part = self.dataset.shard(num_shards=self.num_shards, index=number, contiguous=False)
+            if self._places.get(number) is not None:
+                part.load_state_dict(self._places[number])
+            self._part = (number, part)
+            # `iter(part)` in a worker would divide the data shard among the workers.
+            for batch in part.iter(batch_size=1):
+                yield {name: values[0] for name, values in batch.items()}
+            self._places[number] = part.state_dict()
+            self._part = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in each data shard of this rank, or worker."""
+        places = dict(self._places)
+        if self._part is not None:
+            number, part = self._part
+            places[number] = part.state_dict()
+        return {"places": [[number, places.get(number)] for number in self.own]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the places of data shards, for the next iteration."""
+        self._places = dict(state["places"])
+        self._is_resumed = True
+        self._part = None
+
+
+def _has_buffer(iterable: Any) -> bool:
+    """Whether an iterable of Hugging Face, or one in it, has a shuffle buffer."""
+    if "BufferShuffled" in type(iterable).__name__:
+        return True
+    inner = [getattr(iterable, "ex_iterable", None), *getattr(iterable, "ex_iterables", ())]
+    return any(_has_buffer(each) for each in inner if each is not None)
+
+
+class DataProgress:
+    """The progress of a data loader through its data, for any number of data parallel ranks.
+
+        loader = StatefulDataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset))
+        state = {"model": model, "data": DataProgress(loader, dp_rank, dp_size)}
+
+    Saved on n ranks and loaded on m, with any number of workers, the rest of an epoch is read once:
+    no example is repeated, none is left out. It is for torchdata's `StatefulDataLoader` with
+
+    - a map-style dataset and a `DistributedSampler` (also torchdata's), or on a single rank a
+      sequential one: the global order of the examples goes on, too;
+    - a sampler that counts: its attribute `consumed_samples` is the number of examples of all ranks
+      at which its next iteration begins, and its order does not depend on the number of ranks;
+    - `Shards`: each data shard goes on where it was.
+
+    What cannot be divided exactly is refused, when this is made or loaded.
+
+    Args:
+        loader: of this rank.
+        rank: data parallel rank. Ranks that read the same have the same one.
+        size: number of data parallel ranks.
+        name: of the loader in the checkpoint, different for each loader.
+
+    Raises:
+        ValueError: the loader reads in an order that depends on the number of ranks.
+    """
+
+    def __init__(self, loader: Any, rank: int, size: int, name: str = "data") -> None:
+        self._loader = loader
+        self._place = (rank, size)
+        self._name = name
+        self._begin = 0
+        """Position at which the iteration after a load begins."""
+        self._counter: Any = None
+        for candidate in (loader.batch_sampler, loader.sampler):
+            if hasattr(candidate, "consumed_samples"):
+                self._counter = candidate
+        self._order = self._order_of_data()
+
+    def _order_of_data(self) -> dict[str, Any]:
+        """Describe the order, which must be the same for a load; ValueError if ranks change it."""
+        loader = self._loader
+        sampler = loader.sampler
+        num = {"examples": len(loader.dataset)} if hasattr(loader.dataset, "__len__") else {}
+        if isinstance(loader.dataset, Shards):
+            self._check_size(loader.dataset.rank, loader.dataset.size)
+            if loader.num_workers and loader.snapshot_every_n_steps != 1:
+                raise self._refused("snapshot_every_n_steps is not 1, so places lag behind")
+            return {"data shards": loader.dataset.num_shards}
+        if isinstance(loader.dataset, IterableDataset):
+            raise self._refused("each rank reads an iterable of its own: wrap the dataset in Shards")
+        if hasattr(loader.dataset, "state_dict"):
+            raise self._refused("its dataset has a state of its own on each rank")
+        if self._counter is not None:
+            if hasattr(self._counter, "data_sharding"):
+                raise self._refused("its sampler shuffles buckets that depend on the ranks")
+            return {"sampler": type(self._counter).__name__, **num}
+        if type(loader.batch_sampler) is not BatchSampler:
+            raise self._refused("its batch sampler does not count (`consumed_samples`)")
+        if isinstance(sampler, DistributedSampler):
+            self._check_size(sampler.rank, sampler.num_replicas)
+            if sampler.shuffle:
+                return {"sampler": "DistributedSampler", "seed": sampler.seed, **num}
+        elif not isinstance(sampler, SequentialSampler) or self._place[1] > 1:
+            raise self._refused(
+                f"each rank has the order of its own {type(sampler).__name__}: use a "
+                "DistributedSampler"
+            )
+        return {"sampler": "sequential", **num}
+
+    def _check_size(self, *place: int) -> None:
+        if place != self._place:
+            raise self._refused(f"its data is for rank and size {place}, not {self._place}")
+
+    def _refused(self, reason: str) -> ValueError:
+        return ValueError(
+            f"The data loader {self._name!r} cannot go on under another number of ranks: {reason}."
+        )
+
+    # --- Saving -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position that all ranks have in common, or the places in data shards."""
+        loader = self._loader
+        state = loader.next_iter_state
+        if loader._iterator is not None:
+            state = loader.state_dict()
+        is_finished = state is not None and state["_iterator_finished"]
+        common = {"order": self._order, "size": self._place[1], "is_finished": is_finished}
+        if isinstance(loader.dataset, Shards):
+            return {"size": self._place[1], "shards": self._cells(state, is_finished)}
+        position = 0
+        if is_finished and self._counter is None:
+            # The next iteration is another epoch.
+            position = 0
+        elif state is not None:
+            position = self._position(state)
+        elif self._counter is not None:
+            position = self._counter.consumed_samples
+        return {**common, "epoch": getattr(loader.sampler, "epoch", 0), "position": position}
+
+    def _cells(self, state: Any, is_finished: bool) -> list[ShardedObject]:
+        """Describe the place in each data shard of this rank as a cell of all of them."""
+        places: dict[int, Any] = {}
+        for each in _workers(state) if state is not None else ():
+            places.update(each["dataset_state"]["places"])
+        cells = []
+        count = self._loader.dataset.num_shards
+        for number in self._loader.dataset.own:
+            place = {"place": places.get(number), "is_finished": is_finished}
+            copy = OpenReplicaId((0,))
+            key = f"{self._name}.places_in_{count}_shards"
+            cells.append(ShardedObject(key, place, (count,), (number,), copy))
+        return cells
+
+    def _position(self, state: Mapping[str, Any]) -> int:
+        """Return the number of examples that all ranks have read, which read as many each."""
+        loader = self._loader
+        later = state.get("_steps_since_snapshot", 0)
+        batches = state.get("_num_yielded", 0)
+        main = state
+        if "_snapshot" in state:
+            batches = state["_snapshot"]["_snapshot_step"] + later
+            main = state["_snapshot"]["_main_snapshot"]
+        if self._counter is not None:
+            each = getattr(self._counter, "micro_batch_size", loader.batch_size)
+            return int(self._counter.consumed_samples + batches * each * self._place[1])
+        read = main["_sampler_iter_state"]["samples_yielded"] + later * loader.batch_size
+        if read >= len(loader.sampler):
+            return len(loader.sampler) * self._place[1]
+        begin = 0
+        if read > batches * loader.batch_size:
+            # `_resume` counts batches from the load on, and examples from the begin of the epoch.
+            begin = self._begin
+        return int(begin + batches * loader.batch_size * self._place[1])
+
+    # --- Loading ----------------------------------------------------------------------------------
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position, or from places in data shards, with the next iteration.
+
+        Raises:
+            LoadMismatchError: the rest cannot be divided among the ranks exactly.
+        """
+        loader = self._loader
+        loader.next_iter_state = None
+        loader.load_state_dict({})
+        if isinstance(loader.dataset, Shards):
+            self._resume_shards(state)
+            return
+        if state["order"] != self._order:
+            raise self._mismatch(state, f"the order was {state['order']}, and is {self._order}")
+        if self._counter is not None:
+            self._counter.consumed_samples = state["position"]
+        elif state["position"]:
+            self._resume(state)
+
+    def _mismatch(self, state: Mapping[str, Any], reason: str) -> LoadMismatchError:
+        return LoadMismatchError(
+            f"The data loader {self._name!r}, saved on {state['size']} data parallel ranks, cannot "
+            f"go on on {self._place[1]}: {reason}."
+        )
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        """Begin in the middle of the sampler's order."""
+        loader = self._loader
+        rank, size = self._place
+        epoch = state["epoch"]
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        num = len(loader.sampler)
+        position = min(state["position"], num * size)
+        if position >= self._order["examples"]:
+            position = num * size
+        begins = []
+        lengths = set()
+        for each in range(size):
+            begins.append(min(num, position // size + (each < position % size)))
+            batches = (num - begins[-1]) / loader.batch_size
+            lengths.add(math.floor(batches) if loader.drop_last else math.ceil(batches))
+        if len(lengths) > 1:
+            raise self._mismatch(
+                state,
+                f"after {position} examples ranks would have {sorted(lengths)} batches of "
+                f"{loader.batch_size} left. Load a step whose number of examples "
+                f"{size * loader.batch_size} divides, or take another batch size",
+            )
+        fresh = self._fresh_state()
+        main = fresh
+        if "_snapshot" in fresh:
+            main = fresh["_snapshot"]["_main_snapshot"]
+        main["_sampler_iter_state"]["samples_yielded"] = begins[rank]
+        if "sampler_state" in main["_sampler_iter_state"]:
+            main["_sampler_iter_state"]["sampler_state"] = {"yielded": begins[rank]}
+        loader.load_state_dict(fresh)
+        self._begin = position
+
+    def _resume_shards(self, state: Mapping[str, Any]) -> None:
+        """Begin in the middle of data shards."""
+        cells = state["shards"]
+        if all(cell["is_finished"] for cell in cells):
+            # The next iteration is another epoch.
+            return
+        own = self._loader.dataset.own
+        places = [[number, cell["place"]] for number, cell in zip(own, cells, strict=True)]
+        fresh = self._fresh_state()
+        for each in _workers(fresh):
+            each["dataset_state"] = {"places": places}
+        self._loader.load_state_dict(fresh)
+
+    def _fresh_state(self) -> Any:
+        """Return the state of a loader that has read nothing."""
+        with torch.random.fork_rng(devices=[]):
+            fresh = self._loader.state_dict()
+        self._loader.load_state_dict({})
+        return fresh
+
+
+def _workers(state: Mapping[str, Any]) -> list[Any]:
+    """Return the states of the workers; of the loader itself if it has none."""
+    if "_snapshot" in state:
+        return list(state["_snapshot"]["_worker_snapshots"].values())
+    return [state]
