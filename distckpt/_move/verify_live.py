@@ -82,7 +82,7 @@ class LiveReport(VerifyReport):
             rows[problem.key or ""] = (count, ranks, text)
         lines = [f"{'differing':>12}  {'ranks':<8}  tensor: first difference"]
         for key, (count, ranks, text) in rows.items():
-            lines.append(f"{count:>12}  {str(sorted(ranks)):<8}  {key}: {text}")
+            lines.append(f"{count:>12}  {sorted(ranks)!s:<8}  {key}: {text}")
         for problem in self.not_compared:
             lines.append(f"{'?':>12}  {'':<8}  {problem.key}: not compared: {problem.message}")
         return "\n".join(lines)

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler, get_worker_info
-from torchdata.stateful_dataloader.sampler import BatchSampler
 
-from distckpt._base.errors import InvalidShardingError, LoadMismatchError
-from distckpt.mapping import ShardedObject
+from distckpt._base.errors import LoadMismatchError
+from distckpt.mapping import ShardedObject, ShardedTensor
 from distckpt.mapping._base import OpenReplicaId
 
 __all__ = ["DataProgress", "Shards"]
+
+_NUM_CELLS = 1 << 14
+"""Length of the axis on which ranks store their positions, whatever their number."""
 
 
 class Shards(IterableDataset[Any]):
@@ -151,33 +153,34 @@ class DataProgress:
     def _order_of_data(self) -> dict[str, Any]:
         """Describe the order, which must be the same for a load; ValueError if ranks change it."""
         loader = self._loader
-        sampler = loader.sampler
-        num = {"examples": len(loader.dataset)} if hasattr(loader.dataset, "__len__") else {}
         if isinstance(loader.dataset, Shards):
             self._check_size(loader.dataset.rank, loader.dataset.size)
             if loader.num_workers and loader.snapshot_every_n_steps != 1:
                 raise self._refused("snapshot_every_n_steps is not 1, so places lag behind")
-            return {"data shards": loader.dataset.num_shards}
+            return {}
         if isinstance(loader.dataset, IterableDataset):
-            raise self._refused("each rank reads an iterable of its own: wrap the dataset in Shards")
+            raise self._refused("each rank reads an iterable of its own: wrap its data in Shards")
         if hasattr(loader.dataset, "state_dict"):
             raise self._refused("its dataset has a state of its own on each rank")
+        return {**self._order_of_sampler(), "examples": len(loader.dataset)}
+
+    def _order_of_sampler(self) -> dict[str, Any]:
+        """Describe the order of a sampler, see `_order_of_data`."""
+        sampler = self._loader.sampler
         if self._counter is not None:
             if hasattr(self._counter, "data_sharding"):
                 raise self._refused("its sampler shuffles buckets that depend on the ranks")
-            return {"sampler": type(self._counter).__name__, **num}
-        if type(loader.batch_sampler) is not BatchSampler:
+            return {"sampler": type(self._counter).__name__}
+        if not type(self._loader.batch_sampler).__module__.startswith("torchdata."):
             raise self._refused("its batch sampler does not count (`consumed_samples`)")
         if isinstance(sampler, DistributedSampler):
             self._check_size(sampler.rank, sampler.num_replicas)
             if sampler.shuffle:
-                return {"sampler": "DistributedSampler", "seed": sampler.seed, **num}
+                return {"sampler": "DistributedSampler", "seed": sampler.seed}
         elif not isinstance(sampler, SequentialSampler) or self._place[1] > 1:
-            raise self._refused(
-                f"each rank has the order of its own {type(sampler).__name__}: use a "
-                "DistributedSampler"
-            )
-        return {"sampler": "sequential", **num}
+            name = type(sampler).__name__
+            raise self._refused(f"each rank has its own {name}: use a DistributedSampler")
+        return {"sampler": "sequential"}
 
     def _check_size(self, *place: int) -> None:
         if place != self._place:
@@ -197,18 +200,38 @@ class DataProgress:
         if loader._iterator is not None:
             state = loader.state_dict()
         is_finished = state is not None and state["_iterator_finished"]
-        common = {"order": self._order, "size": self._place[1], "is_finished": is_finished}
         if isinstance(loader.dataset, Shards):
-            return {"size": self._place[1], "shards": self._cells(state, is_finished)}
+            return {"shards": self._cells(state, is_finished)}
+        # After the end of an epoch, the next iteration is another one.
         position = 0
-        if is_finished and self._counter is None:
-            # The next iteration is another epoch.
-            position = 0
-        elif state is not None:
-            position = self._position(state)
-        elif self._counter is not None:
+        if self._counter is not None:
             position = self._counter.consumed_samples
-        return {**common, "epoch": getattr(loader.sampler, "epoch", 0), "position": position}
+        if state is not None and (self._counter is not None or not is_finished):
+            position = self._position(state)
+        epoch = None
+        if not is_finished:
+            epoch = getattr(loader.sampler, "epoch", None)
+        rank, size = self._place
+        # Ranks have read as many examples each: a load compares what all of them have stored.
+        begin = _NUM_CELLS * rank // size
+        positions = torch.full((_NUM_CELLS * (rank + 1) // size - begin,), position)
+        shard = ShardedTensor(
+            f"{self._name}.positions",
+            positions,
+            positions.dtype,
+            tuple(positions.shape),
+            (_NUM_CELLS,),
+            (begin,),
+            None,
+            OpenReplicaId((0,)),
+        )
+        return {
+            "order": self._order,
+            "size": size,
+            "epoch": epoch,
+            "position": position,
+            "positions": shard,
+        }
 
     def _cells(self, state: Any, is_finished: bool) -> list[ShardedObject]:
         """Describe the place in each data shard of this rank as a cell of all of them."""
@@ -261,9 +284,15 @@ class DataProgress:
             return
         if state["order"] != self._order:
             raise self._mismatch(state, f"the order was {state['order']}, and is {self._order}")
+        positions = {state["position"], *state["positions"].tolist()}
+        if len(positions) > 1:
+            raise self._mismatch(state, f"ranks were at different positions, {sorted(positions)}")
         if self._counter is not None:
             self._counter.consumed_samples = state["position"]
-        elif state["position"]:
+            return
+        if state["epoch"] is not None and hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(state["epoch"])
+        if state["position"]:
             self._resume(state)
 
     def _mismatch(self, state: Mapping[str, Any], reason: str) -> LoadMismatchError:
@@ -276,9 +305,6 @@ class DataProgress:
         """Begin in the middle of the sampler's order."""
         loader = self._loader
         rank, size = self._place
-        epoch = state["epoch"]
-        if hasattr(loader.sampler, "set_epoch"):
-            loader.sampler.set_epoch(epoch)
         num = len(loader.sampler)
         position = min(state["position"], num * size)
         if position >= self._order["examples"]:
