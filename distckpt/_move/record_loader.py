@@ -43,7 +43,7 @@ class LoaderTarget(BoundState):
     specs: Specs
 
     def places(self) -> dict[str, str]:
-        """Name the model's tensor that each shard lies in, by the shard's name here.
+        """Name the tensor of the model that each shard lies in.
 
         Shards in other memory are left out: buffers that the loader copies through. Where the
         model is not known, all memory counts, without a name.

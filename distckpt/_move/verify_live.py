@@ -239,7 +239,7 @@ def _held_in_part(stored: StoredCheckpoint, results: _Found) -> list[Problem]:
 
 
 def _loaded(targets: Iterable[LoaderTarget]) -> dict[int, _Loaded]:
-    """Return what is known of the shards of recorded loaders, by the shards' identity."""
+    """Return the origins of the shards of recorded loaders by `id`."""
     loaded = {}
     for target in targets:
         places = target.places()
@@ -249,7 +249,7 @@ def _loaded(targets: Iterable[LoaderTarget]) -> dict[int, _Loaded]:
 
 
 def _not_compared(stored: StoredCheckpoint, results: _Found) -> list[Problem]:
-    """Name the stored tensors that recorded loaders leave out, and tensors of their models."""
+    """Name stored tensors and tensors of models that loaders leave out."""
     aliases = stored.manifest.aliases
     compared = {aliases.get(key, key) for key in results.held}
     found = []
@@ -444,7 +444,7 @@ def _windows_of(
 
 
 def _fault_of_window(stored: StoredCheckpoint, window: _Window) -> tuple[str | None, int]:
-    """Read a window, and describe and count the values in memory that differ."""
+    """Describe and count the values of a window that differ."""
     dtype = FROM_NAME[stored.dtype_name(window.key)]
     content = scratch("stored window", window.region.shape, dtype)
     request = Request(window.key, stored.global_shape(window.key), window.region)

@@ -1,4 +1,4 @@
-"""Data loaders that go on where they were, on any number of data parallel ranks."""
+"""Progress of data loaders under any number of data parallel ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from distckpt.mapping._base import OpenReplicaId
 __all__ = ["DataProgress", "Shards"]
 
 _NUM_CELLS = 1 << 14
-"""Length of the axis on which ranks store their positions, whatever their number."""
+"""Length of the axis on which any number of ranks stores positions."""
 
 
 class Shards(IterableDataset[Any]):
-    """The data shards of an `IterableDataset` of Hugging Face that this rank reads.
+    """Data shards of a Hugging Face `IterableDataset` that this rank reads.
 
         dataset = load_dataset("json", data_files=files, streaming=True, split="train")
         loader = StatefulDataLoader(Shards(dataset, dp_rank, dp_size), batch_size=8, num_workers=2)
@@ -65,7 +65,7 @@ class Shards(IterableDataset[Any]):
 
     @property
     def own(self) -> range:
-        """The numbers of the data shards of this rank, or of this worker of it."""
+        """The numbers of the data shards of this rank, or worker."""
         own = range(self.rank, self.num_shards, self.size)
         worker = get_worker_info()
         if worker is None:
@@ -104,7 +104,7 @@ class Shards(IterableDataset[Any]):
 
 
 def _has_buffer(iterable: Any) -> bool:
-    """Whether an iterable of Hugging Face, or one in it, has a shuffle buffer."""
+    """Whether an iterable of Hugging Face has a shuffle buffer."""
     if "BufferShuffled" in type(iterable).__name__:
         return True
     inner = [getattr(iterable, "ex_iterable", None), *getattr(iterable, "ex_iterables", ())]
@@ -112,7 +112,7 @@ def _has_buffer(iterable: Any) -> bool:
 
 
 class DataProgress:
-    """The progress of a data loader through its data, for any number of data parallel ranks.
+    """Progress of a data loader, for any number of data parallel ranks.
 
         loader = StatefulDataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset))
         state = {"model": model, "data": DataProgress(loader, dp_rank, dp_size)}
@@ -144,6 +144,8 @@ class DataProgress:
         self._name = name
         self._begin = 0
         """Position at which the iteration after a load begins."""
+        self._mark = loader.snapshot_every_n_steps << 32
+        """Number from which on that iteration counts its batches: others begin with 0."""
         self._counter: Any = None
         for candidate in (loader.batch_sampler, loader.sampler):
             if hasattr(candidate, "consumed_samples"):
@@ -194,7 +196,7 @@ class DataProgress:
     # --- Saving -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position that all ranks have in common, or the places in data shards."""
+        """Return the common position of all ranks, or places in data shards."""
         loader = self._loader
         state = loader.next_iter_state
         if loader._iterator is not None:
@@ -234,7 +236,7 @@ class DataProgress:
         }
 
     def _cells(self, state: Any, is_finished: bool) -> list[ShardedObject]:
-        """Describe the place in each data shard of this rank as a cell of all of them."""
+        """Describe the places in data shards as cells."""
         places: dict[int, Any] = {}
         for each in _workers(state) if state is not None else ():
             places.update(each["dataset_state"]["places"])
@@ -248,7 +250,7 @@ class DataProgress:
         return cells
 
     def _position(self, state: Mapping[str, Any]) -> int:
-        """Return the number of examples that all ranks have read, which read as many each."""
+        """Return the number of examples that all ranks together have read."""
         loader = self._loader
         later = state.get("_steps_since_snapshot", 0)
         batches = state.get("_num_yielded", 0)
@@ -263,15 +265,15 @@ class DataProgress:
         if read >= len(loader.sampler):
             return len(loader.sampler) * self._place[1]
         begin = 0
-        if read > batches * loader.batch_size:
-            # `_resume` counts batches from the load on, and examples from the begin of the epoch.
+        if batches >= self._mark:
             begin = self._begin
+            batches -= self._mark
         return int(begin + batches * loader.batch_size * self._place[1])
 
     # --- Loading ----------------------------------------------------------------------------------
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position, or from places in data shards, with the next iteration.
+        """Go on from a position or places, with the next iteration.
 
         Raises:
             LoadMismatchError: the rest cannot be divided among the ranks exactly.
@@ -326,6 +328,9 @@ class DataProgress:
         main = fresh
         if "_snapshot" in fresh:
             main = fresh["_snapshot"]["_main_snapshot"]
+            fresh["_snapshot"]["_snapshot_step"] = self._mark
+        else:
+            fresh["_num_yielded"] = self._mark
         main["_sampler_iter_state"]["samples_yielded"] = begins[rank]
         if "sampler_state" in main["_sampler_iter_state"]:
             main["_sampler_iter_state"]["sampler_state"] = {"yielded": begins[rank]}
