@@ -21,6 +21,7 @@ from distckpt import (
     ShardedTensor,
 )
 from distckpt.manager._tiers import _choice
+from distckpt.manager._tiers._survey import SpreadStep
 from tests.support.disk import flip
 from tests.support.harness import error_of, run
 from tests.support.s3_server import keys_in, reached_at
@@ -148,6 +149,19 @@ def test_optimizer_state_is_removed_in_the_root_alone(tmp_path, server, bucket, 
         for host in range(3):
             shutil.rmtree(tmp_path / f"host{host}")
         assert loaded(tmp_path, 2, 1, **settings) == 20
+
+
+def test_damage_of_a_step_is_none_of_the_step_of_an_earlier_attempt(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(20, state_of(0, 1, 20))
+    again = SpreadStep(20, "0123456789abcdef", 5, 1, 8, {"file": [0]}, {"file": 8})
+    root = _choice.Root(str(tmp_path))
+    known, _ = _choice.choose([again], root, _choice.Passed())
+    assert known.spread == again
+    damaged = _choice.Passed(reasons={again.save: "checksum mismatch"})
+    known, problems = _choice.choose([again], root, damaged)
+    assert known.spread.attempt == 0
+    assert problems == {20: "checksum mismatch"}
 
 
 def test_a_plain_manager_loads_what_was_uploaded(tmp_path):

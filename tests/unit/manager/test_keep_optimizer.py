@@ -123,6 +123,7 @@ def test_metrics_pins_and_rejections_stay(root):
         assert manager.steps() == [1, 2, 4]
         manager.reject(2, "spike")
     infos = {info.step: info for info in distckpt.list_checkpoints(root)}
+    assert [infos[step].has_optimizer for step in (1, 2, 4)] == [True, False, True]
     assert infos[2].metrics == {"loss": 0.5}
     assert infos[2].rejected == "spike"
     assert infos[2].seconds is not None
