@@ -142,6 +142,8 @@ class DataProgress:
         self._loader = loader
         self._place = (rank, size)
         self._name = name
+        if not hasattr(loader, "next_iter_state"):
+            raise self._refused("it has no state: use torchdata's StatefulDataLoader")
         self._begin = 0
         """Position at which the iteration after a load begins."""
         self._mark = loader.snapshot_every_n_steps << 32

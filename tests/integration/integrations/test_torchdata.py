@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
 import distckpt
 from tests.support.harness import error_of, run
@@ -186,13 +186,13 @@ def test_an_epoch_that_has_ended_is_followed_by_a_whole_one(kind, workers, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["torch", "shards"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 2, -2], ids=["none", "2", "2 persistent"])
 def test_after_the_rest_of_an_epoch_comes_a_whole_one(kind, workers, tmp_path):
     num = 4 if kind == "shards" else 12
     job = Job(kind, 2, 0, 2, num)
     job.steps(2)
     job.save(tmp_path / "step")
-    other = Job(kind, 1, workers, 2, num)
+    other = Job(kind, 1, abs(workers), 2, num, persistent_workers=workers < 0)
     other.load(tmp_path / "step")
     rest = joined(other.steps())
     other.iterators = None
@@ -282,6 +282,7 @@ def test_loaders_whose_order_depends_on_ranks_are_refused():
     sharded = Counting(8, 2, 0, 1)
     sharded.data_sharding = True
     cases = [
+        (DataLoader(data), (0, 1), "use torchdata's StatefulDataLoader"),
         (StatefulDataLoader(data, shuffle=True), (0, 1), "RandomSampler"),
         (StatefulDataLoader(data), (0, 2), "SequentialSampler"),
         (StatefulDataLoader(data, sampler=DistributedSampler(data, 2, 1)), (0, 2), r"\(1, 2\)"),
