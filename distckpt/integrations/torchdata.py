@@ -35,7 +35,7 @@ class Shards(IterableDataset[Any]):
 
     Raises:
         ValueError: it has too few data shards, is split already, or loses examples when it is
-            resumed (a shuffle buffer).
+            resumed (a shuffle buffer), or divided (`take`, `skip`).
     """
 
     def __init__(self, dataset: Any, rank: int, size: int) -> None:
@@ -54,11 +54,9 @@ class Shards(IterableDataset[Any]):
                 f"The {name} is split by split_dataset_by_node, whose division depends on the "
                 "number of ranks: give Shards the whole dataset."
             )
-        if _has_buffer(getattr(dataset, "_ex_iterable", None)):
-            raise ValueError(
-                f"The {name} has a shuffle buffer, whose examples are lost when it is resumed: "
-                "shuffle before the dataset is stored, or leave shuffle() out."
-            )
+        fault = _fault_of(getattr(dataset, "_ex_iterable", None))
+        if fault:
+            raise ValueError(f"The {name} has {fault}.")
         self._places: dict[int, Any] = {}
         self._is_resumed = False
         self._part: tuple[int, Any] | None = None
@@ -103,12 +101,23 @@ class Shards(IterableDataset[Any]):
         self._part = None
 
 
-def _has_buffer(iterable: Any) -> bool:
-    """Whether an iterable of Hugging Face has a shuffle buffer."""
-    if "BufferShuffled" in type(iterable).__name__:
-        return True
+_FAULTS = {
+    "BufferShuffled": "a shuffle buffer, whose examples are lost when it is resumed: shuffle "
+    "before the dataset is stored, or leave shuffle() out",
+    "Take": "a part made by take(), which takes other examples of each data shard: store that part",
+    "Skip": "a part made by skip(), which skips other examples of each data shard: store the rest",
+}
+"""Beginnings of names of classes in datasets, and their faults."""
+
+
+def _fault_of(iterable: Any) -> str:
+    """Describe why an iterable cannot be divided, or return ""."""
+    for beginning, fault in _FAULTS.items():
+        if type(iterable).__name__.startswith(beginning):
+            return fault
     inner = [getattr(iterable, "ex_iterable", None), *getattr(iterable, "ex_iterables", ())]
-    return any(_has_buffer(each) for each in inner if each is not None)
+    faults = map(_fault_of, filter(None, inner))
+    return next(filter(None, faults), "")
 
 
 class DataProgress:

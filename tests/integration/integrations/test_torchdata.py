@@ -301,6 +301,8 @@ def test_data_that_cannot_be_resumed_is_refused():
     cases = [
         (dataset.shuffle(seed=1, buffer_size=8), 2, "shuffle buffer"),
         (dataset.shuffle(seed=1, buffer_size=8).map(dict), 2, "shuffle buffer"),
+        (dataset.take(9).map(dict), 2, r"take\(\)"),
+        (dataset.skip(2), 2, r"skip\(\)"),
         (split, 2, "split_dataset_by_node"),
         (dataset, 5, "4 data shards for 5 ranks"),
     ]
