@@ -86,9 +86,9 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 442_050,
-    "classes": 499,
-    "functions": 4_552,
+    "tokens": 444_250,
+    "classes": 504,
+    "functions": 4_570,
     "kernel: modules": 121,
     "kernel: lines": 34_910,
     "kernel: tokens": 190_310,

@@ -14,7 +14,7 @@ _WINGS: dict[Wing, str] = {
     "computed": "distckpt._compute.export_options",
     "deepspeed": "distckpt._foreign.deepspeed.reader",
     "huggingface": "distckpt._foreign.hugging_face",
-    "memory": "distckpt._tools.verify_live",
+    "memory": "distckpt._move.verify_live",
     "state_dicts": "distckpt._foreign.state_dicts.names",
     "torch_dist": "distckpt._foreign.torch_dist.reader",
 }

@@ -15,7 +15,7 @@ from distckpt._base.messages import summarize_keys
 from distckpt._geometry.region import Region
 from distckpt._models.bound_state import BoundState, named_tensors
 from distckpt._move.loader_memory import Layout, Memory, Piece, Step, boxes, overlaps
-from distckpt._move.recorder import Recording, is_recorded
+from distckpt._move.recorder import Recording, identity, is_recorded
 from distckpt._operations.checkpoint import open as open_checkpoint
 from distckpt.mapping._base import OpenReplicaId, ReplicaId
 from distckpt.mapping._sharded_tensor import ShardedTensor
@@ -35,10 +35,40 @@ class LoaderTarget(BoundState):
             computes itself.
         unfilled: the number of elements without a value, for each parameter and persistent buffer
             of the model that the loader did not fill.
+        specs: the shapes and dtypes that the loader was recorded with, by name.
     """
 
     unused: frozenset[str]
     unfilled: Mapping[str, int]
+    specs: Specs
+
+    def places(self) -> dict[str, str]:
+        """Name the tensor of the model that each shard lies in.
+
+        Shards in other memory are left out: buffers that the loader copies through. Where the
+        model is not known, all memory counts, without a name.
+        """
+        if self.module is None:
+            return dict.fromkeys(self, "")
+        owners: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
+        for name, tensor in _all_tensors(self.module):
+            owners.setdefault(identity(tensor)[:2], []).append((tensor.data_ptr(), name))
+        places = {}
+        for name, shard in self.items():
+            assert shard.data is not None
+            tensors = owners.get(identity(shard.data)[:2])
+            if tensors:
+                first = shard.data.data_ptr()
+                places[name] = max(tensors, key=lambda own: (own[0] <= first, own[0]))[1]
+        return places
+
+
+def _all_tensors(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters, buffers and further tensors of modules that have memory."""
+    for prefix, module in root.named_modules():
+        for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
+            if isinstance(value, torch.Tensor) and not is_recorded(value):
+                yield f"{prefix}.{name}".lstrip("."), value
 
 
 def record_loader(
@@ -82,7 +112,8 @@ def record_loader(
         InvalidShardingError: the loader computes a value from a stored tensor, which the error
             names, or the model has no memory yet.
     """
-    recording = Recording(_specs_of(metadata))
+    specs = _specs_of(metadata)
+    recording = Recording(specs)
     with recording:
         _run(load_weights, recording)
     own = getattr(load_weights, "__self__", None)
@@ -96,6 +127,7 @@ def record_loader(
             filled.add(name)
     target.module = module
     target.memory = {name: tensors[name].detach() for name in filled}
+    target.specs = specs
     target.unused = frozenset(recording.stored) - {shard.key for shard in target.values()}
     target.unfilled = _unfilled(tensors, recording)
     _log(target)

@@ -270,7 +270,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def memory_of(self, tensor: torch.Tensor) -> Memory | None:
         """Return the known contents of a real tensor's memory, or None."""
-        return self.real.get(_identity(tensor))
+        return self.real.get(identity(tensor))
 
     def _memory(self, tensor: torch.Tensor) -> Memory:
         if isinstance(tensor, Recorded):
@@ -281,7 +281,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{tuple(tensor.shape)} without memory ({tensor.device}): give the model memory "
                 "before recording its loader."
             )
-        place = _identity(tensor)
+        place = identity(tensor)
         if place not in self.real:
             size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
             shape = factored(size, tensor.stride())
@@ -339,7 +339,7 @@ def _meta_of(value: Any) -> Any:
     return value
 
 
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that identifies the memory of a real tensor."""
     return tensor.device, tensor.untyped_storage().data_ptr(), tensor.dtype.itemsize
 

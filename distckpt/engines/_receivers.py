@@ -114,7 +114,8 @@ def _specs_of(tensors: dict[str, list[Any]]) -> dict[str, tuple[tuple[int, ...],
 def _check_equal(target: LoaderTarget, stored: Checkpoint) -> None:
     """Refuse a model whose memory differs from its loader's result."""
     different = set()
-    for shard in target.values():
+    for name in target.places():
+        shard = target[name]
         region = Region(shard.global_offset, shard.local_shape)
         if not _holds(shard.data, stored.read(shard.key, region.slices())):
             different.add(shard.key)

@@ -78,6 +78,7 @@ MODULES = {
         "integrations.lightning",
         "integrations.transformers",
         "integrations.accelerate",
+        "integrations.torchdata",
     ],
 }
 """The other public modules, each on a page of its own. All that are not named belong to

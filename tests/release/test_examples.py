@@ -217,6 +217,12 @@ def check_rl_weight_sync(output: str, work_dir: Path) -> None:
     assert losses[0][2] < losses[0][1] < losses[0][0]
 
 
+def check_check_arrival(output: str, work_dir: Path) -> None:
+    tables = [part.splitlines()[2:] for part in output.split("\n\n")]
+    found = [[line.split()[2] for line in table if "differ " in line] for table in tables]
+    assert found == [[], ["v_proj:"], ["norm:"], ["norm:"]]
+
+
 def check_preemption(output: str, work_dir: Path) -> None:
     _, whole, first, second = re.split(r"^(?:uninterrupted|preempted):\n", output, flags=re.M)
     losses = [
@@ -245,6 +251,7 @@ def check_lose_a_host(output: str, work_dir: Path) -> None:
 
 CHECKS = {
     "async_training.py": check_async_training,
+    "check_arrival.py": check_check_arrival,
     "elastic.py": check_elastic,
     "fsdp2.py": check_fsdp2,
     "hugging_face.py": check_hugging_face,
