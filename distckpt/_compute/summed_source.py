@@ -71,12 +71,19 @@ class SummedSource(TensorSource):
         if not is_summed(FROM_NAME[tensor.mapped.dtype]):
             return super().converts(tensor)
         target = FROM_NAME[tensor.dtype]
-        is_rounded_last = not any(part.add for part in tensor.mapped.parts)
+        is_rounded_last = not any(
+            part.add or part.factor != 1.0 for part in tensor.mapped.parts
+        )
         return is_rounded_last and (target.is_floating_point or target.is_complex)
 
     def read_requests(
         self, requests: Sequence[Request], views: Sequence[torch.Tensor], factor: float
     ) -> None:
+        if any(request.step for request in requests):
+            raise CheckpointingException(
+                f"{requests[0].key!r} is taken apart by the rules, which a merge does not do: "
+                "merge exports of the checkpoints."
+            )
         weights = [weight * factor for weight in self._weights]
         for dtypes, batch in _batches(self.stored, self._terms, requests, views):
             requested = [request for request, _ in batch]

@@ -259,7 +259,7 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorSpec]) -> _Model
         directory = locations.normalize(options.like)
         _check_is_no_checkpoint(directory)
         reference = open_export(directory)
-    if options.family is None:
+    if options.family is None and options.layout is None:
         return _Model(reference, None, ())
     location = None
     shapes = None
@@ -269,7 +269,12 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorSpec]) -> _Model
     from distckpt.families._config import config_for, rules_for
 
     config = config_for(options.family, location)
-    rules = rules_for(config, selected, shapes)
+    if options.layout or wing("jax").is_maxtext(selected):
+        rules = wing("jax").export_rules(config, selected, shapes, options.layout)
+    else:
+        rules = rules_for(config, selected, shapes)
+    if options.layout:
+        return _Model(None, config, rules)
     if shapes is not None:
         shapes_of_selected = {key: spec.shape for key, spec in selected.items()}
         rules = without_ties(options.rules, rules, shapes_of_selected, shapes)
