@@ -1,4 +1,4 @@
-"""Names and shapes of JAX programs: MaxText's, as rules for exports in both directions.
+"""Rules between Hugging Face directories and checkpoints of MaxText.
 
 `consolidate(..., family=...)` finds them by itself where a checkpoint has MaxText's names, and with
 `layout="jax"` it writes them.

@@ -1,7 +1,7 @@
-"""Names and shapes of MaxText's parameters, made of the ones in Hugging Face directories.
+"""Parameters of MaxText's models, made of tensors of Hugging Face directories.
 
-MaxText multiplies from the right, has an axis for heads, and stacks layers along axis 1. Models
-without a scale in attention have it in the weights of the query; Llama 3.1 rotates neighbors.
+MaxText multiplies from the right, has an axis for heads, and stacks layers along axis 1. Where its
+attention has no scale, the weights of the query have it; Llama 3.1 rotates neighbors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -28,92 +28,22 @@ from distckpt.rules._mapped import (
 
 EMBEDDING = "token_embedder.embedding"
 LOGITS = "decoder.logits_dense.kernel"
-GEMMA_PATTERN = 6
-"""Layers in one step of a scan over Gemma 3: five with a window, and one without."""
+_PATTERN = 6
+"""Layers in a step of a scan over Gemma 3.
+
+Five have a window, the last has none.
+"""
 _MAX_SIZE = 1 << 32
-
-
-class _Weight(NamedTuple):
-    """A weight of one layer, or one that is not of a layer.
-
-    Attributes:
-        name: its name in a Hugging Face directory, behind the layer's; `*` is the expert.
-        shape: its shape there.
-        to: its shape in MaxText.
-        is_transposed: whether axes change places before the reshape.
-        num_experts: number of experts, along the first axis in MaxText.
-        is_rotated: whether halves of the last axis take turns.
-        factor: multiplies the elements.
-        add: is added to the elements.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    to: tuple[int, ...]
-    is_transposed: bool = False
-    num_experts: int = 0
-    is_rotated: bool = False
-    factor: float = 1.0
-    add: float = 0.0
-
-    def mapped(self, prefix: str, axis: int | None = None) -> MappedTensor:
-        """Return the tensor of MaxText, with an axis of size 1 for the layers."""
-        shape = self.to
-        if self.num_experts:
-            shape = (1, *shape)
-        if axis is not None:
-            shape = (*shape[:axis], 1, *shape[axis:])
-        experts = []
-        for expert in range(max(self.num_experts, 1)):
-            key = prefix + self.name.replace("*", str(expert))
-            tensor = identity(key, TensorSpec(self.shape, "F32"))
-            if self.is_transposed:
-                tensor = permute(tensor, (1, 0))
-            experts.append(reshape(tensor, shape))
-        result = join(experts, 0)
-        if self.is_rotated:
-            result = interleave(result, len(result.shape) - 1, 2)
-        if self.factor != 1.0:
-            scaled = [part._replace(factor=self.factor) for part in result.parts]
-            result = replace(result, parts=tuple(scaled))
-        return add(result, self.add) if self.add else result
-
-
-def _kernel(name: str, wide: int, deep: int, num_experts: int = 0) -> _Weight:
-    return _Weight(name, (wide, deep), (deep, wide), True, num_experts)
-
-
-def _to_heads(name: str, heads: int, size: int, deep: int) -> _Weight:
-    return _Weight(name, (heads * size, deep), (deep, heads, size), True)
-
-
-def _from_heads(name: str, heads: int, size: int, wide: int) -> _Weight:
-    return _Weight(name, (wide, heads * size), (heads, size, wide), True)
-
-
-_Weights = dict[str, _Weight]
-
-
-class _Family(NamedTuple):
-    """A family of models.
-
-    Attributes:
-        norms: names of norms in MaxText -> in Hugging Face.
-        scales_query: whether the weights of the query have the scale of attention.
-        has_head_norms: whether queries and keys have norms.
-        sparse: name of the block with experts, None without.
-        experts: names of that block and of its matrices in Hugging Face.
-        offset: what MaxText's norms have more.
-    """
-
-    norms: Mapping[str, str]
-    scales_query: bool = False
-    has_head_norms: bool = False
-    sparse: str | None = None
-    experts: tuple[str, tuple[str, str, str]] = ("mlp", ("gate_proj", "up_proj", "down_proj"))
-    offset: float = 0.0
-
-
+_SCALED = ("llama", "mistral", "mixtral")
+"""Families whose weights of the query have the scale of attention."""
+_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")
+"""Families with norms of queries and keys."""
+_SPARSE = {
+    "mixtral": "MoeBlock_0",
+    "qwen3_moe": "moe_block",
+    "deepseek_v3": "DeepSeekMoeBlock_0.MoeBlock_0",
+}
+"""Names of the block of experts."""
 _NORMS = {
     "pre_self_attention_layer_norm": "input_layernorm",
     "post_self_attention_layer_norm": "post_attention_layernorm",
@@ -124,20 +54,65 @@ _GEMMA_NORMS = {
     "pre_ffw_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_FAMILIES = {
-    "llama": _Family(_NORMS, scales_query=True),
-    "mistral": _Family(_NORMS, scales_query=True),
-    "mixtral": _Family(
-        _NORMS,
-        scales_query=True,
-        sparse="MoeBlock_0",
-        experts=("block_sparse_moe", ("w1", "w3", "w2")),
-    ),
-    "qwen3": _Family(_NORMS, has_head_norms=True),
-    "qwen3_moe": _Family(_NORMS, has_head_norms=True, sparse="moe_block"),
-    "gemma3_text": _Family(_GEMMA_NORMS, has_head_norms=True, offset=1.0),
-    "deepseek_v3": _Family(_NORMS, sparse="DeepSeekMoeBlock_0.MoeBlock_0"),
-}
+
+
+class _Weight(NamedTuple):
+    """One weight, in a Hugging Face directory and in MaxText.
+
+    Attributes:
+        name: its name in the directory, behind the layer's; `*` is the expert.
+        shape: its shape in the directory.
+        to: its shape in MaxText.
+        num_experts: number of experts, along the first axis in MaxText.
+        is_rotated: whether halves of the last axis take turns.
+        factor: multiplies the elements.
+        offset: is added to the elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    to: tuple[int, ...]
+    num_experts: int = 0
+    is_rotated: bool = False
+    factor: float = 1.0
+    offset: float = 0.0
+
+    def mapped(self, prefix: str = "", axis: int | None = None) -> MappedTensor:
+        """Return MaxText's tensor, with an axis of size 1 for layers."""
+        shape = self.to
+        if self.num_experts:
+            shape = (1, *shape)
+        if axis is not None:
+            shape = (*shape[:axis], 1, *shape[axis:])
+        experts = []
+        for expert in range(max(self.num_experts, 1)):
+            key = prefix + self.name.replace("*", str(expert))
+            tensor = identity(key, TensorSpec(self.shape, "F32"))
+            if len(self.shape) == 2 and self.name != "embed_tokens.weight":
+                tensor = permute(tensor, (1, 0))
+            experts.append(reshape(tensor, shape))
+        result = join(experts, 0)
+        if self.is_rotated:
+            result = interleave(result, len(shape) - 1, 2)
+        if self.factor != 1.0:
+            parts = [part._replace(factor=self.factor) for part in result.parts]
+            result = replace(result, parts=tuple(parts))
+        return add(result, self.offset) if self.offset else result
+
+
+_Weights: TypeAlias = dict[str, _Weight]
+
+
+def _kernel(name: str, num_out: int, num_in: int, num_experts: int = 0) -> _Weight:
+    return _Weight(name, (num_out, num_in), (num_in, num_out), num_experts)
+
+
+def _to_heads(name: str, heads: int, size: int, num_in: int) -> _Weight:
+    return _Weight(name, (heads * size, num_in), (num_in, heads, size))
+
+
+def _from_heads(name: str, heads: int, size: int, num_out: int) -> _Weight:
+    return _Weight(name, (num_out, heads * size), (heads, size, num_out))
 
 
 class MaxTextModel:
@@ -151,117 +126,84 @@ class MaxTextModel:
 
     def __init__(self, values: Mapping[str, Any], num_rows: int | None = None) -> None:
         config = Config(values)
-        kind = config("model_type")
-        family = _FAMILIES.get(kind)
-        if family is None:
-            raise CheckpointingException(
-                f"MaxText's names for model_type {kind!r:.99} are not known, but those of "
-                f"{', '.join(sorted(_FAMILIES))}: pass `rules`. For a text model with a tower, "
-                "give the text_config as the configuration."
-            )
         self._config = config
-        self._kind = kind
-        self._family = family
+        self._kind = config("model_type")
+        check_supported(config)
         self._width = self._size("hidden_size")
+        self._is_gemma = self._kind == "gemma3_text"
+        self._is_deepseek = self._kind == "deepseek_v3"
         self.num_layers = config.number_of("num_hidden_layers")
-        self.is_tied = bool(config("tie_word_embeddings", default=kind == "gemma3_text"))
+        self.is_tied = bool(config("tie_word_embeddings", default=self._is_gemma))
         self.num_rows = num_rows or self._size("vocab_size")
-        self._check_supported()
 
-    def _size(self, *names: str) -> int:
-        return self._config.number_of(*names, most=_MAX_SIZE)
-
-    def _check_supported(self) -> None:
-        config = self._config
-        why = None
-        if config("attention_bias", "mlp_bias", default=False):
-            why = "biases"
-        if self._kind == "qwen3_moe":
-            if config("mlp_only_layers", default=[]) or config("decoder_sparse_step", default=1) > 1:
-                why = "dense layers among sparse ones"
-        if self._kind == "gemma3_text":
-            every = config("sliding_window_pattern", "_sliding_window_pattern", default=6)
-            kinds = config("layer_types", default=[])
-            wide = [number for number, name in enumerate(kinds, 1) if name == "full_attention"]
-            expected = list(range(every, len(kinds) + 1, every))
-            if every != GEMMA_PATTERN or wide != expected:
-                why = "another order of layers than five with a window and one without"
-        if why:
-            raise CheckpointingException(
-                f"The configuration of model_type {self._kind!r} asks for {why}, which MaxText's "
-                "model does not have."
-            )
+    def _size(self, name: str, *others: str) -> int:
+        return self._config.number_of(name, *others, most=_MAX_SIZE)
 
     def tensors(self, *, is_stacked: bool, axis: int = 1) -> dict[str, MappedTensor]:
-        """Return all parameters, made of tensors of a Hugging Face directory.
+        """Return all parameters by name, without a prefix.
 
         Layers are stacked along `axis`, or each has names of its own.
         """
-        width = self._width
-        factor = 1.0
-        if self._kind == "gemma3_text":
-            # MaxText's embedding has the factor of transformers, which that rounds to bfloat16.
-            factor = torch.tensor(math.sqrt(width)).bfloat16().item()
-        shape = (self.num_rows, width)
-        embedding = _Weight("embed_tokens.weight", shape, shape, factor=factor)
+        shape = (self.num_rows, self._width)
+        embedding = _Weight("embed_tokens.weight", shape, shape)
+        if self._is_gemma:
+            # As transformers in bfloat16, and MaxText's own conversion, round it.
+            factor = torch.tensor(math.sqrt(self._width)).bfloat16().item()
+            embedding = embedding._replace(factor=factor)
         tensors = {
             EMBEDDING: embedding.mapped("model."),
-            "decoder.decoder_norm.scale": self._norm("norm.weight").mapped("model."),
+            "decoder.decoder_norm.scale": self._norm("norm").mapped("model."),
         }
         if not self.is_tied:
-            tensors[LOGITS] = _kernel("lm_head.weight", self.num_rows, width).mapped("")
-        for block, numbers, weights in self._blocks(is_stacked):
-            for suffix, weight in weights.items():
-                name = f"decoder.{block}.{suffix}"
-                prefixes = [f"model.layers.{number}." for number in numbers]
-                if is_stacked and "remainder" not in block:
-                    stack = [weight.mapped(prefix, axis) for prefix in prefixes]
-                    tensors[name] = join(stack, axis)
-                else:
-                    tensors[name] = weight.mapped(prefixes[0])
+            tensors[LOGITS] = _kernel("lm_head.weight", *shape).mapped()
+        for block, numbers, is_stack, is_sparse in self._blocks(is_stacked):
+            prefixes = [f"model.layers.{number}." for number in numbers]
+            for suffix, weight in self._weights(is_sparse).items():
+                tensor = weight.mapped(prefixes[0], axis if is_stack else None)
+                if is_stack:
+                    others = [weight.mapped(prefix, axis) for prefix in prefixes[1:]]
+                    tensor = join([tensor, *others], axis)
+                tensors[f"decoder.{block}.{suffix}"] = tensor
         return tensors
 
-    def _blocks(self, is_stacked: bool) -> Iterator[tuple[str, list[int], _Weights]]:
-        """Yield the blocks of layers: name, numbers of the layers, and weights."""
-        num_dense = 0
-        if self._kind == "deepseek_v3":
-            num_dense = min(self._config.number_of("first_k_dense_replace"), self.num_layers)
-        runs = [("layers", range(self.num_layers), self._family.sparse is not None)]
-        if self._kind == "deepseek_v3":
-            runs = [
-                ("dense_layers", range(num_dense), False),
-                ("moe_layers", range(num_dense, self.num_layers), True),
-            ]
-        for name, run, is_sparse in runs:
-            weights = self._weights(is_sparse)
+    def _blocks(self, is_stacked: bool) -> Iterator[tuple[str, list[int], bool, bool]]:
+        """Yield blocks: name, numbers of layers, and whether stacked and sparse."""
+        everything = list(range(self.num_layers))
+        runs = {"layers": everything}
+        if self._is_deepseek:
+            dense = self._config.number_of("first_k_dense_replace")
+            runs = {"dense_layers": everything[:dense], "moe_layers": everything[dense:]}
+        for name, run in runs.items():
+            is_sparse = self._kind in _SPARSE and name != "dense_layers"
             if not is_stacked:
                 for place, number in enumerate(run):
-                    yield f"{name}_{place}", [number], weights
-            elif self._kind == "gemma3_text":
-                whole = self.num_layers // GEMMA_PATTERN * GEMMA_PATTERN
-                for place in range(GEMMA_PATTERN if whole else 0):
-                    yield f"layers.layers_{place}", [*range(place, whole, GEMMA_PATTERN)], weights
-                for number in range(whole, self.num_layers):
-                    yield f"layers_remainder.layers_{number - whole}", [number], weights
+                    yield f"{name}_{place}", [number], False, is_sparse
+            elif self._is_gemma:
+                yield from self._scanned_gemma(run)
             elif run:
-                yield name, list(run), weights
+                yield name, run, True, is_sparse
+
+    def _scanned_gemma(self, run: list[int]) -> Iterator[tuple[str, list[int], bool, bool]]:
+        whole = len(run) // _PATTERN * _PATTERN
+        for place in range(min(_PATTERN, whole)):
+            yield f"layers.layers_{place}", run[place:whole:_PATTERN], True, False
+        for place, number in enumerate(run[whole:]):
+            yield f"layers_remainder.layers_{place}", [number], False, False
 
     def _weights(self, is_sparse: bool) -> _Weights:
         weights = {}
-        for name, own in self._family.norms.items():
-            weights[f"{name}.scale"] = self._norm(f"{own}.weight")
-        attention = self._attention()
-        if self._kind == "deepseek_v3":
-            attention = self._latent_attention()
+        for name, own in (_GEMMA_NORMS if self._is_gemma else _NORMS).items():
+            weights[f"{name}.scale"] = self._norm(own)
+        attention = self._latent_attention() if self._is_deepseek else self._attention()
         for name, weight in attention.items():
             weights[f"self_attention.{name}"] = weight._replace(name=f"self_attn.{weight.name}")
         if is_sparse:
-            return weights | self._sparse_mlp()
+            return weights | self._experts()
         return weights | self._gated_mlp("mlp", "mlp", self._size("intermediate_size"))
 
-    def _norm(self, name: str, size: int | None = None) -> _Weight:
+    def _norm(self, name: str, size: int = 0) -> _Weight:
         shape = (size or self._width,)
-        return _Weight(name, shape, shape, add=self._family.offset)
+        return _Weight(f"{name}.weight", shape, shape, offset=float(self._is_gemma))
 
     def _attention(self) -> _Weights:
         heads, groups, size = self._config.heads
@@ -269,7 +211,7 @@ class MaxTextModel:
         kind = scaling.get("rope_type", scaling.get("type"))
         is_rotated = self._kind == "llama" and kind == "llama3"
         query = _to_heads("q_proj.weight", heads, size, self._width)
-        if self._family.scales_query:
+        if self._kind in _SCALED:
             query = query._replace(factor=1 / math.sqrt(size))
         key = _to_heads("k_proj.weight", groups, size, self._width)
         weights = {
@@ -278,9 +220,9 @@ class MaxTextModel:
             "value.kernel": _to_heads("v_proj.weight", groups, size, self._width),
             "out.kernel": _from_heads("o_proj.weight", heads, size, self._width),
         }
-        if self._family.has_head_norms:
-            weights["query_norm.scale"] = self._norm("q_norm.weight", size)
-            weights["key_norm.scale"] = self._norm("k_norm.weight", size)
+        if self._kind in _HEAD_NORMS:
+            weights["query_norm.scale"] = self._norm("q_norm", size)
+            weights["key_norm.scale"] = self._norm("k_norm", size)
         return weights
 
     def _latent_attention(self) -> _Weights:
@@ -291,16 +233,16 @@ class MaxTextModel:
         value = self._size("v_head_dim")
         weights = {
             "wkv_a.kernel": _kernel("kv_a_proj_with_mqa.weight", rank + rotated, self._width),
-            "kv_norm.scale": self._norm("kv_a_layernorm.weight", rank),
+            "kv_norm.scale": self._norm("kv_a_layernorm", rank),
             "wkv_b.kernel": _to_heads("kv_b_proj.weight", heads, plain + value, rank),
             "out.kernel": _from_heads("o_proj.weight", heads, value, self._width),
         }
-        low = self._config.values.get("q_lora_rank")
-        if low is None:
+        if self._config.values.get("q_lora_rank") is None:
             query = _to_heads("q_proj.weight", heads, plain + rotated, self._width)
             return weights | {"query.kernel": query}
+        low = self._size("q_lora_rank")
         weights["wq_a.kernel"] = _kernel("q_a_proj.weight", low, self._width)
-        weights["q_norm.scale"] = self._norm("q_a_layernorm.weight", low)
+        weights["q_norm.scale"] = self._norm("q_a_layernorm", low)
         weights["wq_b.kernel"] = _to_heads("q_b_proj.weight", heads, plain + rotated, low)
         return weights
 
@@ -311,24 +253,61 @@ class MaxTextModel:
             f"{name}.wo.kernel": _kernel(f"{own}.down_proj.weight", self._width, size),
         }
 
-    def _sparse_mlp(self) -> _Weights:
-        block = self._family.sparse
-        own, (gate, up, down) = self._family.experts
+    def _experts(self) -> _Weights:
+        block = _SPARSE[self._kind]
         num = self._size("num_local_experts", "num_experts", "n_routed_experts")
-        # All experts of Mixtral are of the usual size.
-        is_usual = self._kind == "mixtral"
-        size = self._size("intermediate_size" if is_usual else "moe_intermediate_size")
-        experts = f"{own}.experts.*"
+        own = "mlp"
+        names = ("gate_proj", "up_proj", "down_proj")
+        size_name = "moe_intermediate_size"
+        if self._kind == "mixtral":
+            own = "block_sparse_moe"
+            names = ("w1", "w3", "w2")
+            size_name = "intermediate_size"
+        size = self._size(size_name)
+        gate, up, down = (f"{own}.experts.*.{name}.weight" for name in names)
         weights = {
             f"{block}.gate.kernel": _kernel(f"{own}.gate.weight", num, self._width),
-            f"{block}.wi_0": _kernel(f"{experts}.{gate}.weight", size, self._width, num),
-            f"{block}.wi_1": _kernel(f"{experts}.{up}.weight", size, self._width, num),
-            f"{block}.wo": _kernel(f"{experts}.{down}.weight", self._width, size, num),
+            f"{block}.wi_0": _kernel(gate, size, self._width, num),
+            f"{block}.wi_1": _kernel(up, size, self._width, num),
+            f"{block}.wo": _kernel(down, self._width, size, num),
         }
-        if self._kind == "deepseek_v3":
+        if self._is_deepseek:
             bias = f"{own}.gate.e_score_correction_bias"
             weights[f"{block}.gate.bias"] = _Weight(bias, (num,), (num,))
             if shared := self._config("n_shared_experts", default=0):
                 name = "DeepSeekMoeBlock_0.shared_experts"
                 weights |= self._gated_mlp(name, f"{own}.shared_experts", shared * size)
         return weights
+
+
+_KINDS = ("llama", "mistral", "qwen3", "gemma3_text", *_SPARSE)
+
+
+def check_supported(config: Config) -> None:
+    """Refuse configurations that no model of MaxText has."""
+    kind = config("model_type")
+    if kind not in _KINDS:
+        raise CheckpointingException(
+            f"MaxText's names for model_type {kind!r:.99} are not known, but those of "
+            f"{', '.join(sorted(_KINDS))}: pass `rules`. For the text model of one with a tower, "
+            "give the content of its text_config as the configuration."
+        )
+    why = None
+    if any(config(name, default=False) for name in ("attention_bias", "mlp_bias")):
+        why = "biases"
+    if config("mlp_only_layers", default=[]) or config("decoder_sparse_step", default=1) > 1:
+        why = "dense layers among sparse ones"
+    if kind == "gemma3_text" and not _alternates(config):
+        why = "another order of layers than five with a window and one without"
+    if why:
+        raise CheckpointingException(
+            f"The configuration of model_type {kind!r} asks for {why}, which MaxText does not have."
+        )
+
+
+def _alternates(config: Config) -> bool:
+    every = config("sliding_window_pattern", "_sliding_window_pattern", default=_PATTERN)
+    for number, name in enumerate(config("layer_types", default=[]), 1):
+        if (number % _PATTERN == 0) != (name == "full_attention"):
+            return False
+    return bool(every == _PATTERN)

@@ -1,4 +1,4 @@
-"""Rules between names of MaxText and names of Hugging Face directories, for exports."""
+"""Rules between names of MaxText and of Hugging Face directories, for exports."""
 
 from __future__ import annotations
 
@@ -20,70 +20,77 @@ from distckpt.rules._rule import Rule
 from distckpt.rules._rules import Assemble, Drop, Tie, Trim
 
 Layout: TypeAlias = Literal["jax", "jax-layers"]
-"""MaxText's names, with layers stacked as in a scan, or each under a name of its own."""
+"""Names of MaxText, with layers stacked or not."""
 
-_ROOT = re.compile(rf"(.*?){re.escape(EMBEDDING)}(\.value)?")
+_ROOT = re.compile(rf"(.*\.)?{re.escape(EMBEDDING)}(\.value)?")
 _STATES = re.compile(r"(^|\.)(opt_state|mu|nu|count|step|optimizer|\w*rngs)(\.|$)")
 """Keys of optax, counters and random states."""
 _STACK = re.compile(r"decoder\.(\w*layers|layers_remainder)\.")
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def to_maxtext(config: Any, layout: Layout = "jax") -> list[Rule]:
-    """Return the rules from names of a Hugging Face directory to those of MaxText.
+    """Return the rules from a Hugging Face directory to MaxText.
 
     Names begin with `params.`, as the variables of flax do.
 
     Args:
-        config: content of a `config.json`, or its path or the one of its directory.
+        config: a configuration of transformers, the content of a `config.json`, or its path.
         layout: "jax" stacks layers along axis 1, as with `scan_layers=true`; "jax-layers" does not.
+
+    Raises:
+        CheckpointingException: MaxText has no such model.
     """
     check_choice("layout", layout, ("jax", "jax-layers"))
     values = _values(config)
     model = MaxTextModel(values)
     tensors = model.tensors(is_stacked=layout == "jax")
-    named = {f"params.{name}": tensor for name, tensor in tensors.items()}
     parts = itertools.chain(*(tensor.parts for tensor in tensors.values()))
-    sources = _shapes((part.key, part.source) for part in parts)
-    extra: list[Rule] = []
+    sources = _extents((part.key, part.source) for part in parts)
+    rules: list[Rule] = []
+    if model.is_tied:
+        rules.append(Tie(_VOCABULARY[1], _VOCABULARY[0], optional=True))
     for number in range(values.get("num_nextn_predict_layers") or 0):
         # MaxText keeps layers for multi-token prediction elsewhere.
-        extra.append(Drop(f"model.layers.{model.num_layers + number}.**", optional=True))
-    return [*extra, Assemble(named, sources)]
+        rules.append(Drop(f"model.layers.{model.num_layers + number}.**", optional=True))
+    named = {f"params.{name}": tensor for name, tensor in tensors.items()}
+    return [*rules, Assemble(named, sources)]
 
 
 def from_maxtext(config: Any, shapes: Shapes) -> list[Rule]:
-    """Return the rules from names of MaxText to those of a Hugging Face directory.
+    """Return the rules from MaxText to a Hugging Face directory.
 
-    Layers may be stacked or not, of linen or nnx. Optimizers are left out.
+    Layers may be stacked or not, names those of linen or nnx. The state of optimizers is left out.
 
     Args:
-        config: content of a `config.json`, or its path or the one of its directory.
+        config: a configuration of transformers, the content of a `config.json`, or its path.
         shapes: shapes of the stored tensors by key.
+
+    Raises:
+        CheckpointingException: MaxText has no such model, or the tensors are of another one.
     """
-    names = _names_of(shapes)
-    rows = shapes[names[EMBEDDING]][0]
     values = _values(config)
-    model = MaxTextModel(values, min(rows, values["vocab_size"]))
+    names = _names_of(shapes)
+    model = MaxTextModel(values, min(shapes[names[EMBEDDING]][0], values["vocab_size"]))
     if model.is_tied and LOGITS in names:
         raise CheckpointingException(
             f"The configuration ties the output layer to the embedding, and {names[LOGITS]!r} is "
             "an output layer: set tie_word_embeddings to false in it."
         )
     is_stacked = any(map(_STACK.match, names))
-    tensors = model.tensors(is_stacked=is_stacked, axis=_axis_of(names, shapes, model))
-    sources = {}
-    for name, tensor in tensors.items():
-        sources[names.get(name, name)] = tensor.shape
+    root = names[EMBEDDING].partition(EMBEDDING)[0]
+    tensors = {}
+    for name, tensor in model.tensors(is_stacked=is_stacked, axis=_axis(names, shapes)).items():
+        tensors[names.get(name, root + name)] = tensor
     rules: list[Rule] = []
     for key in shapes:
         if _STATES.search(key):
             rules.append(Drop(key))
-    for name, axis in ((EMBEDDING, 0), (LOGITS, 1)):
+    for axis, name in enumerate((EMBEDDING, LOGITS)):
         if name in names:
-            key = names[name]
-            rules.append(Trim(key, axis, model.num_rows, is_vocabulary=True))
-    inverse = _inverse(tensors, names)
-    return [*rules, Assemble(_padded(inverse, values["vocab_size"]), sources)]
+            rules.append(Trim(names[name], axis, model.num_rows, is_vocabulary=True))
+    sources = {key: tensor.shape for key, tensor in tensors.items()}
+    return [*rules, Assemble(_inverse(tensors, values["vocab_size"]), sources)]
 
 
 def export_rules(
@@ -99,92 +106,75 @@ def export_rules(
             "directory. For other models, pass `rules` without `layout`."
         )
     shapes = {key: spec.shape for key, spec in selected.items()}
-    if is_maxtext(shapes):
-        if layout is not None:
-            raise CheckpointingException("The checkpoint has MaxText's names: leave out `layout`.")
+    if layout is None:
         return from_maxtext(config, shapes)
-    rules = to_maxtext(config, layout or "jax")
-    assemble = rules[-1]
-    assert isinstance(assemble, Assemble)
-    if shapes.keys() >= set(assemble.reads):
+    rules = to_maxtext(config, layout)
+    if shapes.keys() >= set(rules[-1].reads):
         # Of a Hugging Face directory, where names of transformers in memory may differ.
-        if f"params.{LOGITS}" not in assemble.tensors:
-            rules.insert(0, Tie("lm_head.weight", "model.embed_tokens.weight", optional=True))
         return rules
     return [*rules_for(config, selected, on_disk), *rules]
 
 
-def is_maxtext(keys: Iterable[str]) -> bool:
-    """Whether tensors are named as in MaxText."""
-    return any(_ROOT.fullmatch(key) for key in keys)
-
-
 def _values(config: Any) -> dict[str, Any]:
     if hasattr(config, "to_dict"):
-        return dict(config.to_dict())
+        config = config.to_dict()
     return dict(config) if isinstance(config, Mapping) else read_config(config)
 
 
 def _names_of(keys: Iterable[str]) -> dict[str, str]:
     """Return the keys of a model by their names in linen, without prefixes."""
+    parameters = [key for key in keys if not _STATES.search(key)]
     roots = []
-    for key in keys:
+    for key in parameters:
         match = _ROOT.fullmatch(key)
-        if match is not None and not _STATES.search(key):
-            roots.append(match[1])
+        if match is not None:
+            roots.append(match[1] or "")
     if len(roots) != 1:
         raise CheckpointingException(
             f"The checkpoint has {len(roots)} tensors {EMBEDDING!r}, {sorted(roots)[:5]}: select "
-            "one model with `keys`."
+            "one model of MaxText with `keys`."
         )
     names = {}
-    for key in keys:
-        if key.startswith(roots[0]) and not _STATES.search(key):
+    for key in parameters:
+        if key.startswith(roots[0]):
             name = key.removeprefix(roots[0]).removesuffix(".value")
             # nnx has lists of layers.
             names[re.sub(r"layers\.(\d+)\.", r"layers_\1.", name)] = key
     return names
 
 
-def _axis_of(names: Mapping[str, str], shapes: Shapes, model: MaxTextModel) -> int:
-    """Return the axis of the layers: `param_scan_axis` of MaxText is 1 unless it is set."""
-    for name, tensor in model.tensors(is_stacked=True, axis=0).items():
-        if len(tensor.shape) == 2 and name.endswith("norm.scale") and name in names:
-            is_first = shapes[names[name]] == tensor.shape and tensor.shape[0] != tensor.shape[1]
-            return 0 if is_first else 1
+def _axis(names: Mapping[str, str], shapes: Shapes) -> int:
+    """Return the axis of the layers, MaxText's `param_scan_axis`."""
+    width = shapes[names[EMBEDDING]][1]
+    for name, key in names.items():
+        shape = shapes[key]
+        if name.endswith("self_attention_layer_norm.scale") and len(shape) == 2:
+            return 0 if shape[0] != width == shape[1] else 1
     return 1
 
 
-def _inverse(
-    tensors: Mapping[str, MappedTensor], names: Mapping[str, str]
-) -> dict[str, MappedTensor]:
-    """Return the tensors of a Hugging Face directory, made of MaxText's."""
+def _inverse(tensors: Mapping[str, MappedTensor], num_rows: int) -> dict[str, MappedTensor]:
+    """Return the tensors that others are made of, with rows for a vocabulary."""
     parts: defaultdict[str, list[RegionCopy]] = defaultdict(list)
     for name, tensor in tensors.items():
         for part in tensor.parts:
-            parts[part.key].append(inverse_part(names.get(name, name), part))
+            parts[part.key].append(inverse_part(name, part))
     inverse = {}
     for key, pieces in parts.items():
-        shape = _shapes((key, piece.target) for piece in pieces)[key]
-        inverse[key] = MappedTensor(shape, "F32", tuple(pieces))
+        shape = _extents((key, piece.target) for piece in pieces)[key]
+        tensor = MappedTensor(shape, "F32", tuple(pieces))
+        if key in _VOCABULARY and shape[0] < num_rows:
+            # Rows that MaxText does without, as in Gemma 3.
+            gap = Region((shape[0], 0), (num_rows - shape[0], shape[1]))
+            tensor = replace(tensor, shape=(num_rows, shape[1]), padding=(gap,))
+        inverse[key] = tensor
     return inverse
 
 
-def _shapes(regions: Iterable[tuple[str, Region]]) -> dict[str, tuple[int, ...]]:
+def _extents(regions: Iterable[tuple[str, Region]]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of tensors that regions tile, by key."""
     shapes: dict[str, tuple[int, ...]] = {}
     for key, region in regions:
         ends = tuple(map(operator.add, *region))
         shapes[key] = tuple(map(max, shapes.get(key, ends), ends))
     return shapes
-
-
-def _padded(tensors: dict[str, MappedTensor], rows: int) -> dict[str, MappedTensor]:
-    """Fill the rows of a vocabulary that MaxText does without with zeros."""
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        tensor = tensors.get(name)
-        if tensor is not None and tensor.shape[0] < rows:
-            missing = (rows - tensor.shape[0], tensor.shape[1])
-            gap = Region((tensor.shape[0], 0), missing)
-            tensors[name] = replace(tensor, shape=(rows, tensor.shape[1]), padding=(gap,))
-    return tensors

@@ -345,7 +345,7 @@ def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor], dtype: st
     trimmed: Cut = ()
     for key in dict.fromkeys(part.key for part in mapped.parts):
         trimmed += sources[key].trimmed
-    return MappedTensor(mapped.shape, dtype, tuple(parts), trimmed)
+    return MappedTensor(mapped.shape, dtype, tuple(parts), trimmed, mapped.padding)
 
 
 def _traced(part: RegionCopy, source: MappedTensor) -> Iterator[RegionCopy]:

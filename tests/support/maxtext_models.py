@@ -149,9 +149,10 @@ def _latent_attention(layer, config, values, inverse, number):
     low = _norm(low, weight("kv_norm.scale"), eps)
     key, value = np.split(np.einsum("tr,rhd->thd", low, weight("wkv_b.kernel")), [plain], -1)
     turned = _rotated(turned[:, None], inverse, True).repeat(key.shape[1], 1)
-    query = np.concatenate(
-        [query[..., :plain], _rotated(query[..., plain:], inverse, True)], -1
-    ) * (plain + rotated) ** -0.5
+    query = (
+        np.concatenate([query[..., :plain], _rotated(query[..., plain:], inverse, True)], -1)
+        * (plain + rotated) ** -0.5
+    )
     heads = _attend(query, np.concatenate([key, turned], -1), value)
     return np.einsum("thd,hde->te", heads, weight("out.kernel"))
 
