@@ -58,7 +58,7 @@ def _options(arguments: Namespace) -> ExportOptions:
         rename=dict(arguments.rename),
         dtype=dtype_option(arguments.dtype),
         quantize=dict(arguments.quantize) if arguments.quantize else None,
-        **given(arguments, "family", "tied", "like", "merge_adapter", "verify"),
+        **given(arguments, "family", "layout", "tied", "like", "merge_adapter", "verify"),
         **given(arguments, "extra_files_from", "extra_code"),
         **given(arguments, "max_file_bytes", "max_inflight_bytes"),
     )
