@@ -121,10 +121,11 @@ class MaxTextModel:
     Attributes:
         num_layers: number of layers, without those for multi-token prediction.
         is_tied: whether there is no output layer of its own.
-        num_rows: rows of the embedding.
+        vocab_size: rows of the embedding in a Hugging Face directory.
+        num_rows: rows of the embedding that both have; MaxText's has `num_stored` rows.
     """
 
-    def __init__(self, values: Mapping[str, Any], num_rows: int | None = None) -> None:
+    def __init__(self, values: Mapping[str, Any], num_stored: int = _MAX_SIZE) -> None:
         config = Config(values)
         self._config = config
         self._kind = config("model_type")
@@ -134,7 +135,8 @@ class MaxTextModel:
         self._is_deepseek = self._kind == "deepseek_v3"
         self.num_layers = config.number_of("num_hidden_layers")
         self.is_tied = bool(config("tie_word_embeddings", default=self._is_gemma))
-        self.num_rows = num_rows or self._size("vocab_size")
+        self.vocab_size = self._size("vocab_size")
+        self.num_rows = min(self.vocab_size, num_stored)
 
     def _size(self, name: str, *others: str) -> int:
         return self._config.number_of(name, *others, most=_MAX_SIZE)

@@ -69,9 +69,8 @@ def from_maxtext(config: Any, shapes: Shapes) -> list[Rule]:
     Raises:
         CheckpointingException: MaxText has no such model, or the tensors are of another one.
     """
-    values = _values(config)
     names = _names_of(shapes)
-    model = MaxTextModel(values, min(shapes[names[EMBEDDING]][0], values["vocab_size"]))
+    model = MaxTextModel(_values(config), shapes[names[EMBEDDING]][0])
     if model.is_tied and LOGITS in names:
         raise CheckpointingException(
             f"The configuration ties the output layer to the embedding, and {names[LOGITS]!r} is "
@@ -90,7 +89,7 @@ def from_maxtext(config: Any, shapes: Shapes) -> list[Rule]:
         if name in names:
             rules.append(Trim(names[name], axis, model.num_rows, is_vocabulary=True))
     sources = {key: tensor.shape for key, tensor in tensors.items()}
-    return [*rules, Assemble(_inverse(tensors, values["vocab_size"]), sources)]
+    return [*rules, Assemble(_inverse(tensors, model.vocab_size), sources)]
 
 
 def export_rules(
@@ -122,7 +121,7 @@ def _values(config: Any) -> dict[str, Any]:
 
 
 def _names_of(keys: Iterable[str]) -> dict[str, str]:
-    """Return the keys of a model by their names in linen, without prefixes."""
+    """Return keys of a model by name, as in linen without prefixes."""
     parameters = [key for key in keys if not _STATES.search(key)]
     roots = []
     for key in parameters:
@@ -154,7 +153,10 @@ def _axis(names: Mapping[str, str], shapes: Shapes) -> int:
 
 
 def _inverse(tensors: Mapping[str, MappedTensor], num_rows: int) -> dict[str, MappedTensor]:
-    """Return the tensors that others are made of, with rows for a vocabulary."""
+    """Return the tensors that others are made of.
+
+    Embedding and output layer get `num_rows` rows.
+    """
     parts: defaultdict[str, list[RegionCopy]] = defaultdict(list)
     for name, tensor in tensors.items():
         for part in tensor.parts:

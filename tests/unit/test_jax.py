@@ -170,3 +170,40 @@ def test_rules_before_the_ones_of_the_family_change_its_sources(weights, tmp_pat
     cut = [Split(query, ("a", "b"), axis=2), Concat(("a", "b"), query, axis=2)]
     with pytest.raises(InvalidShardingError, match="lie apart"):
         export(tmp_path, "jax", "cut", rules=cut)
+
+
+def test_a_checkpoint_of_megatron_becomes_one_of_maxtext(weights, tmp_path):
+    names = {
+        "input_layernorm": "input_layernorm.weight",
+        "post_attention_layernorm": "pre_mlp_layernorm.weight",
+        "self_attn.o_proj": "self_attention.linear_proj.weight",
+        "mlp.down_proj": "mlp.linear_fc2.weight",
+    }
+    tensors = {
+        "embedding.word_embeddings.weight": weights["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": weights["model.norm.weight"],
+    }
+    for layer in range(LAYERS):
+        own = {name: weights[f"model.layers.{layer}.{name}.weight"] for name in SHAPES}
+        parts = [own[f"self_attn.{name}_proj"].reshape(GROUPS, -1, SIZE, WIDTH) for name in "qkv"]
+        fused = np.concatenate(parts, 1).reshape(-1, WIDTH)
+        gated = np.concatenate([own["mlp.gate_proj"], own["mlp.up_proj"]])
+        prefix = f"decoder.layers.{layer}."
+        tensors |= {prefix + new: own[old] for old, new in names.items()}
+        tensors[f"{prefix}self_attention.linear_qkv.weight"] = fused
+        tensors[f"{prefix}mlp.linear_fc1.weight"] = gated
+    whole = {
+        key: ShardedTensor.from_rank_offsets(key, torch.from_numpy(tensor))
+        for key, tensor in tensors.items()
+    }
+    distckpt.save(whole, tmp_path / "megatron")
+    found = export(tmp_path, "megatron", "jax", layout="jax")
+    for name, value in expected(weights).items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_a_configuration_that_lacks_a_value_is_an_error_with_its_name(weights, tmp_path):
+    values = {key: value for key, value in CONFIG.items() if key != "vocab_size"}
+    (tmp_path / "hf/config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointingException, match="vocab_size"):
+        export(tmp_path, "hf", "jax", layout="jax")

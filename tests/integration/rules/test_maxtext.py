@@ -16,8 +16,10 @@ from distckpt import (
     InvalidShardingError,
     LoadMismatchError,
     ShardedTensor,
+    families,
 )
 from distckpt.jax import from_maxtext, to_maxtext
+from distckpt.rules import Rename
 from tests.support.hf_folders import read_export, same_bytes
 from tests.support.maxtext_models import logits
 from tests.support.tiny_models import make_config, transformers
@@ -294,3 +296,60 @@ def test_a_load_of_a_model_without_factors_reads_the_tensors_of_maxtext(tmp_path
     empty = {key: torch.zeros_like(value) for key, value in original.items()}
     distckpt.load(sharded(empty), tmp_path / "jax", rules=to_maxtext(model.config))
     assert same_bytes(empty, original)
+
+
+def test_a_model_of_transformers_is_loaded_from_the_tensors_of_maxtext(tmp_path):
+    model = make_model("qwen3_moe", tmp_path / "hf")
+    distckpt.consolidate(tmp_path / "hf", tmp_path / "jax", layout="jax", family=tmp_path / "hf")
+    other = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    rules = [*families.rules(model.config, "transformers"), *to_maxtext(model.config)]
+    distckpt.load({"model": other}, tmp_path / "jax", rules=rules)
+    assert same_bytes(other.state_dict(), model.state_dict())
+
+
+def test_the_text_part_of_a_model_with_a_tower_is_exported(tmp_path):
+    config = make_config("gemma3")
+    for name, value in KINDS["gemma3_text"].items():
+        setattr(config.text_config, name, value)
+    kind = transformers.AutoModelForImageTextToText
+    kind.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "hf")
+    text = json.loads((tmp_path / "hf/config.json").read_text())["text_config"]
+    (tmp_path / "text.json").write_text(json.dumps(text))
+    distckpt.consolidate(
+        tmp_path / "hf",
+        tmp_path / "jax",
+        layout="jax",
+        family=tmp_path / "text.json",
+        keys="language_model.",
+        rules=[Rename("language_model.model.**", "model.{0}")],
+    )
+    distckpt.consolidate(tmp_path / "jax", tmp_path / "back", family=tmp_path / "text.json")
+    back = read_export(tmp_path / "back")
+    assert len(back) == 2 + 13 * GEMMA_LAYERS
+    for name, tensor in read_export(tmp_path / "hf").items():
+        if name.startswith("language_model."):
+            found = back[name.removeprefix("language_model.")]
+            torch.testing.assert_close(found, tensor, rtol=2e-7, atol=1e-7)
+
+
+def test_deepseek_as_published_loses_only_its_extra_layers_and_codes(tmp_path):
+    original, _ = exported("deepseek_v3", tmp_path)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    extra = {"model.layers.3.eh_proj.weight": torch.ones(32, 64)}
+    save_file(original | extra, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    options = {"family": tmp_path / "config.json", "layout": "jax"}
+    distckpt.consolidate(tmp_path / "hf", tmp_path / "more", **options)
+    assert same_bytes(read_export(tmp_path / "more"), read_export(tmp_path / "jax"))
+
+    distckpt.consolidate(tmp_path / "hf", tmp_path / "fp8", quantize="fp8-block")
+    distckpt.consolidate(tmp_path / "fp8", tmp_path / "values", dtype=torch.bfloat16)
+    for source, output in (("fp8", "a"), ("values", "b")):
+        distckpt.consolidate(tmp_path / source, tmp_path / output, dtype=torch.bfloat16, **options)
+    found = read_export(tmp_path / "a")
+    rounded = read_export(tmp_path / "b")
+    bias = "params.decoder.moe_layers.DeepSeekMoeBlock_0.MoeBlock_0.gate.bias"
+    stored = [f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (1, 2)]
+    assert torch.equal(found.pop(bias), torch.stack([original[name] for name in stored], 1))
+    rounded.pop(bias)
+    assert same_bytes(found, rounded)
