@@ -8,9 +8,7 @@ import distckpt
 from distckpt import cli
 from tests.support.harness import run
 from tests.support.hf_folders import read_export, same_bytes
-from tests.unit.test_jax import weights as _weights
-
-weights = _weights
+from tests.support.llama_folder import write_llama
 
 
 def export_both_ways(rank, folder):
@@ -19,7 +17,8 @@ def export_both_ways(rank, folder):
     distckpt.consolidate(folder / "jax", folder / "back", **options)
 
 
-def test_several_ranks_write_what_one_writes(weights, tmp_path):
+def test_several_ranks_write_what_one_writes(tmp_path):
+    write_llama(tmp_path / "hf")
     run(export_both_ways, 2, tmp_path)
     options = {"family": tmp_path / "hf"}
     distckpt.consolidate(tmp_path / "hf", tmp_path / "alone", layout="jax", **options)
@@ -29,7 +28,8 @@ def test_several_ranks_write_what_one_writes(weights, tmp_path):
     assert same_bytes(read_export(tmp_path / "back"), read_export(tmp_path / "again"))
 
 
-def test_layouts_that_differ_between_ranks_are_refused(weights, tmp_path):
+def test_layouts_that_differ_between_ranks_are_refused(tmp_path):
+    write_llama(tmp_path / "hf")
     run(export_differently, 2, tmp_path)
     assert not (tmp_path / "jax").exists()
 
@@ -40,7 +40,8 @@ def export_differently(rank, folder):
         distckpt.consolidate(folder / "hf", folder / "jax", layout=layout, family=folder / "hf")
 
 
-def test_parts_write_what_one_call_writes(weights, tmp_path):
+def test_parts_write_what_one_call_writes(tmp_path):
+    write_llama(tmp_path / "hf")
     arguments = ["consolidate", str(tmp_path / "hf"), str(tmp_path / "jax"), "--layout", "jax"]
     arguments += ["--family", str(tmp_path / "hf"), "--max-file-bytes", "600"]
     for part in range(3):
