@@ -171,6 +171,8 @@ class ExportOptions:
         family: afterwards, the rules of the model's family, from the names of Megatron Core or of
             transformers in memory: "auto" reads the `config.json` of `like`, a path another one,
             see `distckpt.families`.
+        layout: with a family, names and shapes of MaxText in JAX: "jax" stacks layers, "jax-layers"
+            does not.
         rename: afterwards, old prefixes of names -> new ones.
         dtype: convert floating point tensors of 16 bits and more; or a dict of patterns of new
             names. Integers and 8-bit floats are converted only by a pattern that is exactly their
@@ -204,6 +206,7 @@ class ExportOptions:
     keys: str | Sequence[str] | None = None
     rules: Sequence[Any] = ()
     family: str | os.PathLike[str] | None = None
+    layout: Literal["jax", "jax-layers"] | None = None
     rename: Mapping[str, str] | None = None
     dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
     tied: Literal["drop", "write"] = "drop"

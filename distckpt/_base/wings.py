@@ -7,13 +7,14 @@ from types import ModuleType
 from typing import Literal, TypeAlias
 
 Wing: TypeAlias = Literal[
-    "computed", "deepspeed", "huggingface", "memory", "state_dicts", "torch_dist"
+    "computed", "deepspeed", "huggingface", "jax", "memory", "state_dicts", "torch_dist"
 ]
 
 _WINGS: dict[Wing, str] = {
     "computed": "distckpt._compute.export_options",
     "deepspeed": "distckpt._foreign.deepspeed.reader",
     "huggingface": "distckpt._foreign.hugging_face",
+    "jax": "distckpt.jax._rules",
     "memory": "distckpt._move.verify_live",
     "state_dicts": "distckpt._foreign.state_dicts.names",
     "torch_dist": "distckpt._foreign.torch_dist.reader",

@@ -71,12 +71,13 @@ class SummedSource(TensorSource):
         if not is_summed(FROM_NAME[tensor.mapped.dtype]):
             return super().converts(tensor)
         target = FROM_NAME[tensor.dtype]
-        is_rounded_last = not any(part.add for part in tensor.mapped.parts)
+        is_rounded_last = not any(part.add or part.factor != 1.0 for part in tensor.mapped.parts)
         return is_rounded_last and (target.is_floating_point or target.is_complex)
 
     def read_requests(
         self, requests: Sequence[Request], views: Sequence[torch.Tensor], factor: float
     ) -> None:
+        _check_are_dense(requests)
         weights = [weight * factor for weight in self._weights]
         for dtypes, batch in _batches(self.stored, self._terms, requests, views):
             requested = [request for request, _ in batch]
@@ -92,6 +93,15 @@ class SummedSource(TensorSource):
             if not is_direct:
                 for (_, view), part in zip(batch, _divided(goal, requested), strict=True):
                     view.copy_(part)
+
+
+def _check_are_dense(requests: Sequence[Request]) -> None:
+    for request in requests:
+        if request.step:
+            raise CheckpointingException(
+                f"The rules take elements of {request.key!r} that lie apart, which a merge does "
+                "not do: merge exports of the checkpoints."
+            )
 
 
 def _batches(

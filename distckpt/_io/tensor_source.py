@@ -14,11 +14,11 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
-from distckpt._io.read_values import read_requests
+from distckpt._io.read_values import read_apart, read_requests
 from distckpt._plan.export import OutputTensor
 from distckpt._plan.load import Request
 from distckpt._storage.open_files import OpenFiles
-from distckpt.rules._mapped import resolve, target_view
+from distckpt.rules._mapped import RegionCopy, resolve, target_view
 
 
 class Wanted(NamedTuple):
@@ -51,7 +51,7 @@ class TensorSource:
 
     def may_overflow(self, tensor: OutputTensor) -> bool:
         """Whether values may be infinite though no stored value is."""
-        return False
+        return any(part.factor != 1.0 for part in tensor.mapped.parts)
 
     def dtype_of(self, tensor: OutputTensor) -> torch.dtype:
         """Return the dtype to read values in, before they are converted."""
@@ -69,27 +69,36 @@ class TensorSource:
         """Fill views with regions' values, times a factor, in this thread."""
         requests: list[Request] = []
         views: list[torch.Tensor] = []
-        sums: list[tuple[torch.Tensor, float]] = []
+        changes: list[tuple[torch.Tensor, RegionCopy]] = []
         for tensor, region, whole_view in wanted:
             if tensor.mapped.padding:
                 whole_view.zero_()
             for place, part in resolve(tensor.mapped, region):
                 view = target_view(whole_view, place, part)
                 shape = self.stored.global_shape(part.key)
-                requests.append(Request(part.key, shape, part.source))
+                requests.append(Request(part.key, shape, part.source, step=part.source_step))
                 views.append(view)
-                if part.add:
-                    sums.append((view, part.add))
+                changes.append((view, part))
         if requests:
             self.read_requests(requests, views, factor)
-        for view, number in sums:
-            view.add_(number)
+        for view, part in changes:
+            if part.factor != 1.0:
+                view.mul_(part.factor)
+            if part.add:
+                view.add_(part.add)
 
     def read_requests(
         self, requests: Sequence[Request], views: Sequence[torch.Tensor], factor: float
     ) -> None:
         """Fill views with regions of stored tensors, times a factor."""
-        read_requests(self.stored, requests, views)
+        dense = []
+        dense_views = []
+        for request, view in zip(requests, views, strict=True):
+            if not request.step:
+                dense.append(request)
+                dense_views.append(view)
+        read_requests(self.stored, dense, dense_views)
+        read_apart(self.stored, requests, views, 1)
         if factor != 1.0:
             for view in views:
                 view.mul_(factor)

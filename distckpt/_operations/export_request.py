@@ -94,8 +94,8 @@ def _of_all_ranks(options: ExportOptions) -> dict[str, object]:
 
     Paths may differ between nodes.
     """
-    names = ("keys", "rules", "rename", "dtype", "quantize", "tied", "unmatched", "max_file_bytes")
-    same = {name: getattr(options, name) for name in (*names, "verify")}
+    names = ("keys", "rules", "layout", "rename", "dtype", "quantize", "tied", "unmatched")
+    same = {name: getattr(options, name) for name in (*names, "max_file_bytes", "verify")}
     return {**same, "merge_adapter": options.merge_adapter is not None}
 
 

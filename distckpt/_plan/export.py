@@ -275,7 +275,8 @@ def keep_precise(output: OutputTensor) -> OutputTensor:
 
     All programs keep them so.
     """
-    if output.mapped.dtype != "F32" or not output.name.endswith(_ROUTER_BIAS):
+    names = (output.name, *(part.key for part in output.mapped.parts[:1]))
+    if output.mapped.dtype != "F32" or not any(name.endswith(_ROUTER_BIAS) for name in names):
         return output
     return output._replace(dtype="F32", num_bytes=4 * output.num_elements)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from distckpt._base.dtypes import TO_NAME
+from distckpt._base.errors import CheckpointingException
 from distckpt._plan.load import Request
 from distckpt.rules._mapped import MappedTensor, TensorSpec, resolve, resolve_padding, target_view
 from distckpt.rules._rule import Rule
@@ -249,6 +250,11 @@ def translate(
         for place, part in resolve(mapped[request.key], request.region):
             shape = stored[part.key].shape
             may_differ = request.allow_shape_mismatch
+            if part.factor != 1.0:
+                raise CheckpointingException(
+                    f"The rules multiply {request.key!r} by {part.factor:g}, which only an export "
+                    "does: `consolidate` the checkpoint, and load the export."
+                )
             translated = Request(part.key, shape, part.source, may_differ, part.source_step)
             rows.append((number, translated, target_view(tensor, place, part), part.add))
     if not rows:

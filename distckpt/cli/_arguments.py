@@ -218,9 +218,11 @@ def _add_export(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--family",
         metavar="auto|PATH",
-        help="convert names and shapes of Megatron Core or transformers, by the config.json of "
-        "--like, or at PATH",
+        help="convert names and shapes of Megatron Core, MaxText or transformers, by the "
+        "config.json of --like, or at PATH",
     )
+    layout = "names and shapes of MaxText, with layers stacked or not; --family tells the model"
+    parser.add_argument("--layout", choices=("jax", "jax-layers"), help=layout)
     tied = "leave out or write tied copies of a tensor (default: drop)"
     parser.add_argument("--tied", choices=("drop", "write"), default="drop", help=tied)
     parser.add_argument(

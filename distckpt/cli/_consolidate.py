@@ -58,7 +58,7 @@ def _options(arguments: Namespace) -> ExportOptions:
         rename=dict(arguments.rename),
         dtype=dtype_option(arguments.dtype),
         quantize=dict(arguments.quantize) if arguments.quantize else None,
-        **given(arguments, "family", "tied", "like", "merge_adapter", "verify"),
+        **given(arguments, "family", "layout", "tied", "like", "merge_adapter", "verify"),
         **given(arguments, "extra_files_from", "extra_code"),
         **given(arguments, "max_file_bytes", "max_inflight_bytes"),
     )
@@ -113,8 +113,10 @@ def _show_plan(plan: ExportPlan, output: Output) -> None:
 def _sources_of(tensor: OutputTensor, plan: ExportPlan) -> list[str]:
     regions = []
     for part in tensor.mapped.parts:
-        added = ""
+        change = ""
+        if part.factor != 1.0:
+            change = f" * {part.factor:g}"
         if part.add:
-            added = f" + {part.add:g}"
-        regions.append(f"{part.key} {part.source}{added}")
+            change += f" + {part.add:g}"
+        regions.append(f"{part.key} {part.source}{change}")
     return [*regions, *plan.source.keys_besides(tensor)]

@@ -48,6 +48,7 @@ class RegionCopy(NamedTuple):
             all.
         source_step: distance of the elements of the source region.
         add: number that is added to the elements.
+        factor: number that the elements are multiplied by, before.
     """
 
     target: Region
@@ -57,6 +58,7 @@ class RegionCopy(NamedTuple):
     target_step: tuple[int, ...] = ()
     source_step: tuple[int, ...] = ()
     add: float = 0.0
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -333,24 +335,32 @@ def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor], dtype: st
     `mapped` is made of `sources`, which are targets themselves, of one `dtype`.
     """
     parts: list[RegionCopy] = []
-    for part in single_rows(mapped):
-        if (key := same_as(sources[part.key])) is not None:
-            if key != part.key:
-                part = part._replace(key=key)
-            parts.append(part)
-            continue
-        piece = permute(crop(sources[part.key], part.source), part.order)
-        for inner in reshape(piece, part.target.shape).parts:
-            offset = tuple(
-                a + b for a, b in zip(part.target.offset, inner.target.offset, strict=True)
-            )
-            parts.append(
-                inner._replace(target=Region(offset, inner.target.shape), add=inner.add + part.add)
-            )
+    for whole_part in mapped.parts:
+        if (key := same_as(sources[whole_part.key])) is not None:
+            parts.append(whole_part._replace(key=key))
+        else:
+            alone = replace(mapped, parts=(whole_part,))
+            for part in single_rows(alone):
+                parts += _traced(part, sources[part.key])
     trimmed: Cut = ()
     for key in dict.fromkeys(part.key for part in mapped.parts):
         trimmed += sources[key].trimmed
-    return MappedTensor(mapped.shape, dtype, tuple(parts), trimmed)
+    return MappedTensor(mapped.shape, dtype, tuple(parts), trimmed, mapped.padding)
+
+
+def _traced(part: RegionCopy, source: MappedTensor) -> Iterator[RegionCopy]:
+    """Trace one part back through its source, which is a target itself."""
+    if part.source_step:
+        raise InvalidShardingError(
+            f"Elements of {part.key!r} that lie apart are taken from other tensors by an earlier "
+            "rule: leave that rule out, and export in two steps."
+        )
+    piece = permute(crop(source, part.source), part.order)
+    for inner in reshape(piece, part.target.shape).parts:
+        offset = tuple(a + b for a, b in zip(part.target.offset, inner.target.offset, strict=True))
+        target = Region(offset, inner.target.shape)
+        total = inner.add * part.factor + part.add
+        yield inner._replace(target=target, add=total, factor=inner.factor * part.factor)
 
 
 def same_as(mapped: MappedTensor) -> str | None:
@@ -363,7 +373,7 @@ def same_as(mapped: MappedTensor) -> str | None:
     part = mapped.parts[0]
     is_whole = part.source == part.target and part.target.shape == mapped.shape
     has_order = part.order == tuple(range(len(mapped.shape)))
-    if is_whole and has_order and not part.add:
+    if is_whole and has_order and (part.add, part.factor) == (0.0, 1.0):
         return part.key
     return None
 
@@ -439,7 +449,7 @@ def _restrict(part: RegionCopy, target: Region, place: Region) -> RegionCopy:
         shape[source_axis] = target.shape[target_axis]
     order = _complete_order(len(shape), [axis for axis in part.order if shape[axis] != 1])
     source = Region(tuple(offset), tuple(shape))
-    return RegionCopy(place, part.key, source, order, part.target_step, part.source_step, part.add)
+    return part._replace(target=place, source=source, order=order)
 
 
 def inverse_part(name: str, part: RegionCopy) -> RegionCopy:
@@ -447,7 +457,14 @@ def inverse_part(name: str, part: RegionCopy) -> RegionCopy:
     pairs = sorted(_axis_pairs(part), key=lambda pair: pair[1])
     order = _complete_order(len(part.target.shape), [target_axis for target_axis, _ in pairs])
     return RegionCopy(
-        part.source, name, part.target, order, part.source_step, part.target_step, -part.add
+        part.source,
+        name,
+        part.target,
+        order,
+        part.source_step,
+        part.target_step,
+        -part.add / part.factor,
+        1.0 / part.factor,
     )
 
 

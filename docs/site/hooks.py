@@ -72,7 +72,7 @@ GROUPS = {
 MODULES = {
     "Core": ["tensors"],
     "Models": ["modules", "optimizer", "factories", "experts"],
-    "Hugging Face": ["hf", "rules", "families", "streaming", "readers"],
+    "Hugging Face": ["hf", "rules", "families", "jax", "streaming", "readers"],
     "Trainers": [
         "integrations",
         "integrations.lightning",

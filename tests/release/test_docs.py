@@ -78,6 +78,8 @@ def test_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.Mon
     if "import lightning" in block.text:
         warnings.simplefilter("ignore")  # of a Trainer about small data, and at its import
         pytest.importorskip("lightning", reason="lightning is not installed")
+    if "orbax.checkpoint" in block.text:
+        pytest.importorskip("orbax.checkpoint.v1", reason="Orbax is not installed")
     if "deepspeed/" in block.text:
         with zipfile.ZipFile(ROOT / "tests/data/deepspeed_0_19.zip") as archive:
             archive.extractall(tmp_path)

@@ -36,6 +36,7 @@ WINGS = [
     "tasks",
     "dcp",
     "hf",
+    "jax",
     "integrations",
     "_pages",
     "cli",

@@ -1,0 +1,315 @@
+"""Parameters of MaxText's models, made of tensors of Hugging Face directories.
+
+MaxText multiplies from the right, has an axis for heads, and stacks layers along axis 1. Where its
+attention has no scale, the weights of the query have it; Llama 3.1 rotates neighbors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from distckpt._base.errors import CheckpointingException
+from distckpt.families._blocks import Config
+from distckpt.rules._mapped import (
+    MappedTensor,
+    TensorSpec,
+    add,
+    identity,
+    interleave,
+    join,
+    permute,
+    reshape,
+)
+
+EMBEDDING = "token_embedder.embedding"
+LOGITS = "decoder.logits_dense.kernel"
+_PATTERN = 6
+"""Layers in a step of a scan over Gemma 3.
+
+Five have a window, the last has none.
+"""
+_MAX_SIZE = 1 << 32
+_SCALED = ("llama", "mistral", "mixtral")
+"""Families whose weights of the query have the scale of attention."""
+_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")
+"""Families with norms of queries and keys."""
+_SPARSE = {
+    "mixtral": "MoeBlock_0",
+    "qwen3_moe": "moe_block",
+    "deepseek_v3": "DeepSeekMoeBlock_0.MoeBlock_0",
+}
+"""Names of the block of experts."""
+_NORMS = {
+    "pre_self_attention_layer_norm": "input_layernorm",
+    "post_self_attention_layer_norm": "post_attention_layernorm",
+}
+_GEMMA_NORMS = {
+    "pre_self_attention_norm": "input_layernorm",
+    "post_self_attention_norm": "post_attention_layernorm",
+    "pre_ffw_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+class _Weight(NamedTuple):
+    """One weight, in a Hugging Face directory and in MaxText.
+
+    Attributes:
+        name: its name in the directory, behind the layer's; `*` is the expert.
+        shape: its shape in the directory.
+        to: its shape in MaxText.
+        num_experts: number of experts, along the first axis in MaxText.
+        is_rotated: whether halves of the last axis take turns.
+        factor: multiplies the elements.
+        offset: is added to the elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    to: tuple[int, ...]
+    num_experts: int = 0
+    is_rotated: bool = False
+    factor: float = 1.0
+    offset: float = 0.0
+
+    def mapped(self, prefix: str = "", axis: int | None = None) -> MappedTensor:
+        """Return MaxText's tensor, with an axis of size 1 for layers."""
+        shape = self.to
+        if self.num_experts:
+            shape = (1, *shape)
+        if axis is not None:
+            shape = (*shape[:axis], 1, *shape[axis:])
+        experts = []
+        for expert in range(max(self.num_experts, 1)):
+            key = prefix + self.name.replace("*", str(expert))
+            tensor = identity(key, TensorSpec(self.shape, "F32"))
+            if len(self.shape) == 2 and self.name != "embed_tokens.weight":
+                tensor = permute(tensor, (1, 0))
+            experts.append(reshape(tensor, shape))
+        result = join(experts, 0)
+        if self.is_rotated:
+            result = interleave(result, len(shape) - 1, 2)
+        if self.factor != 1.0:
+            parts = [part._replace(factor=self.factor) for part in result.parts]
+            result = replace(result, parts=tuple(parts))
+        return add(result, self.offset) if self.offset else result
+
+
+_Weights: TypeAlias = dict[str, _Weight]
+
+
+def _kernel(name: str, num_out: int, num_in: int, num_experts: int = 0) -> _Weight:
+    return _Weight(name, (num_out, num_in), (num_in, num_out), num_experts)
+
+
+def _to_heads(name: str, heads: int, size: int, num_in: int) -> _Weight:
+    return _Weight(name, (heads * size, num_in), (num_in, heads, size))
+
+
+def _from_heads(name: str, heads: int, size: int, num_out: int) -> _Weight:
+    return _Weight(name, (num_out, heads * size), (heads, size, num_out))
+
+
+class MaxTextModel:
+    """The parameters that MaxText has for a configuration of transformers.
+
+    Attributes:
+        num_layers: number of layers, without those for multi-token prediction.
+        is_tied: whether there is no output layer of its own.
+        vocab_size: rows of the embedding in a Hugging Face directory.
+        num_rows: rows of the embedding that both have; MaxText's has `num_stored` rows.
+    """
+
+    def __init__(self, values: Mapping[str, Any], num_stored: int = _MAX_SIZE) -> None:
+        config = Config(values)
+        self._config = config
+        self._kind = config("model_type")
+        check_supported(config)
+        self._width = self._size("hidden_size")
+        self._is_gemma = self._kind == "gemma3_text"
+        self._is_deepseek = self._kind == "deepseek_v3"
+        self.num_layers = config.number_of("num_hidden_layers")
+        self.is_tied = bool(config("tie_word_embeddings", default=self._is_gemma))
+        self.vocab_size = self._size("vocab_size")
+        self.num_rows = min(self.vocab_size, num_stored)
+
+    def _size(self, name: str, *others: str) -> int:
+        return self._config.number_of(name, *others, most=_MAX_SIZE)
+
+    def tensors(self, *, is_stacked: bool, axis: int = 1) -> dict[str, MappedTensor]:
+        """Return all parameters by name, without a prefix.
+
+        Layers are stacked along `axis`, or each has names of its own.
+        """
+        shape = (self.num_rows, self._width)
+        embedding = _Weight("embed_tokens.weight", shape, shape)
+        if self._is_gemma:
+            # As transformers in bfloat16, and MaxText's own conversion, round it.
+            factor = torch.tensor(math.sqrt(self._width)).bfloat16().item()
+            embedding = embedding._replace(factor=factor)
+        tensors = {
+            EMBEDDING: embedding.mapped("model."),
+            "decoder.decoder_norm.scale": self._norm("norm").mapped("model."),
+        }
+        if not self.is_tied:
+            tensors[LOGITS] = _kernel("lm_head.weight", *shape).mapped()
+        for block, numbers, is_stack, is_sparse in self._blocks(is_stacked):
+            prefixes = [f"model.layers.{number}." for number in numbers]
+            for suffix, weight in self._weights(is_sparse).items():
+                tensor = weight.mapped(prefixes[0], axis if is_stack else None)
+                if is_stack:
+                    others = [weight.mapped(prefix, axis) for prefix in prefixes[1:]]
+                    tensor = join([tensor, *others], axis)
+                tensors[f"decoder.{block}.{suffix}"] = tensor
+        return tensors
+
+    def _blocks(self, is_stacked: bool) -> Iterator[tuple[str, list[int], bool, bool]]:
+        """Yield blocks: name, numbers of layers, and whether stacked and sparse."""
+        everything = list(range(self.num_layers))
+        runs = {"layers": everything}
+        if self._is_deepseek:
+            dense = self._config.number_of("first_k_dense_replace")
+            runs = {"dense_layers": everything[:dense], "moe_layers": everything[dense:]}
+        for name, run in runs.items():
+            is_sparse = self._kind in _SPARSE and name != "dense_layers"
+            if not is_stacked:
+                for place, number in enumerate(run):
+                    yield f"{name}_{place}", [number], False, is_sparse
+            elif self._is_gemma:
+                yield from self._scanned_gemma(run)
+            elif run:
+                yield name, run, True, is_sparse
+
+    def _scanned_gemma(self, run: list[int]) -> Iterator[tuple[str, list[int], bool, bool]]:
+        whole = len(run) // _PATTERN * _PATTERN
+        for place in range(min(_PATTERN, whole)):
+            yield f"layers.layers_{place}", run[place:whole:_PATTERN], True, False
+        for place, number in enumerate(run[whole:]):
+            yield f"layers_remainder.layers_{place}", [number], False, False
+
+    def _weights(self, is_sparse: bool) -> _Weights:
+        weights = {}
+        for name, own in (_GEMMA_NORMS if self._is_gemma else _NORMS).items():
+            weights[f"{name}.scale"] = self._norm(own)
+        attention = self._latent_attention() if self._is_deepseek else self._attention()
+        for name, weight in attention.items():
+            weights[f"self_attention.{name}"] = weight._replace(name=f"self_attn.{weight.name}")
+        if is_sparse:
+            return weights | self._experts()
+        return weights | self._gated_mlp("mlp", "mlp", self._size("intermediate_size"))
+
+    def _norm(self, name: str, size: int = 0) -> _Weight:
+        shape = (size or self._width,)
+        return _Weight(f"{name}.weight", shape, shape, offset=float(self._is_gemma))
+
+    def _attention(self) -> _Weights:
+        heads, groups, size = self._config.heads
+        scaling = self._config("rope_scaling", "rope_parameters", default={})
+        kind = scaling.get("rope_type", scaling.get("type"))
+        is_rotated = self._kind == "llama" and kind == "llama3"
+        query = _to_heads("q_proj.weight", heads, size, self._width)
+        if self._kind in _SCALED:
+            query = query._replace(factor=1 / math.sqrt(size))
+        key = _to_heads("k_proj.weight", groups, size, self._width)
+        weights = {
+            "query.kernel": query._replace(is_rotated=is_rotated),
+            "key.kernel": key._replace(is_rotated=is_rotated),
+            "value.kernel": _to_heads("v_proj.weight", groups, size, self._width),
+            "out.kernel": _from_heads("o_proj.weight", heads, size, self._width),
+        }
+        if self._kind in _HEAD_NORMS:
+            weights["query_norm.scale"] = self._norm("q_norm", size)
+            weights["key_norm.scale"] = self._norm("k_norm", size)
+        return weights
+
+    def _latent_attention(self) -> _Weights:
+        heads = self._size("num_attention_heads")
+        rank = self._size("kv_lora_rank")
+        rotated = self._size("qk_rope_head_dim")
+        plain = self._size("qk_nope_head_dim")
+        value = self._size("v_head_dim")
+        weights = {
+            "wkv_a.kernel": _kernel("kv_a_proj_with_mqa.weight", rank + rotated, self._width),
+            "kv_norm.scale": self._norm("kv_a_layernorm", rank),
+            "wkv_b.kernel": _to_heads("kv_b_proj.weight", heads, plain + value, rank),
+            "out.kernel": _from_heads("o_proj.weight", heads, value, self._width),
+        }
+        if self._config.values.get("q_lora_rank") is None:
+            query = _to_heads("q_proj.weight", heads, plain + rotated, self._width)
+            return weights | {"query.kernel": query}
+        low = self._size("q_lora_rank")
+        weights["wq_a.kernel"] = _kernel("q_a_proj.weight", low, self._width)
+        weights["q_norm.scale"] = self._norm("q_a_layernorm", low)
+        weights["wq_b.kernel"] = _to_heads("q_b_proj.weight", heads, plain + rotated, low)
+        return weights
+
+    def _gated_mlp(self, name: str, own: str, size: int) -> _Weights:
+        return {
+            f"{name}.wi_0.kernel": _kernel(f"{own}.gate_proj.weight", size, self._width),
+            f"{name}.wi_1.kernel": _kernel(f"{own}.up_proj.weight", size, self._width),
+            f"{name}.wo.kernel": _kernel(f"{own}.down_proj.weight", self._width, size),
+        }
+
+    def _experts(self) -> _Weights:
+        block = _SPARSE[self._kind]
+        num = self._size("num_local_experts", "num_experts", "n_routed_experts")
+        own = "mlp"
+        names = ("gate_proj", "up_proj", "down_proj")
+        size_name = "moe_intermediate_size"
+        if self._kind == "mixtral":
+            own = "block_sparse_moe"
+            names = ("w1", "w3", "w2")
+            size_name = "intermediate_size"
+        size = self._size(size_name)
+        gate, up, down = (f"{own}.experts.*.{name}.weight" for name in names)
+        weights = {
+            f"{block}.gate.kernel": _kernel(f"{own}.gate.weight", num, self._width),
+            f"{block}.wi_0": _kernel(gate, size, self._width, num),
+            f"{block}.wi_1": _kernel(up, size, self._width, num),
+            f"{block}.wo": _kernel(down, self._width, size, num),
+        }
+        if self._is_deepseek:
+            bias = f"{own}.gate.e_score_correction_bias"
+            weights[f"{block}.gate.bias"] = _Weight(bias, (num,), (num,))
+            if shared := self._config("n_shared_experts", default=0):
+                name = "DeepSeekMoeBlock_0.shared_experts"
+                weights |= self._gated_mlp(name, f"{own}.shared_experts", shared * size)
+        return weights
+
+
+_KINDS = ("llama", "mistral", "qwen3", "gemma3_text", *_SPARSE)
+
+
+def check_supported(config: Config) -> None:
+    """Refuse configurations that no model of MaxText has."""
+    kind = config("model_type")
+    if kind not in _KINDS:
+        raise CheckpointingException(
+            f"MaxText's names for model_type {kind!r:.99} are not known, but those of "
+            f"{', '.join(sorted(_KINDS))}: pass `rules`. For the text model of one with a tower, "
+            "give the content of its text_config as the configuration."
+        )
+    why = None
+    if any(config(name, default=False) for name in ("attention_bias", "mlp_bias")):
+        why = "biases"
+    if config("mlp_only_layers", default=[]) or config("decoder_sparse_step", default=1) > 1:
+        why = "dense layers among sparse ones"
+    if kind == "gemma3_text" and not _alternates(config):
+        why = "another order of layers than five with a window and one without"
+    if why:
+        raise CheckpointingException(
+            f"The configuration of model_type {kind!r} asks for {why}, which MaxText does not have."
+        )
+
+
+def _alternates(config: Config) -> bool:
+    every = config("sliding_window_pattern", "_sliding_window_pattern", default=_PATTERN)
+    for number, name in enumerate(config("layer_types", default=[]), 1):
+        if (number % _PATTERN == 0) != (name == "full_attention"):
+            return False
+    return bool(every == _PATTERN)

@@ -1,0 +1,52 @@
+"""Exports to MaxText's form and back by several ranks, and in parts."""
+
+from __future__ import annotations
+
+import pytest
+
+import distckpt
+from distckpt import cli
+from tests.support.harness import run
+from tests.support.hf_folders import read_export, same_bytes
+from tests.support.llama_folder import write_llama
+
+
+def export_both_ways(rank, folder):
+    options = {"family": folder / "hf", "max_file_bytes": 600}
+    distckpt.consolidate(folder / "hf", folder / "jax", layout="jax", **options)
+    distckpt.consolidate(folder / "jax", folder / "back", **options)
+
+
+def test_several_ranks_write_what_one_writes(tmp_path):
+    write_llama(tmp_path / "hf")
+    run(export_both_ways, 2, tmp_path)
+    options = {"family": tmp_path / "hf"}
+    distckpt.consolidate(tmp_path / "hf", tmp_path / "alone", layout="jax", **options)
+    assert same_bytes(read_export(tmp_path / "jax"), read_export(tmp_path / "alone"))
+    assert len(list((tmp_path / "jax").glob("*.safetensors"))) > 2
+    distckpt.consolidate(tmp_path / "jax", tmp_path / "again", **options)
+    assert same_bytes(read_export(tmp_path / "back"), read_export(tmp_path / "again"))
+
+
+def test_layouts_that_differ_between_ranks_are_refused(tmp_path):
+    write_llama(tmp_path / "hf")
+    run(export_differently, 2, tmp_path)
+    assert not (tmp_path / "jax").exists()
+
+
+def export_differently(rank, folder):
+    layout = ["jax", "jax-layers"][rank]
+    with pytest.raises(distckpt.CheckpointingException, match="layout"):
+        distckpt.consolidate(folder / "hf", folder / "jax", layout=layout, family=folder / "hf")
+
+
+def test_parts_write_what_one_call_writes(tmp_path):
+    write_llama(tmp_path / "hf")
+    arguments = ["consolidate", str(tmp_path / "hf"), str(tmp_path / "jax"), "--layout", "jax"]
+    arguments += ["--family", str(tmp_path / "hf"), "--max-file-bytes", "600"]
+    for part in range(3):
+        assert cli.main([*arguments, "--part", f"{part}/3"]) == 0
+    assert cli.main([*arguments, "--finish"]) == 0
+    options = {"family": tmp_path / "hf", "layout": "jax"}
+    distckpt.consolidate(tmp_path / "hf", tmp_path / "alone", **options)
+    assert same_bytes(read_export(tmp_path / "jax"), read_export(tmp_path / "alone"))
