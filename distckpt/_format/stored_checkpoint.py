@@ -25,7 +25,7 @@ from distckpt._format.manifest import CHUNKS_AT_ONCE, OBJECT, Manifest
 from distckpt._format.marker import file_size
 from distckpt._format.safetensors_file import read_as_saved
 from distckpt._geometry.region import IntArray
-from distckpt._storage import locations
+from distckpt._storage import locations, object_store
 from distckpt._storage.file_state import FileState
 from distckpt._storage.open_files import OpenFiles
 
@@ -73,11 +73,25 @@ class StoredCheckpoint:
         """
         return self.verify and self.manifest.has_checksums
 
+    @property
+    def is_decoded(self) -> bool:
+        """Return whether its files are views, which are decoded when they are read."""
+        return "decoded" in (self.manifest.origin or {})
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether the bytes of its tensors lie in local files."""
+        return locations.is_local(self.location) and not self.is_decoded
+
     def path_of_file(self, file_id: int) -> str:
         """Return the location of a file."""
-        if (self.manifest.origin or {}).get("is_file"):
+        origin = self.manifest.origin or {}
+        if origin.get("is_file"):
             return self.location
-        return locations.join(self.location, *self.manifest.files[file_id].name.split("/"))
+        name = self.manifest.files[file_id].name
+        if self.is_decoded:
+            return object_store.decoded_url(self.location, name)
+        return locations.join(self.location, *name.split("/"))
 
     def path_of(self, chunk: int) -> str:
         """Return the location of the file that holds a chunk."""
@@ -123,7 +137,7 @@ def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
     """
     rows = np.array(chunks, np.int64)
     stored.manifest.chunks.check_rows(rows)
-    if stored.verifies and not locations.is_local(stored.location):
+    if stored.is_decoded or (stored.verifies and not stored.is_local):
         return
     num_threads = 1 if locations.is_local(stored.location) else NUM_REQUESTS
     file_ids = stored.manifest.file_ids[rows]

@@ -8,8 +8,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
+from distckpt._base.wings import wing
+
 if TYPE_CHECKING:
     from distckpt._storage.remote import RemoteLocation
+
+_DECODED = "orbax-array://"
+
+
+def decoded_url(location: str, name: str) -> str:
+    """Return the URL of a tensor that files of another program hold encoded."""
+    return f"{_DECODED}{location}/!/{name}"
 
 
 def at(location: str) -> RemoteLocation:
@@ -21,6 +30,8 @@ def at(location: str) -> RemoteLocation:
         from distckpt._storage.cloud import CloudLocation
 
         return CloudLocation(location)
+    if location.startswith(_DECODED):
+        return wing("orbax").at(location)  # type: ignore[no-any-return]
     from distckpt._storage.fsspec_urls import FsspecLocation
 
     return FsspecLocation(location)
