@@ -6,10 +6,12 @@ one chunk after the other. A chunk is decoded once for all reads that are near e
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import re
 import threading
+import urllib.parse
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -132,7 +134,7 @@ class OrbaxArrays:
                 try:
                     self._arrays[file] = self._open(item, leaf)
                 except ValueError as error:
-                    raise _undecodable(item.prefix + leaf.name, item.folder, error) from error
+                    raise _undecodable(repr(item.key_of(leaf)), item, leaf, error) from error
                 self._sizes[file] = self._arrays[file].sizes
             return self._arrays[file]
 
@@ -154,7 +156,7 @@ class OrbaxArrays:
         dtype = _WIDER.get(array.dtype.name, array.dtype.name)
         if dtype not in STORED_NAMES:
             raise UnsupportedObjectError(
-                f"{item.prefix + leaf.name!r} in {item.folder!r} has dtype {array.dtype.name}, "
+                f"{item.key_of(leaf)!r} in {item.folder!r} has dtype {array.dtype.name}, "
                 "which torch lacks: save it with another one."
             )
         shape = tuple(array.shape)
@@ -167,7 +169,7 @@ class OrbaxArrays:
         if array.shape:
             item, leaf = self.files[file]
             raise CorruptCheckpointError(
-                f"{item.prefix + leaf.name!r} in {item.folder!r} has the shape {array.shape}, but "
+                f"{item.key_of(leaf)!r} in {item.folder!r} has the shape {array.shape}, but "
                 "should be a number: the files are of different saves."
             )
         return self._decoded(file, array, 0).view(array.numpy_dtype)[0].item()
@@ -186,8 +188,8 @@ class OrbaxArrays:
                 return array.decode(cell)
             except ValueError as error:
                 item, leaf = self.files[file]
-                key = f"{item.prefix + leaf.name!r}, {array.cells[cell]}"
-                raise _undecodable(key, item.folder, error) from error
+                where = f"{item.key_of(leaf)!r}, {array.cells[cell]}"
+                raise _undecodable(where, item, leaf, error) from error
 
         return self._cells.get((file, cell), self._sizes[file][cell], decode)
 
@@ -203,16 +205,35 @@ def _cells(shape: tuple[int, ...], chunk: Sequence[int]) -> Iterator[Region]:
         yield Region(offset, tuple(min(size - first, step) for size, first, step in limits))
 
 
-def _undecodable(key: str, folder: str, error: Exception) -> CorruptCheckpointError:
+def _undecodable(where: str, item: Item, leaf: Leaf, error: Exception) -> CorruptCheckpointError:
     """Return the error about an array that tensorstore does not read."""
     # The specification of the array is of no use to users.
     text = str(error).partition(" [tensorstore_spec=")[0]
-    files = _FILE_IN_ERROR.findall(text)
-    file = files[-1] if files else folder
+    file = [item.folder, *_FILE_IN_ERROR.findall(text)][-1]
+    if item.uses_ocdbt and locations.isdir(file):
+        file = _file_in_database(item.folder, leaf.name, text) or file
     return CorruptCheckpointError(
-        f"{key} cannot be read from {file!r}: {text:.600}. Restore the directory from a copy, or "
-        "load another step."
+        f"{where} cannot be read from {file!r}: {text:.600}. Restore the file from a copy, or load "
+        "another step."
     )
+
+
+def _file_in_database(folder: str, name: str, text: str) -> str | None:
+    """Return the file that holds the value that an error names; None if that is unknown."""
+    named = re.search(re.escape(name) + r'/[^"]+', text)
+    # This is only for the message, and the database is damaged.
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        ts = import_tensorstore()
+        store = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
+        key = (named[0] if named else "").encode()
+        place = ts.ocdbt.dump(store).result()["versions"][-1]["root"]["location"]
+        while place.startswith("btreenode:"):
+            entries = ts.ocdbt.dump(store, place).result()["entries"]
+            entry = [entry for entry in entries if entry["key"] <= key][-1]
+            place = entry.get("location") or entry["indirect_value"]
+        base, path = place.split(":")[1:3]
+        return f"{folder}/{urllib.parse.unquote(base + path)}"
+    return None
 
 
 def _scatter(contents: Iterable[Bytes], buffers: Sequence[Bytes]) -> int:

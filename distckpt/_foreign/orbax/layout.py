@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from distckpt._base.errors import (
@@ -12,7 +13,6 @@ from distckpt._base.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from distckpt._base.messages import summarize_keys
 from distckpt._format.manifest import MAX_TABLE_BYTES
 from distckpt._format.marker import read_file
 from distckpt._storage import locations
@@ -73,6 +73,14 @@ class Item(NamedTuple):
     uses_ocdbt: bool
     uses_zarr3: bool
     is_complete: bool
+
+    def key_of(self, leaf: Leaf) -> str:
+        """Return the key of a leaf: Orbax's name of it, behind that of the item if it has one."""
+        return self.prefix + leaf.name
+
+    def path_of(self, leaf: Leaf) -> tuple[str, ...]:
+        """Return the path of a leaf in the checkpoint."""
+        return (self.name, *leaf.path) if self.prefix else leaf.path
 
 
 class Layout(NamedTuple):
@@ -250,8 +258,8 @@ def _check_keys(location: str, items: Iterable[Item]) -> None:
     known: dict[str, tuple[str, ...]] = {}
     for item in items:
         for leaf in item.leaves:
-            key = item.prefix + leaf.name
-            path = (item.name,) * bool(item.prefix) + leaf.path
+            key = item.key_of(leaf)
+            path = item.path_of(leaf)
             if known.setdefault(key, path) != path:
                 raise CorruptCheckpointError(
                     f"{location!r} holds {list(known[key])} and {list(path)}, and Orbax has given "
@@ -293,16 +301,33 @@ def _damaged(path: str, error: Exception) -> CorruptCheckpointError:
     )
 
 
-def tree_of(leaves: Mapping[tuple[str, ...], Any], location: str) -> dict[str, Any]:
-    """Return nested dicts with a value at each path."""
+def common_state(
+    layout: Layout, scalars: Mapping[tuple[str, ...], Any], location: str
+) -> dict[str, Any]:
+    """Return nested dicts of everything but arrays; `scalars` are numbers by their paths."""
+    values = dict(scalars)
+    for item in layout.items:
+        for leaf in item.leaves:
+            if leaf.kind == "value":
+                values[item.path_of(leaf)] = leaf.value
+    for name, value in layout.values.items():
+        # Another item, or an entry of its tree, may have the name.
+        if any(path[0] == name for path in values):
+            raise _nested(location, (name,))
+        values[name,] = value
     tree: dict[str, Any] = {}
-    for path, value in leaves.items():
-        node = tree
+    for path, value in sorted(values.items(), key=operator.itemgetter(0)):
+        node: Any = tree
         for key in path[:-1]:
-            node = node.setdefault(key, {})
-            if not isinstance(node, dict):
-                raise CorruptCheckpointError(
-                    f"{location!r} holds {summarize_keys(['.'.join(path)])} inside another value."
-                )
+            node = node.setdefault(key, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or path[-1] in node:
+            raise _nested(location, path)
         node[path[-1]] = value
     return tree
+
+
+def _nested(location: str, path: Sequence[str]) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{location!r} holds two values at {list(path)}: give the directory of one item, or restore "
+        "the files, if they are of different saves."
+    )

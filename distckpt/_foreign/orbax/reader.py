@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
-from distckpt._base.errors import CorruptCheckpointError
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
 from distckpt._foreign.orbax.arrays import ArrayFile, OrbaxArrays
-from distckpt._foreign.orbax.layout import is_checkpoint, tree_of
+from distckpt._foreign.orbax.layout import common_state, is_checkpoint
+from distckpt._format import codec
 from distckpt._format.foreign_formats import ORBAX
 from distckpt._format.manifest import Manifest
 from distckpt._format.safetensors_file import ShardFile
@@ -32,38 +33,24 @@ class OrbaxReader(Reader):
         arrays = OrbaxArrays(location)
         pieces = []
         files = []
+        scalars = {}
         for file, (item, leaf) in arrays.files.items():
-            if leaf.kind != "array":
+            if leaf.kind == "scalar":
+                scalars[item.path_of(leaf)] = arrays.read_scalar(file)
                 continue
-            key = item.prefix + leaf.name
             array = arrays.open(file)
             position = 0
             for cell, size in zip(array.cells, array.sizes, strict=True):
+                key = item.key_of(leaf)
                 piece = StoredPiece(key, array.dtype, cell, array.shape, file, position, size)
                 pieces.append(piece)
                 position += size
             files.append(ShardFile(file, position, 0, 0))
-        return build_manifest(self.name, location, pieces, files, {"decoded": True})
+        # Read here, so that `verify` finds damage in them.
+        common = common_state(arrays.layout, scalars, location)
+        fields = {"decoded": True, "common": base64.b64encode(codec.encode(common)).decode()}
+        return build_manifest(self.name, location, pieces, files, fields)
 
     def load_common_state(self, stored: StoredCheckpoint) -> Any:
         """Load numbers of Python, strings, empty containers, and items that hold JSON."""
-        arrays = OrbaxArrays(stored.location)
-        values = {}
-        for item in arrays.layout.items:
-            start = (item.name,) * bool(item.prefix)
-            for leaf in item.leaves:
-                if leaf.kind == "value":
-                    values[(*start, *leaf.path)] = leaf.value
-        for file, (item, leaf) in arrays.files.items():
-            if leaf.kind == "scalar":
-                start = (item.name,) * bool(item.prefix)
-                values[(*start, *leaf.path)] = arrays.read_scalar(file)
-        common = tree_of(values, stored.location)
-        for name, value in arrays.layout.values.items():
-            if name in common:
-                raise CorruptCheckpointError(
-                    f"{stored.location!r} has an item {name!r}, and its tree an entry of this "
-                    "name: give the directory of one item."
-                )
-            common[name] = value
-        return common
+        return codec.decode(base64.b64decode((stored.manifest.origin or {})["common"]))
