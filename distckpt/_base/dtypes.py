@@ -53,7 +53,9 @@ def _item_bytes(attribute: str) -> int:
     return 1 if bits is None else max(1, int(bits[0]) // 8)
 
 
-ITEM_BYTES: dict[str, int] = {name: _item_bytes(attribute) for attribute, name in STORED_NAMES.items()}
+ITEM_BYTES: dict[str, int] = {
+    name: _item_bytes(attribute) for attribute, name in STORED_NAMES.items()
+}
 """safetensors name -> size of a torch item. Sizes alone need no import of torch, unlike
 `FROM_NAME`.
 """

@@ -38,7 +38,6 @@ from distckpt._geometry.region import (
 )
 from distckpt._geometry.units import Span, cut_region
 from distckpt._plan.load import Copy
-from distckpt._storage import locations
 
 REQUEST_BYTES = 16 << 20
 """Size of a request to an object store: enough that its answer takes longer than the way there."""

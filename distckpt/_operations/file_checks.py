@@ -259,9 +259,9 @@ def check_units(
         num_read.append(num_of_unit)
         add_bytes(num_of_unit)
 
-    is_local = locations.is_local(stored.location)
     num_threads = num_threads or _default_threads(stored.location)
-    run_threads(check, units, num_threads, in_stretches=is_local)
+    # Threads that read far apart would decode the same chunks several times.
+    run_threads(check, units, num_threads, in_stretches=stored.is_local)
     return sorted(bad), sum(num_read)
 
 

@@ -26,7 +26,6 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray, Region, regions_to_arrays
 from distckpt._plan.load import Copy
 from distckpt._quantization.quantized import QuantizedTensor
-from distckpt._storage import locations
 
 UNIT_BYTES = 2 << 20
 """Approximate size of cells: few to plan, small to balance."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import math
 import re
 import threading
 import urllib.parse
@@ -28,7 +29,7 @@ from distckpt._base.errors import (
 from distckpt._base.memory import Bytes, copy_into
 from distckpt._foreign.orbax.layout import Item, Layout, Leaf, read_layout
 from distckpt._geometry.region import Region
-from distckpt._geometry.units import spans_within
+from distckpt._geometry.units import Span, spans_within
 from distckpt._storage import locations
 from distckpt._storage.file_state import FileState
 from distckpt._storage.remote import NO_BYTES, RemoteLocation
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
     import tensorstore
 
 DECODED_BYTES = 64 << 20
-"""Memory for decoded chunks; a larger chunk is alone."""
+"""Memory for decoded chunks that are not read whole yet; a larger chunk is alone."""
+_MOST_DECODED_BYTES = 1 << 30
+"""That memory, at most, where chunks are side by side: each row of the array needs all of them."""
 
 _WIDER = {
     "int2": "int8",
@@ -89,6 +92,12 @@ class StoredArray(NamedTuple):
         """Return the bytes of each cell."""
         return [cell.num_elements * ITEM_BYTES[self.dtype] for cell in self.cells]
 
+    @property
+    def bytes_side_by_side(self) -> int:
+        """Return the bytes of the chunks that the first row goes through."""
+        num_elements = math.prod([*self.cells[0].shape[:1], *self.shape[1:]])
+        return num_elements * ITEM_BYTES[self.dtype]
+
     def decode(self, cell: int) -> Bytes:
         """Return the values of a cell."""
         values = self.array[self.cells[cell].slices()].read().result()
@@ -104,7 +113,7 @@ class OrbaxArrays:
         self._lock = threading.Lock()
         self._arrays: dict[str, StoredArray] = {}
         self._sizes: dict[str, list[int]] = {}
-        self._cells = DecodedCells(DECODED_BYTES)
+        self._cells = DecodedCells()
         self._context: Any = None
 
     @cached_property
@@ -172,26 +181,32 @@ class OrbaxArrays:
                 f"{item.key_of(leaf)!r} in {item.folder!r} has the shape {array.shape}, but "
                 "should be a number: the files are of different saves."
             )
-        return self._decoded(file, array, 0).view(array.numpy_dtype)[0].item()
+        content = np.empty(ITEM_BYTES[array.dtype], np.uint8)
+        self.read_into(file, [content], 0)
+        return content.view(array.numpy_dtype)[0].item()
 
     def read_into(self, file: str, buffers: Sequence[Bytes], start: int) -> int:
         """Fill buffers from a position of the file of an array on; return the bytes read."""
         array = self.open(file)
         stop = start + sum(map(len, buffers))
         spans = spans_within(self._sizes[file], start, stop)
-        contents = (self._decoded(file, array, cell)[first:last] for cell, first, last in spans)
-        return _scatter(contents, buffers)
+        return _scatter((self._decoded(file, array, span) for span in spans), buffers)
 
-    def _decoded(self, file: str, array: StoredArray, cell: int) -> Bytes:
+    def _decoded(self, file: str, array: StoredArray, span: Span) -> Bytes:
+        """Return some bytes of a cell."""
+
         def decode() -> Bytes:
             try:
-                return array.decode(cell)
+                return array.decode(span.chunk)
             except ValueError as error:
                 item, leaf = self.files[file]
-                where = f"{item.key_of(leaf)!r}, {array.cells[cell]}"
+                where = f"{item.key_of(leaf)!r}, {array.cells[span.chunk]}"
                 raise _undecodable(where, item, leaf, error) from error
 
-        return self._cells.get((file, cell), self._sizes[file][cell], decode)
+        max_bytes = max(DECODED_BYTES, min(array.bytes_side_by_side, _MOST_DECODED_BYTES))
+        size = self._sizes[file][span.chunk]
+        cell = self._cells.get((file, span.chunk), size, span.num_bytes, max_bytes, decode)
+        return cell[span.start : span.stop]
 
 
 def _cells(shape: tuple[int, ...], chunk: Sequence[int]) -> Iterator[Region]:
@@ -254,25 +269,39 @@ def _scatter(contents: Iterable[Bytes], buffers: Sequence[Bytes]) -> int:
 
 
 class DecodedCells:
-    """Decoded chunks within a limit of memory, shared by threads.
+    """Decoded chunks, shared by threads, until they were read whole or others need their memory.
 
     Each chunk is decoded by one thread, for which the others wait. An error is raised to all.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
         self._num_bytes = 0
         self._contents: OrderedDict[tuple[str, int], Bytes | Exception] = OrderedDict()
+        self._unread: dict[tuple[str, int], int] = {}
         self._pending: set[tuple[str, int]] = set()
         self._changed = threading.Condition()
 
-    def get(self, key: tuple[str, int], num_bytes: int, decode: Callable[[], Bytes]) -> Bytes:
-        """Return the content of a chunk, decoded by `decode` if it is not there."""
+    def get(
+        self,
+        key: tuple[str, int],
+        num_bytes: int,
+        num_read: int,
+        max_bytes: int,
+        decode: Callable[[], Bytes],
+    ) -> Bytes:
+        """Return the content of a chunk, decoded by `decode` if it is not there.
+
+        Args:
+            key: names the chunk.
+            num_bytes: its size.
+            num_read: the bytes of it that the caller reads.
+            max_bytes: limit of the memory of all chunks.
+            decode: returns its content.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_turn(key, num_bytes))
+            self._changed.wait_for(lambda: self._is_turn(key, num_bytes, max_bytes))
             if key in self._contents:
-                self._contents.move_to_end(key)
-                return _raised_or_returned(self._contents[key])
+                return self._read(key, num_read)
             self._pending.add(key)
             self._num_bytes += num_bytes
         content: Bytes | Exception
@@ -283,27 +312,38 @@ class DecodedCells:
         with self._changed:
             self._pending.remove(key)
             self._contents[key] = content
+            self._unread[key] = num_bytes
             self._num_bytes -= num_bytes - _num_bytes(content)
             self._changed.notify_all()
-        return _raised_or_returned(content)
+            return self._read(key, num_read)
 
-    def _is_turn(self, key: tuple[str, int], num_bytes: int) -> bool:
+    def _is_turn(self, key: tuple[str, int], num_bytes: int, max_bytes: int) -> bool:
         """Return whether a chunk is there, or has room to be decoded."""
         if key in self._contents or key in self._pending:
             return key in self._contents
-        while self._contents and self._num_bytes + num_bytes > self._max_bytes:
-            self._num_bytes -= _num_bytes(self._contents.popitem(last=False)[1])
-        return not self._num_bytes or self._num_bytes + num_bytes <= self._max_bytes
+        while self._contents and self._num_bytes + num_bytes > max_bytes:
+            self._drop(next(iter(self._contents)))
+        return not self._num_bytes or self._num_bytes + num_bytes <= max_bytes
+
+    def _read(self, key: tuple[str, int], num_bytes: int) -> Bytes:
+        """Return a content, of which some bytes are read now."""
+        content = self._contents[key]
+        if isinstance(content, Exception):
+            raise content
+        self._contents.move_to_end(key)
+        self._unread[key] -= num_bytes
+        if self._unread[key] <= 0:
+            self._drop(key)
+        return content
+
+    def _drop(self, key: tuple[str, int]) -> None:
+        self._num_bytes -= _num_bytes(self._contents.pop(key))
+        del self._unread[key]
+        self._changed.notify_all()
 
 
 def _num_bytes(content: Bytes | Exception) -> int:
     return 0 if isinstance(content, Exception) else len(content)
-
-
-def _raised_or_returned(content: Bytes | Exception) -> Bytes:
-    if isinstance(content, Exception):
-        raise content
-    return content
 
 
 # ---- files
