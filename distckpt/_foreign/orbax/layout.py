@@ -328,6 +328,6 @@ def common_state(
 
 def _nested(location: str, path: Sequence[str]) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{location!r} holds two values at {list(path)}: give the directory of one item, or restore "
-        "the files, if they are of different saves."
+        f"{location!r} holds two values at {list(path)}: give the directory of one item, or "
+        "restore the files, if they are of different saves."
     )
