@@ -9,6 +9,7 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -73,25 +74,18 @@ class StoredCheckpoint:
         """
         return self.verify and self.manifest.has_checksums
 
-    @property
-    def is_decoded(self) -> bool:
-        """Return whether its files are views, which are decoded when they are read."""
-        return "decoded" in (self.manifest.origin or {})
-
-    @property
-    def is_local(self) -> bool:
-        """Return whether the bytes of its tensors lie in local files."""
-        return locations.is_local(self.location) and not self.is_decoded
+    @cached_property
+    def root(self) -> str:
+        """Return the location of its files, a URL if they are decoded when they are read."""
+        if "decoded" in (self.manifest.origin or {}):
+            return f"{object_store.DECODED}{self.location}/!"
+        return self.location
 
     def path_of_file(self, file_id: int) -> str:
         """Return the location of a file."""
-        origin = self.manifest.origin or {}
-        if origin.get("is_file"):
+        if (self.manifest.origin or {}).get("is_file"):
             return self.location
-        name = self.manifest.files[file_id].name
-        if self.is_decoded:
-            return object_store.decoded_url(self.location, name)
-        return locations.join(self.location, *name.split("/"))
+        return locations.join(self.root, *self.manifest.files[file_id].name.split("/"))
 
     def path_of(self, chunk: int) -> str:
         """Return the location of the file that holds a chunk."""
@@ -137,7 +131,8 @@ def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
     """
     rows = np.array(chunks, np.int64)
     stored.manifest.chunks.check_rows(rows)
-    if stored.is_decoded or (stored.verifies and not stored.is_local):
+    is_decoded = stored.root != stored.location
+    if is_decoded or (stored.verifies and not locations.is_local(stored.location)):
         return
     num_threads = 1 if locations.is_local(stored.location) else NUM_REQUESTS
     file_ids = stored.manifest.file_ids[rows]

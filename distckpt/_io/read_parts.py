@@ -38,6 +38,7 @@ from distckpt._geometry.region import (
 )
 from distckpt._geometry.units import Span, cut_region
 from distckpt._plan.load import Copy
+from distckpt._storage import locations
 
 REQUEST_BYTES = 16 << 20
 """Size of a request to an object store: enough that its answer takes longer than the way there."""
@@ -136,7 +137,7 @@ def _parts_of_region(
     # Blocks are read whole, even if only a part of them is requested: to verify them, the bytes
     # between the runs are needed as well.
     margin = stored.manifest.block_bytes if stored.verifies else 1
-    is_local = stored.is_local
+    is_local = locations.is_local(stored.root)
     is_sparse = is_local and not stored.verifies and _is_sparse(shape, copy.source.shape, item)
     if is_sparse:
         pieces = cut_region(copy.source, REACH_BYTES // item)

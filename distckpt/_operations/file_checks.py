@@ -22,7 +22,7 @@ from distckpt._format.marker import file_size
 from distckpt._format.stored_checkpoint import Checksums, StoredCheckpoint, read_checksums
 from distckpt._geometry.region import IntArray
 from distckpt._io.read import PIECE_BYTES, num_threads_at, unit_bytes_at
-from distckpt._storage import locations
+from distckpt._storage import locations, object_store
 
 _DISK_THREADS = 4
 
@@ -64,8 +64,8 @@ def check_files(
 def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
     expected = stored.manifest.files[file_id]
     path = stored.path_of_file(file_id)
-    if stored.is_decoded:
-        # The index was read when it was opened; nothing else tells sizes without decoding.
+    if stored.root != stored.location:
+        # Its size was found when it was opened; it has no header.
         return None
     try:
         num_bytes = file_size(path)
@@ -261,7 +261,7 @@ def check_units(
 
     num_threads = num_threads or _default_threads(stored.location)
     # Threads that read far apart would decode the same chunks several times.
-    run_threads(check, units, num_threads, in_stretches=stored.is_local)
+    run_threads(check, units, num_threads, in_stretches=locations.is_local(stored.root))
     return sorted(bad), sum(num_read)
 
 
@@ -277,7 +277,7 @@ def _check_unit(
             num_read += len(data)
     except (CorruptCheckpointError, OSError) as error:
         is_of_file = isinstance(error, CorruptCheckpointError | FileNotFoundError)
-        if is_of_file and not stored.is_decoded:
+        if is_of_file and stored.root == stored.location:
             # Problems of the file are reported already.
             return bad, num_read
         if len(unit) == 1:
@@ -345,7 +345,7 @@ def _read_blocks(
     assert stored.files is not None
     if not locations.is_local(path):
         start, stop = _place_of(blocks, unit)
-        yield unit, stored.files.at(path).read_range(start, stop - start)
+        yield unit, object_store.at(path, stored.files.decoded).read_range(start, stop - start)
         return
     file_size(path)  # raises where this is no file
     with stored.files.open(path) as fd:

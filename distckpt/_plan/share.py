@@ -26,6 +26,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray, Region, regions_to_arrays
 from distckpt._plan.load import Copy
 from distckpt._quantization.quantized import QuantizedTensor
+from distckpt._storage import locations
 
 UNIT_BYTES = 2 << 20
 """Approximate size of cells: few to plan, small to balance."""
@@ -234,7 +235,7 @@ class ReadCosts:
 
 def costs_of(stored: StoredCheckpoint) -> ReadCosts:
     """Return the costs of reading from a view of a checkpoint."""
-    are_exact = stored.is_local and not stored.verifies
+    are_exact = locations.is_local(stored.root) and not stored.verifies
     return ReadCosts(stored.manifest, are_exact, quantized=stored.quantized)
 
 

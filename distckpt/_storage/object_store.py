@@ -6,23 +6,17 @@ The cloud stores are S3, Google Cloud Storage and Azure.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
-
-from distckpt._base.wings import wing
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distckpt._storage.remote import RemoteLocation
 
-_DECODED = "orbax-array://"
+DECODED = "orbax-array://"
+"""Beginning of the URLs of tensors that files of another program hold encoded."""
 
 
-def decoded_url(location: str, name: str) -> str:
-    """Return the URL of a tensor that files of another program hold encoded."""
-    return f"{_DECODED}{location}/!/{name}"
-
-
-def at(location: str) -> RemoteLocation:
-    """Return the interface to a URL."""
+def at(location: str, decoded: dict[str, Any] | None = None) -> RemoteLocation:
+    """Return the interface to a URL; `decoded` keeps what it needs again."""
     # Imported when a URL is used: most programs have local paths only.
     from distckpt._storage.remote import PROVIDERS
 
@@ -30,8 +24,11 @@ def at(location: str) -> RemoteLocation:
         from distckpt._storage.cloud import CloudLocation
 
         return CloudLocation(location)
-    if location.startswith(_DECODED):
-        return wing("orbax").at(location)  # type: ignore[no-any-return]
+    if location.startswith(DECODED):
+        from distckpt._base.wings import wing
+
+        file: RemoteLocation = wing("orbax").at(location, decoded)
+        return file
     from distckpt._storage.fsspec_urls import FsspecLocation
 
     return FsspecLocation(location)

@@ -12,14 +12,10 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distckpt._storage import object_store
 from distckpt._storage.file_state import FileState, has_changed, written_to
 from distckpt._storage.locations import naming
-
-if TYPE_CHECKING:
-    from distckpt._storage.remote import RemoteLocation
 
 MAX_OPEN = 16
 """Maximum of unused open files: a checkpoint may have more files than a process may open."""
@@ -35,6 +31,8 @@ class _Opened:
 class OpenFiles:
     """Local files that several threads read; closed when the context ends.
 
+    `decoded` keeps what `object_store.at` needs again until then.
+
     No two threads read through one descriptor at a time: the system reads ahead for each
     descriptor, and less far where reads alternate between two places.
     """
@@ -46,7 +44,7 @@ class OpenFiles:
         self._checks: dict[str, threading.Lock] = {}
         self._checked: set[str] = set()
         self._lock = threading.Lock()
-        self._kept: dict[str, Any] = {}
+        self.decoded: dict[str, Any] = {}
 
     @classmethod
     def for_many_reads(cls) -> OpenFiles:
@@ -70,14 +68,8 @@ class OpenFiles:
     ) -> None:
         # A file that is put back later is closed at once.
         self._max_open = 0
-        self._kept.clear()
+        self.decoded.clear()
         self._close_unused(self._num_unused)
-
-    def at(self, url: str) -> RemoteLocation:
-        """Return the interface to a URL, which keeps here what later reads need again."""
-        remote = object_store.at(url)
-        remote.keep_in(self._kept)
-        return remote
 
     def check_once(self, file: str, check: Callable[[], None]) -> None:
         """Check a file, perhaps a remote one, unless that has been done.

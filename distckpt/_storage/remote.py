@@ -77,10 +77,6 @@ class RemoteLocation(ABC):
     def __init__(self, location: str) -> None:
         self.location = location
 
-    def keep_in(self, kept: dict[str, Any]) -> None:
-        """Keep in a dict what later reads need again; nothing by default."""
-        return
-
     @abstractmethod
     def kind(self) -> Literal["file", "directory"] | None:
         """Return the kind of the object, None if nothing is there.

@@ -1,4 +1,5 @@
-"""Makes `orbax_0_12.tar.xz` with real Orbax on CPUs: `python -m tests.data.make_orbax NEW_FILE.tar.xz`.
+"""Makes `orbax_0_12.tar.xz` with real Orbax on CPUs:
+`python -m tests.data.make_orbax NEW_FILE.tar.xz`.
 
 Needs the packages `jax` and `orbax-checkpoint`, which no extra installs. `trees` returns what was
 given to Orbax.
@@ -18,11 +19,33 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-DTYPES = (
-    "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 "
-    "complex64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e4m3b11fnuz "
-    "float8_e3m4 float4_e2m1fn int4 int2"
-).split()
+DTYPES = [
+    "
+    bool,
+    int8,
+    uint8,
+    int16,
+    uint16,
+    int32,
+    uint32,
+    int64,
+    uint64,
+    float16,
+    bfloat16,
+    float32,
+    float64,
+    complex64,
+    float8_e4m3fn,
+    float8_e5m2,
+    float8_e4m3fnuz,
+    float8_e5m2fnuz,
+    float8_e4m3b11fnuz,
+    float8_e3m4,
+    float4_e2m1fn,
+    int4,
+    int2,
+",
+]
 NUM_HOSTS = 2
 
 

@@ -1,13 +1,15 @@
-"""Arrays of Orbax as files: their values in row-major order, decoded when they are read.
+"""Arrays of Orbax as files, decoded when they are read.
 
 An array is stored in chunks that are compressed one by one. The file of an array has the values of
-one chunk after the other. A chunk is decoded once for all reads that are near each other.
+one chunk after the other, each in row-major order. A chunk is decoded once for all reads that are
+near each other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import itertools
 import math
 import re
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 DECODED_BYTES = 64 << 20
 """Memory for decoded chunks that are not read whole yet; a larger chunk is alone."""
 _MOST_DECODED_BYTES = 1 << 30
-"""That memory, at most, where chunks are side by side: each row of the array needs all of them."""
+"""Limit of that memory where chunks are side by side: each row of the array needs all of them."""
 
 _WIDER = {
     "int2": "int8",
@@ -62,12 +64,11 @@ def import_tensorstore() -> Any:
         CheckpointingException: it is not installed.
     """
     try:
-        import tensorstore
+        return importlib.import_module("tensorstore")
     except ImportError as error:
         raise CheckpointingException(
             "Checkpoints of Orbax are read with tensorstore: pip install 'distckpt[orbax]'."
         ) from error
-    return tensorstore
 
 
 class StoredArray(NamedTuple):
@@ -106,7 +107,7 @@ class StoredArray(NamedTuple):
 
 
 class OrbaxArrays:
-    """The arrays of a checkpoint, with those of their chunks that were decoded last."""
+    """The arrays of a checkpoint, and chunks of them that stay decoded."""
 
     def __init__(self, location: str) -> None:
         self._location = location
@@ -124,7 +125,7 @@ class OrbaxArrays:
     @cached_property
     def files(self) -> dict[str, tuple[Item, Leaf]]:
         """Return the arrays by the names of their files."""
-        found = {}
+        found: dict[str, tuple[Item, Leaf]] = {}
         for item in self.layout.items:
             for leaf in item.leaves:
                 if leaf.kind == "value":
@@ -186,7 +187,7 @@ class OrbaxArrays:
         return content.view(array.numpy_dtype)[0].item()
 
     def read_into(self, file: str, buffers: Sequence[Bytes], start: int) -> int:
-        """Fill buffers from a position of the file of an array on; return the bytes read."""
+        """Fill buffers from a position of a file on; return the bytes."""
         array = self.open(file)
         stop = start + sum(map(len, buffers))
         spans = spans_within(self._sizes[file], start, stop)
@@ -234,7 +235,7 @@ def _undecodable(where: str, item: Item, leaf: Leaf, error: Exception) -> Corrup
 
 
 def _file_in_database(folder: str, name: str, text: str) -> str | None:
-    """Return the file that holds the value that an error names; None if that is unknown."""
+    """Return the file of the value that an error names, or None."""
     named = re.search(re.escape(name) + r'/[^"]+', text)
     # This is only for the message, and the database is damaged.
     with contextlib.suppress(ValueError, LookupError, TypeError):
@@ -252,7 +253,7 @@ def _file_in_database(folder: str, name: str, text: str) -> str | None:
 
 
 def _scatter(contents: Iterable[Bytes], buffers: Sequence[Bytes]) -> int:
-    """Copy contents, one after the other, into consecutive buffers; return the bytes copied."""
+    """Copy consecutive contents into buffers; return the bytes copied."""
     num_bytes = 0
     rest = iter(buffers)
     room = NO_BYTES
@@ -269,9 +270,10 @@ def _scatter(contents: Iterable[Bytes], buffers: Sequence[Bytes]) -> int:
 
 
 class DecodedCells:
-    """Decoded chunks, shared by threads, until they were read whole or others need their memory.
+    """Decoded chunks, shared by threads.
 
-    Each chunk is decoded by one thread, for which the others wait. An error is raised to all.
+    A chunk stays until it was read whole, or another one needs its memory. Each is decoded by one
+    thread, for which the others wait. An error is raised to all.
     """
 
     def __init__(self) -> None:
@@ -289,14 +291,14 @@ class DecodedCells:
         max_bytes: int,
         decode: Callable[[], Bytes],
     ) -> Bytes:
-        """Return the content of a chunk, decoded by `decode` if it is not there.
+        """Return the content of a chunk, which may be there already.
 
         Args:
             key: names the chunk.
             num_bytes: its size.
             num_read: the bytes of it that the caller reads.
             max_bytes: limit of the memory of all chunks.
-            decode: returns its content.
+            decode: decodes its content.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_turn(key, num_bytes, max_bytes))
@@ -352,14 +354,13 @@ def _num_bytes(content: Bytes | Exception) -> int:
 class ArrayFile(RemoteLocation):
     """The URL of an array of a checkpoint, which is only read."""
 
-    def __init__(self, location: str) -> None:
+    def __init__(self, location: str, decoded: dict[str, Any] | None) -> None:
         super().__init__(location)
         folder, _, self._file = location.partition("://")[2].rpartition("/!/")
+        # All reads of one call share what was decoded.
         self._arrays = OrbaxArrays(folder)
-
-    def keep_in(self, kept: dict[str, Any]) -> None:
-        folder = self.location.rpartition("/!/")[0]
-        self._arrays = kept.setdefault(folder, self._arrays)
+        if decoded is not None:
+            self._arrays = decoded.setdefault(folder, self._arrays)
 
     def read_into(self, buffers: Sequence[Bytes], start: int) -> int:
         return self._arrays.read_into(self._file, buffers, start)

@@ -1,9 +1,8 @@
-"""Directories of Orbax: their items, and the trees of names in `_METADATA`."""
+"""Directories of Orbax, their items, and the trees of these."""
 
 from __future__ import annotations
 
 import json
-import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -27,6 +26,7 @@ _JSON_NAMES = ("metadata", "metrics")
 _OCDBT_NAME = "manifest.ocdbt"
 _LEGACY_NAME = "checkpoint"
 """File of versions before 0.4, which holds arrays itself."""
+_STRING = "string"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _STEP_FOLDER = re.compile(r"(?:.*_)?(\d{1,18})")
 
@@ -75,7 +75,7 @@ class Item(NamedTuple):
     is_complete: bool
 
     def key_of(self, leaf: Leaf) -> str:
-        """Return the key of a leaf: Orbax's name of it, behind that of the item if it has one."""
+        """Return the key of a leaf."""
         return self.prefix + leaf.name
 
     def path_of(self, leaf: Leaf) -> tuple[str, ...]:
@@ -91,11 +91,11 @@ class Layout(NamedTuple):
 
 
 def is_checkpoint(location: str) -> bool:
-    """Return whether a directory looks like one of Orbax: an item, a step or a root of steps."""
+    """Return whether a directory is one of Orbax."""
     if not locations.isdir(location):
         return False
     names = locations.list_names(location)
-    if not {TREE_NAME, *_STEP_NAMES}.isdisjoint(names):
+    if not {TREE_NAME, _OCDBT_NAME, *_STEP_NAMES}.isdisjoint(names):
         return True
     # On an object store, each look would take a request.
     if not locations.is_local(location):
@@ -106,7 +106,7 @@ def is_checkpoint(location: str) -> bool:
 
 
 def read_layout(location: str) -> Layout:
-    """Read the trees of a checkpoint, with all that is stored outside of arrays.
+    """Read all that a checkpoint stores outside of arrays.
 
     Raises:
         CheckpointNotFoundError: it is a directory with several steps.
@@ -140,7 +140,7 @@ def read_layout(location: str) -> Layout:
 
 
 def _nothing_to_read(location: str, names: Iterable[str]) -> CheckpointingException:
-    """Return the error about a directory without a tree, with the way out."""
+    """Return the error about a directory without a tree."""
     step = _newest_step(location, names)
     if step is not None:
         return CheckpointNotFoundError(
@@ -152,14 +152,14 @@ def _nothing_to_read(location: str, names: Iterable[str]) -> CheckpointingExcept
             f"{location!r} was written by an old version of Orbax or Flax, which keeps arrays in "
             f"the file {_LEGACY_NAME!r}: restore it with Orbax and save it again."
         )
-    return CorruptCheckpointError(
-        f"{location!r} has no item with arrays: no folder in it has a file {TREE_NAME!r}. The save "
-        "did not finish, not all files were copied, or it holds other kinds of items alone."
+    return CheckpointNotFoundError(
+        f"{location!r} is of Orbax, but no item with arrays: neither it nor a folder in it has a file "
+        f"{TREE_NAME!r}. The save did not finish, or not all files were copied."
     )
 
 
 def _newest_step(location: str, names: Iterable[str]) -> str | None:
-    """Return the folder of the newest step in a root of steps, or None."""
+    """Return the folder of the newest step, or None."""
     steps = []
     for name in names:
         match = _STEP_FOLDER.fullmatch(name)
@@ -195,52 +195,59 @@ def _json_values(location: str, names: Iterable[str]) -> Iterator[tuple[str, Any
 def _read_item(folder: str, name: str, prefix: str) -> Item:
     path = locations.join(folder, TREE_NAME)
     described = _read_json(path)
+    has_database = _has(folder, "", (_OCDBT_NAME,))
     try:
-        entries = [(row["key_metadata"], row["value_metadata"]) for row in _rows_of(described)]
-        paths = [tuple(str(key["key"]) for key in keys) for keys, _ in entries]
-        kinds = [(str(value["value_type"]), value.get("skip_deserialize")) for _, value in entries]
-        uses_ocdbt = bool(described.get("use_ocdbt", _has(folder, "", (_OCDBT_NAME,))))
+        rows = [_row_of(entry) for entry in described["tree_metadata"].values()]
+        uses_ocdbt = bool(described.get("use_ocdbt", has_database))
         uses_zarr3 = bool(described.get("use_zarr3", False))
         is_complete = bool(described.get("store_array_data_equal_to_fill_value", False))
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from error
-    if uses_ocdbt and not _has(folder, "", (_OCDBT_NAME,)):
+    if uses_ocdbt and not has_database:
         raise CorruptCheckpointError(
             f"{locations.join(folder, _OCDBT_NAME)!r} is missing: the save did not finish, or not "
             "all files were copied. Restore the file from a copy, or load another step."
         )
-    leaves = []
-    strings = _strings_of(folder) if any(kind == "string" for kind, _ in kinds) else {}
-    for keys, (kind, is_skipped) in zip(paths, kinds, strict=True):
-        leaves.append(_leaf(folder, keys, kind, bool(is_skipped), strings))
+    strings = {}
+    if any(row.kind == _STRING for row in rows):
+        strings = _strings_of(folder)
+    leaves = [_leaf(folder, row, strings) for row in rows]
     item = Item(name, folder, prefix, leaves, uses_ocdbt, uses_zarr3, is_complete)
     _check_keys(folder, [item])
     _check_names(item)
     return item
 
 
-def _rows_of(described: Any) -> list[Any]:
-    return list(described["tree_metadata"].values())
+class _Row(NamedTuple):
+    """A leaf as it is described."""
+
+    path: tuple[str, ...]
+    kind: str
+    is_skipped: bool
 
 
-def _leaf(
-    folder: str, path: tuple[str, ...], kind: str, is_skipped: bool, strings: Mapping[str, Any]
-) -> Leaf:
-    leaf = Leaf(path, "array")
-    if kind in _EMPTY:
-        return Leaf(path, "value", _EMPTY[kind])
-    if kind == "scalar":
-        return Leaf(path, "scalar")
-    if kind == "string":
+def _row_of(entry: Any) -> _Row:
+    path = tuple(str(key["key"]) for key in entry["key_metadata"])
+    value = entry["value_metadata"]
+    return _Row(path, str(value["value_type"]), bool(value.get("skip_deserialize")))
+
+
+def _leaf(folder: str, row: _Row, strings: Mapping[str, Any]) -> Leaf:
+    leaf = Leaf(row.path, "array")
+    if row.kind in _EMPTY:
+        return Leaf(row.path, "value", _EMPTY[row.kind])
+    if row.kind == "scalar":
+        return Leaf(row.path, "scalar")
+    if row.kind == _STRING:
         if leaf.name not in strings:
             raise CorruptCheckpointError(
                 f"{locations.join(folder, _STRINGS_NAME)!r} lacks {leaf.name!r}: restore it."
             )
-        return Leaf(path, "value", strings[leaf.name])
-    if is_skipped:
+        return Leaf(row.path, "value", strings[leaf.name])
+    if row.is_skipped:
         raise CheckpointingException(
-            f"{leaf.name!r} in {folder!r} is of the kind {kind!r}, which only Orbax reads: restore "
-            "the checkpoint with it, and save the tree without that leaf."
+            f"{leaf.name!r} in {folder!r} is of the kind {row.kind!r}, which only Orbax reads: "
+            "restore the checkpoint with it, and save the tree without that leaf."
         )
     return leaf
 
@@ -304,26 +311,31 @@ def _damaged(path: str, error: Exception) -> CorruptCheckpointError:
 def common_state(
     layout: Layout, scalars: Mapping[tuple[str, ...], Any], location: str
 ) -> dict[str, Any]:
-    """Return nested dicts of everything but arrays; `scalars` are numbers by their paths."""
+    """Return nested dicts of everything but arrays.
+
+    `scalars` are numbers by their paths.
+    """
     values = dict(scalars)
     for item in layout.items:
         for leaf in item.leaves:
             if leaf.kind == "value":
                 values[item.path_of(leaf)] = leaf.value
-    for name, value in layout.values.items():
-        # Another item, or an entry of its tree, may have the name.
-        if any(path[0] == name for path in values):
-            raise _nested(location, (name,))
-        values[name,] = value
     tree: dict[str, Any] = {}
-    for path, value in sorted(values.items(), key=operator.itemgetter(0)):
-        node: Any = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {}) if isinstance(node, dict) else None
-        if not isinstance(node, dict) or path[-1] in node:
-            raise _nested(location, path)
-        node[path[-1]] = value
+    for path in sorted(values):
+        _put(tree, path, values[path], location)
+    for name, value in layout.values.items():
+        _put(tree, (name,), value, location)
     return tree
+
+
+def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any, location: str) -> None:
+    """Put a value at a path, where nothing may be."""
+    node: Any = tree
+    for key in path[:-1]:
+        node = node.setdefault(key, {}) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or path[-1] in node:
+        raise _nested(location, path)
+    node[path[-1]] = value
 
 
 def _nested(location: str, path: Sequence[str]) -> CorruptCheckpointError:

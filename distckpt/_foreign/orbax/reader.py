@@ -16,9 +16,9 @@ from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 
 
-def at(location: str) -> ArrayFile:
+def at(location: str, decoded: dict[str, Any] | None) -> ArrayFile:
     """Return the interface to the URL of an array."""
-    return ArrayFile(location)
+    return ArrayFile(location, decoded)
 
 
 class OrbaxReader(Reader):
