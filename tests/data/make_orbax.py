@@ -19,33 +19,31 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-DTYPES = [
-    "
-    bool,
-    int8,
-    uint8,
-    int16,
-    uint16,
-    int32,
-    uint32,
-    int64,
-    uint64,
-    float16,
-    bfloat16,
-    float32,
-    float64,
-    complex64,
-    float8_e4m3fn,
-    float8_e5m2,
-    float8_e4m3fnuz,
-    float8_e5m2fnuz,
-    float8_e4m3b11fnuz,
-    float8_e3m4,
-    float4_e2m1fn,
-    int4,
-    int2,
-",
-]
+DTYPES = (
+    "bool",
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e4m3b11fnuz",
+    "float8_e3m4",
+    "float4_e2m1fn",
+    "int4",
+    "int2",
+)
 NUM_HOSTS = 2
 
 

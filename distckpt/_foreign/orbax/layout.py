@@ -153,8 +153,8 @@ def _nothing_to_read(location: str, names: Iterable[str]) -> CheckpointingExcept
             f"the file {_LEGACY_NAME!r}: restore it with Orbax and save it again."
         )
     return CheckpointNotFoundError(
-        f"{location!r} is of Orbax, but no item with arrays: neither it nor a folder in it has a file "
-        f"{TREE_NAME!r}. The save did not finish, or not all files were copied."
+        f"{location!r} is of Orbax, but no item with arrays: neither it nor a folder in it has a "
+        f"file {TREE_NAME!r}. The save did not finish, or not all files were copied."
     )
 
 
