@@ -1,6 +1,6 @@
 """Reads of Orbax checkpoints: time, processor time and memory, beside Orbax's own restore.
 
-    python benchmarks/orbax.py --python VENV/bin/python [--mib 1024] [--runs 3] [--dir DIR]
+    python benchmarks/orbax_reads.py --python VENV/bin/python [--mib 1024] [--runs 3] [--dir DIR]
 
 `--python` is one with `orbax-checkpoint` and, to compare with it, `orbaxport`; this one needs
 `distckpt[orbax]`. Each read is a process of its own, warm, and contestants take turns. Memory is
@@ -62,7 +62,7 @@ def call(python: str, way: str, source: str, target: str, mib: int) -> dict[str,
     """Run one way in a process of its own; None if what it needs is not installed."""
     command = [python, __file__, way, source, target, str(mib)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if "ModuleNotFoundError" in result.stderr:
+    if "No module named 'orbaxport'" in result.stderr:
         return None
     if result.returncode:
         raise RuntimeError(f"{way}: {result.stderr[-2000:]}")
@@ -152,7 +152,7 @@ def prepare_other(way: str, source: str, target: str) -> Callable[[], Any]:
     if way == OTHERS[2]:
         import orbaxport
 
-        return lambda: orbaxport.convert(source, f"{target}.safetensors")
+        return lambda: orbaxport.convert(source, f"{target}.safetensors", verbose=False)
     checkpointer = PyTreeCheckpointer()
     tree = checkpointer.metadata(source).item_metadata.tree
     settings = {}
