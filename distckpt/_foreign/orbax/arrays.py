@@ -229,8 +229,8 @@ def _undecodable(where: str, item: Item, leaf: Leaf, error: Exception) -> Corrup
     if item.uses_ocdbt and locations.isdir(file):
         file = _file_in_database(item.folder, leaf.name, text) or file
     return CorruptCheckpointError(
-        f"{where} cannot be read from {file!r}: {text:.600}. Restore the file from a copy, or load "
-        "another step."
+        f"{where} cannot be read from {file!r}: {text:.600}. Restore the file from a copy, load "
+        "another step, or update tensorstore if it does not know a dtype."
     )
 
 
