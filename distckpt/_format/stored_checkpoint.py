@@ -76,7 +76,7 @@ class StoredCheckpoint:
 
     @cached_property
     def root(self) -> str:
-        """Return the location of its files, a URL if they are decoded when they are read."""
+        """Return the location of its files, a URL if reads decode them."""
         if "decoded" in (self.manifest.origin or {}):
             return f"{object_store.DECODED}{self.location}/!"
         return self.location

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from distckpt._storage.remote import RemoteLocation
 
 DECODED = "orbax-array://"
-"""Beginning of the URLs of tensors that files of another program hold encoded."""
+"""Beginning of the URLs of tensors that are stored encoded."""
 
 
 def at(location: str, decoded: dict[str, Any] | None = None) -> RemoteLocation:

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     import tensorstore
 
 DECODED_BYTES = 64 << 20
-"""Memory for decoded chunks that are not read whole yet; a larger chunk is alone."""
+"""Memory for decoded chunks; a larger one is alone."""
 _MOST_DECODED_BYTES = 1 << 30
-"""Limit of that memory where chunks are side by side: each row of the array needs all of them."""
+"""Memory for chunks side by side, all of which each row needs."""
 
 _WIDER = {
     "int2": "int8",
@@ -53,7 +53,7 @@ _WIDER = {
     "float8_e3m4": "bfloat16",
     "float8_e4m3b11fnuz": "bfloat16",
 }
-"""The dtypes that take the values of those that torch lacks, without rounding."""
+"""Dtypes that hold the values of dtypes that torch lacks."""
 _FILE_IN_ERROR = re.compile(r'local file "([^"]+)"')
 
 

@@ -19,7 +19,7 @@ from distckpt._storage import locations
 TREE_NAME = "_METADATA"
 """The file of an item that names all leaves of its tree."""
 _STEP_NAMES = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
-"""Files that the directory of a step has; also those that hold a single item."""
+"""Files in the directory of a step, or of a single item."""
 _STRINGS_NAME = "_strings.json"
 _JSON_NAMES = ("metadata", "metrics")
 """Files of items that hold JSON."""
@@ -31,7 +31,7 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 _STEP_FOLDER = re.compile(r"(?:.*_)?(\d{1,18})")
 
 _EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
-"""Values by the types that say of a leaf that nothing is stored for it."""
+"""Values by the types of leaves without stored data."""
 
 
 class Leaf(NamedTuple):
