@@ -16,7 +16,7 @@ DECODED = "orbax-array://"
 
 
 def at(location: str, decoded: dict[str, Any] | None = None) -> RemoteLocation:
-    """Return the interface to a URL; `decoded` keeps what it needs again."""
+    """Return the interface to a URL; `decoded` is memory of later ones."""
     # Imported when a URL is used: most programs have local paths only.
     from distckpt._storage.remote import PROVIDERS
 

@@ -31,7 +31,7 @@ class _Opened:
 class OpenFiles:
     """Local files that several threads read; closed when the context ends.
 
-    `decoded` keeps what `object_store.at` needs again until then.
+    `decoded` is for `object_store.at`, until then.
 
     No two threads read through one descriptor at a time: the system reads ahead for each
     descriptor, and less far where reads alternate between two places.

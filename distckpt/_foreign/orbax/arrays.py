@@ -119,7 +119,7 @@ class OrbaxArrays:
 
     @cached_property
     def layout(self) -> Layout:
-        """Return what the checkpoint holds."""
+        """Return the items of the checkpoint."""
         return read_layout(self._location)
 
     @cached_property
@@ -357,7 +357,7 @@ class ArrayFile(RemoteLocation):
     def __init__(self, location: str, decoded: dict[str, Any] | None) -> None:
         super().__init__(location)
         folder, _, self._file = location.partition("://")[2].rpartition("/!/")
-        # All reads of one call share what was decoded.
+        # All reads of one call share decoded chunks.
         self._arrays = OrbaxArrays(folder)
         if decoded is not None:
             self._arrays = decoded.setdefault(folder, self._arrays)
