@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 import distckpt
-from tests.data.make_orbax import DTYPES, leaves_of, trees
+from tests.data.make_orbax import DTYPES, trees
 from tests.support.cli_command import call
 from tests.support.disk import flip
+from tests.support.orbax_trees import check
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "data" / "orbax_0_12.tar.xz"
 SAME = ["standard", "pytree", "zarr3", "plain", "plain_zarr3", "v1"]
@@ -26,10 +27,6 @@ knows_all_dtypes = pytest.mark.skipif(
     not hasattr(tensorstore, "float4_e2m1fn"), reason="an old version of tensorstore"
 )
 ZSTD_FRAME = bytes.fromhex("28b52ffd")
-WIDER = {"int4": "int8", "int2": "int8"} | dict.fromkeys(
-    ["float8_e4m3b11fnuz", "float8_e3m4", "float4_e2m1fn"], "bfloat16"
-)
-"""Dtypes that torch lacks, and those of the tensors that hold their values."""
 
 
 @pytest.fixture(scope="module")
@@ -43,21 +40,6 @@ def made(tmp_path_factory):
 @pytest.fixture
 def copied(made, tmp_path):
     return shutil.copytree(made, tmp_path / "copied")
-
-
-def bits(tensor):
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-def check(found, tree):
-    """Compare all bits with what was given to Orbax."""
-    expected = leaves_of(tree)
-    assert set(found) == set(expected)
-    for name, array in expected.items():
-        values = array.astype(np.dtype(WIDER.get(array.dtype.name, array.dtype.name)))
-        assert found[name].shape == array.shape
-        assert str(found[name].dtype) == f"torch.{values.dtype.name}"
-        assert bits(found[name]) == values.tobytes()
 
 
 @pytest.mark.parametrize("name", NAMES)

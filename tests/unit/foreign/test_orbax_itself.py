@@ -10,8 +10,8 @@ import torch
 
 import distckpt
 from tests.data.make_orbax import DTYPES, leaves_of
+from tests.support.orbax_trees import check
 from tests.support.read_counts import counted_reads
-from tests.unit.foreign.test_orbax import check
 
 orbax = pytest.importorskip("orbax.checkpoint")
 jax = pytest.importorskip("jax")
