@@ -86,14 +86,14 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 444_250,
-    "classes": 504,
-    "functions": 4_570,
+    "tokens": 445_620,
+    "classes": 508,
+    "functions": 4_597,
     "kernel: modules": 121,
-    "kernel: lines": 34_935,
+    "kernel: lines": 34_936,
     "kernel: tokens": 190_505,
     "kernel, on demand: modules": 149,
-    "kernel, on demand: lines": 42_455,
+    "kernel, on demand: lines": 42_457,
     "modules imported by save": 80,
     "save of a plain tensor: files": 43,
     "save of a plain tensor: changes of file": 225,

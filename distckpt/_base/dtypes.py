@@ -14,7 +14,7 @@ import numpy.typing as npt
 from distckpt._base.lazy import LazyTable, torch
 from distckpt._base.messages import did_you_mean
 
-_NAMES: dict[str, str] = {
+STORED_NAMES: dict[str, str] = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -39,7 +39,7 @@ _NAMES: dict[str, str] = {
 """torch attribute name -> safetensors name; torch releases lack some of them."""
 
 TO_NAME: Mapping[torch.dtype, str] = LazyTable(
-    lambda: {getattr(torch, t): name for t, name in _NAMES.items() if hasattr(torch, t)}
+    lambda: {getattr(torch, t): name for t, name in STORED_NAMES.items() if hasattr(torch, t)}
 )
 FROM_NAME: Mapping[str, torch.dtype] = LazyTable(
     lambda: {name: dtype for dtype, name in TO_NAME.items()}
@@ -53,7 +53,9 @@ def _item_bytes(attribute: str) -> int:
     return 1 if bits is None else max(1, int(bits[0]) // 8)
 
 
-ITEM_BYTES: dict[str, int] = {name: _item_bytes(attribute) for attribute, name in _NAMES.items()}
+ITEM_BYTES: dict[str, int] = {
+    name: _item_bytes(attribute) for attribute, name in STORED_NAMES.items()
+}
 """safetensors name -> size of a torch item. Sizes alone need no import of torch, unlike
 `FROM_NAME`.
 """

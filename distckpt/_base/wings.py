@@ -7,7 +7,14 @@ from types import ModuleType
 from typing import Literal, TypeAlias
 
 Wing: TypeAlias = Literal[
-    "computed", "deepspeed", "huggingface", "jax", "memory", "state_dicts", "torch_dist"
+    "computed",
+    "deepspeed",
+    "huggingface",
+    "jax",
+    "memory",
+    "orbax",
+    "state_dicts",
+    "torch_dist",
 ]
 
 _WINGS: dict[Wing, str] = {
@@ -16,6 +23,7 @@ _WINGS: dict[Wing, str] = {
     "huggingface": "distckpt._foreign.hugging_face",
     "jax": "distckpt.jax._rules",
     "memory": "distckpt._move.verify_live",
+    "orbax": "distckpt._foreign.orbax.reader",
     "state_dicts": "distckpt._foreign.state_dicts.names",
     "torch_dist": "distckpt._foreign.torch_dist.reader",
 }

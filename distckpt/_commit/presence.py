@@ -44,11 +44,6 @@ _ABOUT_OTHERS = {
         "TensorDeserializer and save that, or load the Hugging Face directory that it was made of."
     ),
 }
-_OF_ORBAX = ("_CHECKPOINT_METADATA", "manifest.ocdbt")
-_ABOUT_ORBAX = (
-    "a checkpoint of Orbax (JAX), which distckpt does not read: restore it with "
-    "orbax.checkpoint and store the arrays with safetensors.numpy.save_file, which distckpt loads."
-)
 
 
 def check_marker(marker: dict[str, Any] | None, location: str) -> dict[str, Any]:
@@ -151,8 +146,6 @@ def _about_directory(location: str) -> str:
             f"nor {CONFIG_FNAME}, which Megatron writes last: a save did not finish here, or not "
             "all files were copied; load another step."
         )
-    if any(name in _OF_ORBAX for name in names):
-        return f"{location!r} is {_ABOUT_ORBAX}"
     for name in names:
         if about := _about_other(name):
             return f"{location!r} holds {name!r}, {about}"

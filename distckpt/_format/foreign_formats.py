@@ -26,7 +26,7 @@ class ForeignFormat:
             format then.
     """
 
-    name: Literal["deepspeed", "huggingface", "torch_dist"]
+    name: Literal["deepspeed", "huggingface", "orbax", "torch_dist"]
     reader: str
     program: str
     marker: str = ""
@@ -59,9 +59,15 @@ DEEPSPEED = ForeignFormat(
     program="DeepSpeed",
     names=("latest", "latest_universal", ".pt"),
 )
+ORBAX = ForeignFormat(
+    name="orbax",
+    reader="OrbaxReader",
+    program="Orbax",
+    names=("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", "_strings.json"),
+)
 
 FORMATS: dict[str, ForeignFormat] = {
-    known.name: known for known in (HUGGING_FACE, TORCH_DIST, DEEPSPEED)
+    known.name: known for known in (HUGGING_FACE, TORCH_DIST, DEEPSPEED, ORBAX)
 }
 """Formats by name, in the order in which their readers look."""
 

@@ -9,6 +9,7 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from distckpt._format.manifest import CHUNKS_AT_ONCE, OBJECT, Manifest
 from distckpt._format.marker import file_size
 from distckpt._format.safetensors_file import read_as_saved
 from distckpt._geometry.region import IntArray
-from distckpt._storage import locations
+from distckpt._storage import locations, object_store
 from distckpt._storage.file_state import FileState
 from distckpt._storage.open_files import OpenFiles
 
@@ -73,11 +74,18 @@ class StoredCheckpoint:
         """
         return self.verify and self.manifest.has_checksums
 
+    @cached_property
+    def root(self) -> str:
+        """Return the location of its files, a URL if reads decode them."""
+        if "decoded" in (self.manifest.origin or {}):
+            return f"{object_store.DECODED}{self.location}/!"
+        return self.location
+
     def path_of_file(self, file_id: int) -> str:
         """Return the location of a file."""
         if (self.manifest.origin or {}).get("is_file"):
             return self.location
-        return locations.join(self.location, *self.manifest.files[file_id].name.split("/"))
+        return locations.join(self.root, *self.manifest.files[file_id].name.split("/"))
 
     def path_of(self, chunk: int) -> str:
         """Return the location of the file that holds a chunk."""
@@ -123,7 +131,8 @@ def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
     """
     rows = np.array(chunks, np.int64)
     stored.manifest.chunks.check_rows(rows)
-    if stored.verifies and not locations.is_local(stored.location):
+    is_decoded = stored.root != stored.location
+    if is_decoded or (stored.verifies and not locations.is_local(stored.location)):
         return
     num_threads = 1 if locations.is_local(stored.location) else NUM_REQUESTS
     file_ids = stored.manifest.file_ids[rows]

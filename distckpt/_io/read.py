@@ -186,7 +186,7 @@ class Reading:
     ) -> None:
         stored = table.stored
         self.stored = stored
-        self.is_local = locations.is_local(stored.location)
+        self.is_local = locations.is_local(stored.root)
         self.verifies = stored.verifies
         self.files = files
         self.table = table
@@ -279,7 +279,7 @@ class Reading:
         file, position, stop = self.range_of(units)
         with self._naming(units[0], stop - position):
             path = self.stored.path_of_file(file)
-            data = object_store.at(path).read_range(position, stop - position)
+            data = object_store.at(path, self.files.decoded).read_range(position, stop - position)
         for unit in units:
             content = content_for(self.table, unit)
             num_read = copy_into(content.buffers, data[self.position(unit) - position :])
@@ -293,7 +293,7 @@ class Reading:
         content = content_for(self.table, unit)
         num_bytes = len(content.scratch)
         with self._naming(unit, num_bytes):
-            fill = object_store.at(self._path(unit)).read_into
+            fill = object_store.at(self._path(unit), self.files.decoded).read_into
             self._verify(unit, self._read_pieces(unit, content.buffers, fill, num_bytes))
         self._finish(unit, content)
 

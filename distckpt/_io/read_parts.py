@@ -137,7 +137,7 @@ def _parts_of_region(
     # Blocks are read whole, even if only a part of them is requested: to verify them, the bytes
     # between the runs are needed as well.
     margin = stored.manifest.block_bytes if stored.verifies else 1
-    is_local = locations.is_local(stored.location)
+    is_local = locations.is_local(stored.root)
     is_sparse = is_local and not stored.verifies and _is_sparse(shape, copy.source.shape, item)
     if is_sparse:
         pieces = cut_region(copy.source, REACH_BYTES // item)

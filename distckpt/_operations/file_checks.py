@@ -22,7 +22,7 @@ from distckpt._format.marker import file_size
 from distckpt._format.stored_checkpoint import Checksums, StoredCheckpoint, read_checksums
 from distckpt._geometry.region import IntArray
 from distckpt._io.read import PIECE_BYTES, num_threads_at, unit_bytes_at
-from distckpt._storage import locations
+from distckpt._storage import locations, object_store
 
 _DISK_THREADS = 4
 
@@ -64,6 +64,9 @@ def check_files(
 def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
     expected = stored.manifest.files[file_id]
     path = stored.path_of_file(file_id)
+    if stored.root != stored.location:
+        # Its size was found when it was opened; it has no header.
+        return None
     try:
         num_bytes = file_size(path)
         if num_bytes != expected.num_bytes:
@@ -256,9 +259,9 @@ def check_units(
         num_read.append(num_of_unit)
         add_bytes(num_of_unit)
 
-    is_local = locations.is_local(stored.location)
     num_threads = num_threads or _default_threads(stored.location)
-    run_threads(check, units, num_threads, in_stretches=is_local)
+    # Threads that read far apart would decode the same chunks several times.
+    run_threads(check, units, num_threads, in_stretches=locations.is_local(stored.root))
     return sorted(bad), sum(num_read)
 
 
@@ -272,12 +275,14 @@ def _check_unit(
         for numbers, data in _read_blocks(stored, blocks, unit):
             bad += _compare(blocks, numbers, data)
             num_read += len(data)
-    except (CorruptCheckpointError, FileNotFoundError):
-        # Problems of the file are reported already.
-        return bad, num_read
-    except OSError as error:
+    except (CorruptCheckpointError, OSError) as error:
+        is_of_file = isinstance(error, CorruptCheckpointError | FileNotFoundError)
+        if is_of_file and stored.root == stored.location:
+            # Problems of the file are reported already.
+            return bad, num_read
         if len(unit) == 1:
-            return [BadBlock(unit[0], f"a chunk cannot be read: {error.strerror or error}")], 0
+            reason = getattr(error, "strerror", None) or error
+            return [BadBlock(unit[0], f"a chunk cannot be read: {reason}")], 0
         # One by one, to find the blocks that cannot be read.
         bad = []
         num_read = 0
@@ -337,12 +342,12 @@ def _read_blocks(
     the thread's scratch memory, which stays in the cache.
     """
     path = stored.path_of_file(int(blocks.file_ids[unit[0]]))
+    assert stored.files is not None
     if not locations.is_local(path):
         start, stop = _place_of(blocks, unit)
-        yield unit, np.frombuffer(locations.read_range(path, start, stop), np.uint8)
+        yield unit, object_store.at(path, stored.files.decoded).read_range(start, stop - start)
         return
     file_size(path)  # raises where this is no file
-    assert stored.files is not None
     with stored.files.open(path) as fd:
         for numbers in _cut(blocks, unit, PIECE_BYTES):
             start, stop = _place_of(blocks, numbers)

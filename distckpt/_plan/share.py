@@ -235,7 +235,7 @@ class ReadCosts:
 
 def costs_of(stored: StoredCheckpoint) -> ReadCosts:
     """Return the costs of reading from a view of a checkpoint."""
-    are_exact = locations.is_local(stored.location) and not stored.verifies
+    are_exact = locations.is_local(stored.root) and not stored.verifies
     return ReadCosts(stored.manifest, are_exact, quantized=stored.quantized)
 
 

@@ -6,14 +6,17 @@ The cloud stores are S3, Google Cloud Storage and Azure.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distckpt._storage.remote import RemoteLocation
 
+DECODED = "orbax-array://"
+"""Beginning of the URLs of tensors that are stored encoded."""
 
-def at(location: str) -> RemoteLocation:
-    """Return the interface to a URL."""
+
+def at(location: str, decoded: dict[str, Any] | None = None) -> RemoteLocation:
+    """Return the interface to a URL; `decoded` is memory of later ones."""
     # Imported when a URL is used: most programs have local paths only.
     from distckpt._storage.remote import PROVIDERS
 
@@ -21,6 +24,11 @@ def at(location: str) -> RemoteLocation:
         from distckpt._storage.cloud import CloudLocation
 
         return CloudLocation(location)
+    if location.startswith(DECODED):
+        from distckpt._base.wings import wing
+
+        file: RemoteLocation = wing("orbax").at(location, decoded)
+        return file
     from distckpt._storage.fsspec_urls import FsspecLocation
 
     return FsspecLocation(location)

@@ -12,6 +12,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any
 
 from distckpt._storage.file_state import FileState, has_changed, written_to
 from distckpt._storage.locations import naming
@@ -30,6 +31,8 @@ class _Opened:
 class OpenFiles:
     """Local files that several threads read; closed when the context ends.
 
+    `decoded` is for `object_store.at`, until then.
+
     No two threads read through one descriptor at a time: the system reads ahead for each
     descriptor, and less far where reads alternate between two places.
     """
@@ -41,6 +44,7 @@ class OpenFiles:
         self._checks: dict[str, threading.Lock] = {}
         self._checked: set[str] = set()
         self._lock = threading.Lock()
+        self.decoded: dict[str, Any] = {}
 
     @classmethod
     def for_many_reads(cls) -> OpenFiles:
@@ -64,6 +68,7 @@ class OpenFiles:
     ) -> None:
         # A file that is put back later is closed at once.
         self._max_open = 0
+        self.decoded.clear()
         self._close_unused(self._num_unused)
 
     def check_once(self, file: str, check: Callable[[], None]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import tarfile
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,6 +21,7 @@ import distckpt
 from distckpt.hf import consolidate_safetensors_files_on_every_rank
 from distckpt.readers import register_reader
 from tests.data import make_deepspeed, make_trainers
+from tests.data.make_orbax import trees
 from tests.support.harness import run
 from tests.support.toy_format import SAMPLER, WEIGHT, ToyReader, sampler_shard, write_toy
 
@@ -122,6 +125,34 @@ def test_deepspeed_on_another_number_of_ranks(tmp_path):
         torch.tensor(moments).flatten(0, 1), expected["optimizer.state.exp_avg.up.weight"]
     )
     assert steps == [3, 3, 3]
+
+
+def load_parts_of_orbax(rank, path, share_reads):
+    shard = distckpt.ShardedTensor.from_rank_offsets
+    state = {
+        "columns": shard("both", torch.zeros(16, 10), (1, rank, 2)),
+        "same": shard("replica", torch.zeros(300), replica_id=rank),
+    }
+    options = distckpt.LoadOptions(share_reads=share_reads)
+    state = distckpt.load(state, path, options=options)
+    distckpt.consolidate(
+        path, f"{path}_exported_{share_reads}", process_group=torch.distributed.group.WORLD
+    )
+    return state["columns"].tolist(), state["same"].tolist()
+
+
+@pytest.mark.parametrize("share_reads", ["off", "on"])
+def test_orbax_on_two_ranks(tmp_path, share_reads):
+    with tarfile.open(pathlib.Path(__file__).parents[1] / "data" / "orbax_0_12.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    expected = trees()["hosts/0"]
+    columns, replicas = zip(
+        *run(load_parts_of_orbax, 2, str(tmp_path / "hosts/0"), share_reads), strict=True
+    )
+    assert np.array_equal(np.concatenate(np.array(columns, np.float32), 1), expected["both"])
+    assert np.array_equal(np.array(replicas, np.float32), [expected["replica"]] * 2)
+    exported = load_file(tmp_path / f"hosts/0_exported_{share_reads}/model.safetensors")
+    assert all(np.array_equal(exported[key].numpy(), expected[key]) for key in expected)
 
 
 def load_a_copy(rank, copies):

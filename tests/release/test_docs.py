@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import re
+import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -80,6 +81,11 @@ def test_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.Mon
         pytest.importorskip("lightning", reason="lightning is not installed")
     if "orbax.checkpoint" in block.text:
         pytest.importorskip("orbax.checkpoint.v1", reason="Orbax is not installed")
+    if "orbax/run" in block.text:
+        with tarfile.open(ROOT / "tests/data/orbax_0_12.tar.xz") as archive:
+            archive.extractall(tmp_path, filter="data")
+        (tmp_path / "orbax/run").mkdir(parents=True)
+        (tmp_path / "v1").rename(tmp_path / "orbax/run/1000")
     if "deepspeed/" in block.text:
         with zipfile.ZipFile(ROOT / "tests/data/deepspeed_0_19.zip") as archive:
             archive.extractall(tmp_path)

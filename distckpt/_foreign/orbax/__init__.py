@@ -1,0 +1,1 @@
+"""Checkpoints of Orbax, read with tensorstore and without JAX."""

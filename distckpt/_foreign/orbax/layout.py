@@ -1,0 +1,345 @@
+"""Directories of Orbax, their items, and the trees of these."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from distckpt._base.errors import (
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
+from distckpt._format.manifest import MAX_TABLE_BYTES
+from distckpt._format.marker import read_file
+from distckpt._storage import locations
+
+TREE_NAME = "_METADATA"
+"""The file of an item that names all leaves of its tree."""
+_STEP_NAMES = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
+"""Files in the directory of a step, or of a single item."""
+_STRINGS_NAME = "_strings.json"
+_JSON_NAMES = ("metadata", "metrics")
+"""Files of items that hold JSON."""
+_OCDBT_NAME = "manifest.ocdbt"
+_LEGACY_NAME = "checkpoint"
+"""File of versions before 0.4, which holds arrays itself."""
+_STRING = "string"
+_UNFINISHED = ".orbax-checkpoint-tmp"
+_STEP_FOLDER = re.compile(r"(?:.*_)?(\d{1,18})")
+
+_EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
+"""Values by the types of leaves without stored data."""
+
+
+class Leaf(NamedTuple):
+    """A leaf of a tree.
+
+    Attributes:
+        path: the keys that lead to it; indices of sequences are strings, too.
+        kind: "array", "scalar" for a number of Python, which is stored as an array, or "value".
+        value: the value, if that is its kind.
+    """
+
+    path: tuple[str, ...]
+    kind: Literal["array", "scalar", "value"]
+    value: Any = None
+
+    @property
+    def name(self) -> str:
+        """Return Orbax's name of its array."""
+        return ".".join(self.path)
+
+
+class Item(NamedTuple):
+    """A tree in a checkpoint.
+
+    Attributes:
+        name: the name of the item in the checkpoint; "" if the directory is the item.
+        folder: the location of its directory.
+        prefix: beginning of its keys.
+        leaves: the leaves of the tree.
+        uses_ocdbt: whether arrays are in a database instead of a folder each.
+        uses_zarr3: whether arrays have version 3 of the Zarr format.
+        is_complete: whether each chunk is stored, also one that holds nothing but zeros.
+    """
+
+    name: str
+    folder: str
+    prefix: str
+    leaves: list[Leaf]
+    uses_ocdbt: bool
+    uses_zarr3: bool
+    is_complete: bool
+
+    def key_of(self, leaf: Leaf) -> str:
+        """Return the key of a leaf."""
+        return self.prefix + leaf.name
+
+    def path_of(self, leaf: Leaf) -> tuple[str, ...]:
+        """Return the path of a leaf in the checkpoint."""
+        return (self.name, *leaf.path) if self.prefix else leaf.path
+
+
+class Layout(NamedTuple):
+    """The items of a checkpoint: trees, and JSON values by name."""
+
+    items: list[Item]
+    values: dict[str, Any]
+
+
+def is_checkpoint(location: str) -> bool:
+    """Return whether a directory is one of Orbax."""
+    if not locations.isdir(location):
+        return False
+    names = locations.list_names(location)
+    if not {TREE_NAME, _OCDBT_NAME, *_STEP_NAMES}.isdisjoint(names):
+        return True
+    # On an object store, each look would take a request.
+    if not locations.is_local(location):
+        return False
+    if _LEGACY_NAME in names:
+        return any(_has(location, name, (".zarray",)) for name in names)
+    return _newest_step(location, names) is not None or any(_trees_in(location, names))
+
+
+def read_layout(location: str) -> Layout:
+    """Read all that a checkpoint stores outside of arrays.
+
+    Raises:
+        CheckpointNotFoundError: it is a directory with several steps.
+        CorruptCheckpointError: a file is damaged, the save did not finish, or two leaves have one
+            array.
+    """
+    if not locations.is_local(location):
+        raise CheckpointingException(
+            f"{location!r} is a checkpoint of Orbax, which is read from local paths only: copy the "
+            "directory to a disk, or mount the bucket."
+        )
+    if _UNFINISHED in locations.split(location)[1]:
+        raise CorruptCheckpointError(
+            f"{location!r} is the directory of a save that has not finished: load another step."
+        )
+    names = locations.list_names(location)
+    if TREE_NAME in names:
+        items = [_read_item(location, "", "")]
+        return Layout(items, {})
+    trees = list(_trees_in(location, names))
+    values = dict(_json_values(location, names))
+    if not trees:
+        raise _nothing_to_read(location, names)
+    # One tree has the names that the program gave; of several, each name begins with the item.
+    items = []
+    for name in trees:
+        prefix = f"{name}." if len(trees) > 1 else ""
+        items.append(_read_item(locations.join(location, name), name, prefix))
+    _check_keys(location, items)
+    return Layout(items, values)
+
+
+def _nothing_to_read(location: str, names: Iterable[str]) -> CheckpointingException:
+    """Return the error about a directory without a tree."""
+    step = _newest_step(location, names)
+    if step is not None:
+        return CheckpointNotFoundError(
+            f"{location!r} holds several steps of Orbax: give the directory of one. The newest is "
+            f"{locations.join(location, step)!r}."
+        )
+    if _LEGACY_NAME in names:
+        return CheckpointingException(
+            f"{location!r} was written by an old version of Orbax or Flax, which keeps arrays in "
+            f"the file {_LEGACY_NAME!r}: restore it with Orbax and save it again."
+        )
+    return CheckpointNotFoundError(
+        f"{location!r} is of Orbax, but no item with arrays: neither it nor a folder in it has a "
+        f"file {TREE_NAME!r}. The save did not finish, or not all files were copied."
+    )
+
+
+def _newest_step(location: str, names: Iterable[str]) -> str | None:
+    """Return the folder of the newest step, or None."""
+    steps = []
+    for name in names:
+        match = _STEP_FOLDER.fullmatch(name)
+        if match and _has(location, name, _STEP_NAMES):
+            steps.append((int(match[1]), name))
+    return max(steps, default=(0, None))[1]
+
+
+def _trees_in(location: str, names: Iterable[str]) -> Iterator[str]:
+    """Yield the folders that hold a tree."""
+    for name in names:
+        is_item = not _STEP_FOLDER.fullmatch(name) and _UNFINISHED not in name
+        if is_item and _has(location, name, (TREE_NAME,)):
+            yield name
+
+
+def _has(location: str, folder: str, names: Iterable[str]) -> bool:
+    return any(locations.exists(locations.join(location, folder, name)) for name in names)
+
+
+def _json_values(location: str, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the items that hold JSON, such as metrics."""
+    for name in names:
+        for file in _JSON_NAMES:
+            path = locations.join(location, name, file)
+            if locations.isfile(path):
+                yield name, _read_json(path)
+
+
+# ---- trees
+
+
+def _read_item(folder: str, name: str, prefix: str) -> Item:
+    path = locations.join(folder, TREE_NAME)
+    described = _read_json(path)
+    has_database = _has(folder, "", (_OCDBT_NAME,))
+    try:
+        rows = [_row_of(entry) for entry in described["tree_metadata"].values()]
+        uses_ocdbt = bool(described.get("use_ocdbt", has_database))
+        uses_zarr3 = bool(described.get("use_zarr3", False))
+        is_complete = bool(described.get("store_array_data_equal_to_fill_value", False))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from error
+    if uses_ocdbt and not has_database:
+        raise CorruptCheckpointError(
+            f"{locations.join(folder, _OCDBT_NAME)!r} is missing: the save did not finish, or not "
+            "all files were copied. Restore the file from a copy, or load another step."
+        )
+    strings = {}
+    if any(row.kind == _STRING for row in rows):
+        strings = _strings_of(folder)
+    leaves = [_leaf(folder, row, strings) for row in rows]
+    item = Item(name, folder, prefix, leaves, uses_ocdbt, uses_zarr3, is_complete)
+    _check_keys(folder, [item])
+    _check_names(item)
+    return item
+
+
+class _Row(NamedTuple):
+    """A leaf as it is described."""
+
+    path: tuple[str, ...]
+    kind: str
+    is_skipped: bool
+
+
+def _row_of(entry: Any) -> _Row:
+    path = tuple(str(key["key"]) for key in entry["key_metadata"])
+    value = entry["value_metadata"]
+    return _Row(path, str(value["value_type"]), bool(value.get("skip_deserialize")))
+
+
+def _leaf(folder: str, row: _Row, strings: Mapping[str, Any]) -> Leaf:
+    leaf = Leaf(row.path, "array")
+    if row.kind in _EMPTY:
+        return Leaf(row.path, "value", _EMPTY[row.kind])
+    if row.kind == "scalar":
+        return Leaf(row.path, "scalar")
+    if row.kind == _STRING:
+        if leaf.name not in strings:
+            raise CorruptCheckpointError(
+                f"{locations.join(folder, _STRINGS_NAME)!r} lacks {leaf.name!r}: restore it."
+            )
+        return Leaf(row.path, "value", strings[leaf.name])
+    if row.is_skipped:
+        raise CheckpointingException(
+            f"{leaf.name!r} in {folder!r} is of the kind {row.kind!r}, which only Orbax reads: "
+            "restore the checkpoint with it, and save the tree without that leaf."
+        )
+    return leaf
+
+
+def _strings_of(folder: str) -> dict[str, Any]:
+    path = locations.join(folder, _STRINGS_NAME)
+    strings = _read_json(path)
+    if not isinstance(strings, dict):
+        raise _damaged(path, TypeError("it is no object"))
+    return strings
+
+
+def _check_keys(location: str, items: Iterable[Item]) -> None:
+    """Check that no two leaves have the same key."""
+    known: dict[str, tuple[str, ...]] = {}
+    for item in items:
+        for leaf in item.leaves:
+            key = item.key_of(leaf)
+            path = item.path_of(leaf)
+            if known.setdefault(key, path) != path:
+                raise CorruptCheckpointError(
+                    f"{location!r} holds {list(known[key])} and {list(path)}, and Orbax has given "
+                    f"both the name {key!r}: in one tree it writes them to one array, so that one "
+                    "is lost. Save them again without dots in their names. To read everything else "
+                    f"of one item, give its directory, and remove both from {TREE_NAME!r} in a "
+                    "copy of it."
+                )
+
+
+def _check_names(item: Item) -> None:
+    """Check that names of arrays lead to places inside of the item."""
+    for leaf in item.leaves:
+        if leaf.kind == "value":
+            continue
+        parts = leaf.name.split("/")
+        is_outside = not item.uses_ocdbt and not {"", ".", ".."}.isdisjoint(parts)
+        if not leaf.name or is_outside:
+            raise CheckpointingException(
+                f"{item.folder!r} holds an array with the name {leaf.name!r}, which no key can "
+                "have: save the tree with other names."
+            )
+
+
+def _read_json(path: str) -> Any:
+    try:
+        return json.loads(read_file(path, MAX_TABLE_BYTES))
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{path!r} is missing: restore it from a copy, or finish copying the directory."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: str, error: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path!r} is damaged ({type(error).__name__}: {error!s:.200}): restore it from a copy."
+    )
+
+
+def common_state(
+    layout: Layout, scalars: Mapping[tuple[str, ...], Any], location: str
+) -> dict[str, Any]:
+    """Return nested dicts of everything but arrays.
+
+    `scalars` are numbers by their paths.
+    """
+    values = dict(scalars)
+    for item in layout.items:
+        for leaf in item.leaves:
+            if leaf.kind == "value":
+                values[item.path_of(leaf)] = leaf.value
+    tree: dict[str, Any] = {}
+    for path in sorted(values):
+        _put(tree, path, values[path], location)
+    for name, value in layout.values.items():
+        _put(tree, (name,), value, location)
+    return tree
+
+
+def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any, location: str) -> None:
+    """Put a value at a path, where nothing may be."""
+    node: Any = tree
+    for key in path[:-1]:
+        node = node.setdefault(key, {}) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or path[-1] in node:
+        raise _nested(location, path)
+    node[path[-1]] = value
+
+
+def _nested(location: str, path: Sequence[str]) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{location!r} holds two values at {list(path)}: give the directory of one item, or "
+        "restore the files, if they are of different saves."
+    )

@@ -1,0 +1,56 @@
+"""Reader of Orbax checkpoints."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
+from distckpt._foreign.orbax.arrays import ArrayFile, OrbaxArrays
+from distckpt._foreign.orbax.layout import common_state, is_checkpoint
+from distckpt._format import codec
+from distckpt._format.foreign_formats import ORBAX
+from distckpt._format.manifest import Manifest
+from distckpt._format.safetensors_file import ShardFile
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+
+
+def at(location: str, decoded: dict[str, Any] | None) -> ArrayFile:
+    """Return the interface to the URL of an array."""
+    return ArrayFile(location, decoded)
+
+
+class OrbaxReader(Reader):
+    """Reads an item, or the directory of a step with its items."""
+
+    name = ORBAX.name
+
+    def detect(self, location: str, marker: Mapping[str, Any] | None) -> bool:
+        return marker is None and is_checkpoint(location)
+
+    def manifest(self, location: str) -> Manifest:
+        arrays = OrbaxArrays(location)
+        pieces = []
+        files = []
+        scalars = {}
+        for file, (item, leaf) in arrays.files.items():
+            if leaf.kind == "scalar":
+                scalars[item.path_of(leaf)] = arrays.read_scalar(file)
+                continue
+            array = arrays.open(file)
+            position = 0
+            for cell, size in zip(array.cells, array.sizes, strict=True):
+                key = item.key_of(leaf)
+                piece = StoredPiece(key, array.dtype, cell, array.shape, file, position, size)
+                pieces.append(piece)
+                position += size
+            files.append(ShardFile(file, position, 0, 0))
+        # Read here, so that `verify` finds damage in them.
+        common = common_state(arrays.layout, scalars, location)
+        fields = {"decoded": True, "common": base64.b64encode(codec.encode(common)).decode()}
+        return build_manifest(self.name, location, pieces, files, fields)
+
+    def load_common_state(self, stored: StoredCheckpoint) -> Any:
+        """Load numbers of Python, strings, empty containers, and items that hold JSON."""
+        return codec.decode(base64.b64decode((stored.manifest.origin or {})["common"]))
