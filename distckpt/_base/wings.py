@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Literal, TypeAlias
 
 Wing: TypeAlias = Literal[
-    "computed", "deepspeed", "huggingface", "memory", "state_dicts", "torch_dist"
+    "computed", "deepspeed", "huggingface", "memory", "seals", "state_dicts", "torch_dist"
 ]
 
 _WINGS: dict[Wing, str] = {
@@ -15,6 +15,7 @@ _WINGS: dict[Wing, str] = {
     "deepspeed": "distckpt._foreign.deepspeed.reader",
     "huggingface": "distckpt._foreign.hugging_face",
     "memory": "distckpt._tools.verify_live",
+    "seals": "distckpt._foreign.seals",
     "state_dicts": "distckpt._foreign.state_dicts.names",
     "torch_dist": "distckpt._foreign.torch_dist.reader",
 }

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
@@ -123,6 +123,8 @@ def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, A
                 config = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION}
                 return {**config, "manifest": None, "reader": reader.name}
     if marker is None:
+        if is_foreign:
+            wing("seals").check_is_not_lost(location)
         return check_marker(None, location)
     return marker
 
@@ -163,12 +165,15 @@ def _reader_named(name: Any, location: str) -> Reader:
     return reader
 
 
-def _describe(location: str, marker: Mapping[str, Any], states: dict[str, FileState]) -> Manifest:
+def _describe(
+    location: str, marker: Mapping[str, Any], states: dict[str, FileState], verify: bool
+) -> Manifest:
     """Let the reader of another format make a manifest, see `describe`."""
     reader = _reader_named(marker.get("reader"), location)
     names = FORMATS[reader.name].names if reader.name in FORMATS else ()
+    read = partial(wing("seals").read_sealed, reader) if verify else reader.manifest
     with naming_reader(reader, location):
-        manifest = describe(location, reader.manifest, states, names)
+        manifest = describe(location, read, states, names)
         if COMMON_KEY in manifest.keys and reader.name not in _RESERVED_NAMES:
             raise CheckpointingException(
                 f"The reader of {reader.name!r} gives an object of {location!r} the key "
@@ -209,7 +214,7 @@ def check_is_unchanged(stored: StoredCheckpoint) -> None:
         # A checkpoint of another format has no marker that would tell.
         reader = _reader_named(fields.get("reader"), location)
         with naming_reader(reader, location):
-            is_same = reader.is_unchanged(stored)
+            is_same = reader.is_unchanged(wing("seals").unsealed(stored))
     else:
         is_same = fields["manifest"] == stored.marker.get("manifest")
     if not is_same:
@@ -305,7 +310,7 @@ def find_checkpoint(
         fields = identify(location, marker)
         data = b""
         if fields.get("manifest", {}) is None:
-            data = _describe(location, fields, states).to_bytes()
+            data = _describe(location, fields, states, verify).to_bytes()
         elif is_built_in(fields):
             data = manifest_bytes(location, fields)
         return json.dumps([location, fields]).encode() + b"\n" + data

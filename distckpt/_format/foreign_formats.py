@@ -60,6 +60,9 @@ DEEPSPEED = ForeignFormat(
     names=("latest", "latest_universal", ".pt"),
 )
 
+SEAL_NAME = "distckpt.seal"
+"""The file with checksums: other programs look for their own names, and endings such as .pt."""
+
 FORMATS: dict[str, ForeignFormat] = {
     known.name: known for known in (HUGGING_FACE, TORCH_DIST, DEEPSPEED)
 }

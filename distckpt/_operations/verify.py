@@ -25,6 +25,7 @@ from distckpt._checkpoint.consistent_read import ReadAttempt, read_attempts
 from distckpt._checkpoint.opening import identify, open_checkpoint
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._commit.conditional_put import stray_files
+from distckpt._format.foreign_formats import SEAL_NAME
 from distckpt._format.manifest import FINGERPRINTS, NO_FINGERPRINT, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -175,7 +176,10 @@ def _verify(
 
 def unopened_report(location: str, mode: str, problem: Problem, seconds: float) -> VerifyReport:
     """Return the report of a checkpoint that cannot be opened."""
-    return VerifyReport(location, mode, (problem,), True, 0, 0, 0, 0, seconds)
+    problems = [problem]
+    if locations.exists(locations.join(location, SEAL_NAME)):
+        problems = wing("seals").changes_at(location, mode) or problems
+    return VerifyReport(location, mode, tuple(problems), True, 0, 0, 0, 0, seconds)
 
 
 class Checked(NamedTuple):
@@ -247,7 +251,9 @@ def _check_content(
     with open_files:
         # 1. Files are there, have their sizes, and begin with the headers that were written.
         problems = check_files(stored, range(len(files)), num_threads)
-        num_bytes = sum(file.header_bytes for file in files)
+        beside, num_bytes = check_beside(stored, mode, num_threads)
+        problems += not_in(problems, beside)
+        num_bytes += sum(file.header_bytes for file in files)
         if mode == "fast":
             return Checked(problems, num_bytes)
         # 2. Blocks have their checksums.
@@ -267,6 +273,16 @@ def _check_content(
         # 3. Tensors have the fingerprints that they had in memory.
         problems = _check_fingerprints(stored, keys, counter.add)
         return Checked(problems, num_bytes + tensor_bytes, len(keys))
+
+
+def check_beside(
+    stored: StoredCheckpoint, mode: str, num_threads: int | None
+) -> tuple[list[Problem], int]:
+    """Check the bytes of another format that a seal covers, and no key; return those read."""
+    if "seal" not in (stored.manifest.origin or {}):
+        return [], 0
+    checked: tuple[list[Problem], int] = wing("seals").check_rest(stored, mode, num_threads)
+    return checked
 
 
 def keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:
