@@ -23,7 +23,7 @@ from distckpt._checkpoint.stored_pieces import Reader
 from distckpt._commit.presence import check_marker
 from distckpt._format.checksum import checksum
 from distckpt._format.chunk_table import ChunkTable
-from distckpt._format.foreign_formats import FORMATS, is_export
+from distckpt._format.foreign_formats import FORMATS, SEAL_NAME, is_export
 from distckpt._format.manifest import MANIFEST_NAME, MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.manifest_reading import joined, manifest_from_bytes
 from distckpt._format.marker import CONFIG_FNAME, read_file, read_marker, replaced
@@ -123,8 +123,11 @@ def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, A
                 config = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION}
                 return {**config, "manifest": None, "reader": reader.name}
     if marker is None:
-        if is_foreign:
-            wing("seals").check_is_not_lost(location)
+        if locations.exists(locations.join(location, SEAL_NAME)):
+            raise CorruptCheckpointError(
+                f"{location!r} was sealed, and is no checkpoint any more: distckpt verify names "
+                f"the files that are missing. Restore them, or remove {SEAL_NAME!r}."
+            )
         return check_marker(None, location)
     return marker
 
@@ -214,7 +217,7 @@ def check_is_unchanged(stored: StoredCheckpoint) -> None:
         # A checkpoint of another format has no marker that would tell.
         reader = _reader_named(fields.get("reader"), location)
         with naming_reader(reader, location):
-            is_same = reader.is_unchanged(wing("seals").unsealed(stored))
+            is_same = stored.manifest.has_checksums or reader.is_unchanged(stored)
     else:
         is_same = fields["manifest"] == stored.marker.get("manifest")
     if not is_same:

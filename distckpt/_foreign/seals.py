@@ -1,27 +1,23 @@
 """Seals: the checksums of another program's files, in one more file beside them.
 
-A seal is a manifest of files. It has two keys for each file, both tensors of its bytes: the chunks
-of one are the pieces in which the reader of the format describes the file, and those of the other
-everything between them. Reads compare the blocks of the pieces that they touch, as they do in
-checkpoints of distckpt; what the reader itself goes by is compared before it reads.
+A seal is a manifest of files. Each has two keys, both tensors of its bytes: the chunks of one are
+the pieces that the reader of the format describes, those of the other are the bytes between them.
+Reads compare the blocks of pieces that they touch, as they do in checkpoints of distckpt. What the
+reader itself goes by is compared when it has read it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NoReturn
 
 import numpy as np
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._checkpoint.file_states import describing, states_of
 from distckpt._checkpoint.stored_pieces import Reader
-from distckpt._format.checksum import BLOCK_BYTES, checksum
-from distckpt._format.chunk_table import NO_CHECKSUMS
+from distckpt._format.checksum import checksum
 from distckpt._format.foreign_formats import (
     DEEPSPEED,
     FORMATS,
@@ -50,8 +46,7 @@ _MAX_NAMED = 5
 _NEAR_BYTES = 64 << 10
 """Bytes that one read spans: what lies between the blocks is mostly read by others."""
 _DESCRIBED_WHOLLY = (HUGGING_FACE.name, TORCH_DIST.name)
-"""Formats whose readers look at nothing but pieces, and files without any, once they have described
-the others."""
+"""Formats whose readers look only at pieces once they have described the files that have some."""
 
 
 @dataclass(frozen=True)
@@ -69,49 +64,24 @@ class Seal:
 
     @property
     def path(self) -> str:
-        """Return the location of the seal itself."""
+        """The location of the seal itself."""
         return locations.join(self.home, SEAL_NAME)
-
-    @property
-    def rows_of_pieces(self) -> IntArray:
-        """Return the chunks that are pieces."""
-        return np.flatnonzero(self.manifest.key_ids >= len(self.manifest.files))
-
-    @cached_property
-    def numbers(self) -> dict[str, int]:
-        """The number of each file by its name."""
-        return {file.name: number for number, file in enumerate(self.manifest.files)}
 
     def to_bytes(self) -> bytes:
         """Encode as the content of the file; `read_seal` undoes it."""
         data = self.manifest.to_bytes()
         return _head(data) + data
 
-    def raise_changes(self, problems: Sequence[Problem]) -> NoReturn:
-        """Raise an error that names files."""
-        named = [f"{problem.file!r} {problem.message}" for problem in problems[:_MAX_NAMED]]
-        more = f"; and {len(problems) - _MAX_NAMED} more" * (len(problems) > _MAX_NAMED)
-        error = CorruptCheckpointError(
-            f"{self.home!r} has changed since it was sealed: {'; '.join(named)}{more}. Restore the "
-            f"files from a copy. If they were meant to change: `distckpt seal --overwrite "
-            f"{self.home}`, or remove {SEAL_NAME!r} there."
-        )
-        error.file = problems[0].file
-        raise error
+    def changed_files(self, names: tuple[str, ...] | None = None) -> list[Problem]:
+        """Return the files that were added, removed, or have another size.
 
-    # --- Files
-
-    def changed_files(self, format_name: str = "") -> list[Problem]:
-        """Return the files that were added or removed, or have another size.
-
-        Only those that the reader of a format looks at, if one is named.
+        With `names`, only those that a reader looks at, see `describing`.
         """
         sealed = {self._path_of(file.name): file.num_bytes for file in self.manifest.files}
-        inner = {name for name in self.numbers if "/" in name}
-        names = list_files(self.home, folders_of(inner))
-        paths = sorted({*sealed, *map(self._path_of, names)})
-        if format_name:
-            paths = sorted(describing(paths, _names_of(format_name)))
+        present = list_files(self.home, {file.name for file in self.manifest.files})
+        paths = sorted({*sealed, *map(self._path_of, present)})
+        if names is not None:
+            paths = describing(paths, names)
         states = states_of(paths, locations.listed_states(self.home))
         problems = []
         for path in paths:
@@ -128,37 +98,18 @@ class Seal:
     def _path_of(self, name: str) -> str:
         return locations.join(self.home, *name.split("/"))
 
-    # --- Contents
-
-    def rows_of_rest(self, format_name: str = "", holds_pieces: bool | None = None) -> IntArray:
-        """Return the chunks that are no pieces.
-
-        Only those of files that the reader of a format looks at, if one is named, and that hold
-        pieces or not.
-        """
-        manifest = self.manifest
-        is_wanted = np.ones(len(manifest.files), np.bool_)
-        if format_name:
-            wanted = describing(list(self.numbers), _names_of(format_name))
-            is_wanted = np.isin(np.arange(len(manifest.files)), [self.numbers[n] for n in wanted])
-        if holds_pieces is not None:
-            with_pieces = manifest.file_ids[self.rows_of_pieces]
-            is_wanted &= np.isin(np.arange(len(manifest.files)), with_pieces) == holds_pieces
-        is_rest = manifest.key_ids < len(manifest.files)
-        return np.flatnonzero(is_rest & is_wanted[manifest.file_ids])
-
-    def compare(
+    def changed_blocks(
         self,
         rows: IntArray,
         num_threads: int | None = None,
         add_bytes: Callable[[int], None] = lambda _: None,
     ) -> tuple[list[Problem], int]:
-        """Compare chunks with their checksums; return what differs, and the bytes read."""
-        manifest = self.manifest
-        taken = manifest.all_chunks.take(rows, manifest.block_bytes)
+        """Compare chunks with their checksums; return changes, and the bytes read."""
+        taken = self.manifest.all_chunks.take(rows, self.manifest.block_bytes)
         with OpenFiles() as files:
-            stored = StoredCheckpoint(self.home, manifest.replaced(chunks=taken), files=files)
-            all_files = range(len(manifest.files))
+            part = self.manifest.replaced(chunks=taken)
+            stored = StoredCheckpoint(self.home, part, files=files)
+            all_files = range(len(taken.files))
             blocks = list_blocks(stored, all_files, num_threads, keeps_checksums=False)
             units = cut(blocks, range(len(blocks.starts)), _NEAR_BYTES)
             bad, num_read = check_units(stored, blocks, units, num_threads, add_bytes)
@@ -166,54 +117,65 @@ class Seal:
         text = "was changed after it was sealed (checksum mismatch)"
         return [replace(found, message=text, key=None, region=None) for found in problems], num_read
 
-    # --- Descriptions
-
-    def check(self, format_name: str, holds_pieces: bool | None) -> None:
-        """Check the files that a reader looks at, see `rows_of_rest`."""
-        problems = self.changed_files(format_name)
-        problems = problems or self.compare(self.rows_of_rest(format_name, holds_pieces))[0]
+    def check(self, names: tuple[str, ...], *, holds_pieces: bool) -> None:
+        """Check files that a reader looks at: all sizes, and the content without pieces."""
+        manifest = self.manifest
+        files = [file.name for file in manifest.files]
+        are_read = np.isin(files, describing(files, names))
+        with_pieces = np.isin(np.arange(len(files)), manifest.file_ids[self.rows(are_pieces=True)])
+        rest = self.rows(are_pieces=False)
+        rows = rest[(are_read & (with_pieces == holds_pieces))[manifest.file_ids[rest]]]
+        problems = self.changed_files(names) or self.changed_blocks(rows)[0]
         if problems:
-            self.raise_changes(problems)
+            raise changed(self, problems)
+
+    def rows(self, *, are_pieces: bool) -> IntArray:
+        """Return the chunks that are pieces, or the others."""
+        is_piece = self.manifest.key_ids >= len(self.manifest.files)
+        return np.flatnonzero(is_piece == are_pieces)
 
     def attached(self, manifest: Manifest, prefix: str) -> Manifest:
         """Return a reader's manifest with the checksums of its chunks."""
-        added = [
-            file.name for file in manifest.files if file.name[len(prefix) :] not in self.numbers
-        ]
-        if added:
-            self.raise_changes([Problem(self._path_of(added[0][len(prefix) :]), "was added")])
-        numbers = np.array([self.numbers[file.name[len(prefix) :]] for file in manifest.files], int)
         table = manifest.all_chunks
+        numbers = {file.name: number for number, file in enumerate(self.manifest.files)}
+        ids = np.array([numbers.get(file.name[len(prefix) :], -1) for file in table.files], int)
         rows = np.flatnonzero(table.num_bytes)
-        sealed = self.manifest.all_chunks.rows(self.rows_of_pieces)
-        # Pieces are sorted by file and position, and each has a number of its own then.
+        pieces = self.rows(are_pieces=True)
+        sealed = self.manifest.all_chunks.rows(pieces)
+        # Pieces are in the order of files and positions.
         stride = 1 + max([file.num_bytes for file in self.manifest.files], default=0)
         known = sealed.file_ids * stride + sealed.first_bytes
-        wanted = numbers[table.file_ids[rows]] * stride + table.first_bytes[rows]
+        wanted = ids[table.file_ids[rows]] * stride + table.first_bytes[rows]
         places = np.searchsorted(known, wanted)
-        is_there = places < len(known)
-        places[~is_there] = 0
-        if len(known):
-            is_there &= (known[places] == wanted) & (
-                sealed.num_bytes[places] == table.num_bytes[rows]
-            )
-        if not is_there.all():
-            row = int(rows[np.flatnonzero(~is_there)[0]])
+        ends = np.append(known, -1)[places] + np.append(sealed.num_bytes, 0)[places]
+        missing = rows[(ends != wanted + table.num_bytes[rows]) | (wanted < 0)]
+        if len(missing):
+            row = int(missing[0])
             raise CheckpointingException(
                 f"The seal {self.path!r} has no checksums of key "
                 f"{manifest.keys[table.key_ids[row]]!r}, byte {table.first_bytes[row]} of "
-                f"{manifest.files[table.file_ids[row]].name!r}: the release of distckpt that made "
-                "it read these files otherwise. They have not changed: seal them again, "
-                f"`distckpt seal --overwrite {self.home}`."
+                f"{table.files[table.file_ids[row]].name!r}, which the release of distckpt that "
+                f"made it read otherwise: `distckpt seal --overwrite {self.home}` makes a new one."
             )
-        pieces = self.rows_of_pieces[places]
-        checksums = self.manifest.all_chunks.take(pieces, self.manifest.block_bytes).block_checksums
+        block_bytes = self.manifest.block_bytes
+        checksums = self.manifest.all_chunks.take(pieces[places], block_bytes).block_checksums
         return manifest.replaced(
             chunks=table._replace(block_checksums=checksums),
-            block_bytes=self.manifest.block_bytes,
+            block_bytes=block_bytes,
             has_checksums=True,
             origin={**(manifest.origin or {}), "seal": prefix},
         )
+
+
+def changed(seal: Seal, problems: Sequence[Problem]) -> CorruptCheckpointError:
+    """Return the error about a directory that has changed since it was sealed."""
+    named = [f"{problem.file!r} {problem.message}" for problem in problems[:_MAX_NAMED]]
+    more = f"; and {len(problems) - _MAX_NAMED} more" * (len(problems) > _MAX_NAMED)
+    return CorruptCheckpointError(
+        f"{seal.home!r} has changed since it was sealed: {'; '.join(named)}{more}. Restore the "
+        f"files from a copy. If they were meant to change: `distckpt seal --overwrite {seal.home}`,"
+        f" or remove {SEAL_NAME!r} there."
+    )
 
 
 def _head(data: bytes) -> bytes:
@@ -221,11 +183,7 @@ def _head(data: bytes) -> bytes:
 
 
 def read_seal(home: str) -> Seal | None:
-    """Read the seal of a directory, None if it has none.
-
-    Raises:
-        CorruptCheckpointError: it is damaged.
-    """
+    """Read the seal of a directory, None if it has none."""
     path = locations.join(home, SEAL_NAME)
     try:
         content = read_file(path, MAX_TABLE_BYTES)
@@ -242,39 +200,37 @@ def read_seal(home: str) -> Seal | None:
 
 
 def read_sealed(reader: Reader, location: str) -> Manifest:
-    """Describe a checkpoint as its reader does, with the checksums of its seal if it has one.
+    """Describe a checkpoint as its reader does, with the checksums of its seal, if any.
 
     Raises:
         CorruptCheckpointError: files have changed since, or the seal is damaged.
     """
+    names = FORMATS[reader.name].names if reader.name in FORMATS else ()
     seal = read_seal(location)
     if seal is not None:
-        # What has no pieces describes the rest, and the reader would not say that it was sealed.
-        seal.check(reader.name, holds_pieces=False)
+        # These describe the rest, and the reader would not say that they were sealed.
+        seal.check(names, holds_pieces=False)
     try:
         manifest = reader.manifest(location)
     except Exception:
         if seal is not None:
-            seal.check(reader.name, holds_pieces=True)
+            seal.check(names, holds_pieces=True)
         raise
     home, prefix = home_of(location, manifest)
     if home != location:
         seal = read_seal(home)
         if seal is not None:
-            seal.check(reader.name, holds_pieces=False)
+            seal.check(names, holds_pieces=False)
     if seal is None:
         return manifest
     fields = seal.manifest.origin or {}
     if fields.get("format") != reader.name:
-        raise CorruptCheckpointError(
-            f"{home!r} was sealed as {fields.get('format')!r}, and now {reader.name!r} is read "
-            "there: files were removed or added. Restore them, or remove the seal "
-            f"{seal.path!r}."
-        )
-    # The description of the same files is the same: nothing between the pieces is read again.
+        kind = f"is one of {reader.name!r} now, no longer of {fields.get('format')!r}"
+        raise changed(seal, [Problem(home, kind)])
+    # The same description was made of the same bytes between the pieces.
     is_same = fields.get("description") == description_of(manifest)
     if not (is_same and reader.name in _DESCRIBED_WHOLLY):
-        seal.check(reader.name, holds_pieces=True)
+        seal.check(names, holds_pieces=True)
     return seal.attached(manifest, prefix)
 
 
@@ -283,96 +239,58 @@ def description_of(manifest: Manifest) -> str:
     return f"{checksum(manifest.to_bytes()):016x}"
 
 
-def unsealed(stored: StoredCheckpoint) -> StoredCheckpoint:
-    """Return a checkpoint as its reader describes it."""
-    manifest = stored.manifest
-    origin = dict(manifest.origin or {})
-    if origin.pop("seal", None) is None:
-        return stored
-    without = manifest.replaced(
-        chunks=manifest.all_chunks._replace(block_checksums=NO_CHECKSUMS),
-        block_bytes=BLOCK_BYTES,
-        has_checksums=False,
-        origin=origin,
-    )
-    return replace(stored, manifest=without)
-
-
-def check_is_not_lost(location: str) -> None:
-    """Refuse a location with a seal where no checkpoint is recognized.
-
-    Raises:
-        CorruptCheckpointError: there is one; the message names the files that are missing.
-    """
-    seal = read_seal(location)
-    if seal is not None:
-        seal.raise_changes(seal.changed_files() or [Problem(seal.path, "is alone")])
-
-
 def check_rest(
-    stored: StoredCheckpoint, mode: str, num_threads: int | None
+    location: str, manifest: Manifest | None, mode: str, num_threads: int | None
 ) -> tuple[list[Problem], int]:
-    """Check the files of a sealed directory, and in the mode "full" all that are no pieces."""
-    seal = read_seal(home_of(stored.location, stored.manifest)[0])
+    """Check what no key has under a seal: everything if a checkpoint cannot be opened."""
+    home = location if manifest is None else home_of(location, manifest)[0]
+    try:
+        seal = read_seal(home)
+    except CorruptCheckpointError:
+        seal = None  # as opening it has said
     if seal is None:
         return [], 0
     problems = seal.changed_files()
     if mode == "fast":
         return problems, 0
-    different, num_read = seal.compare(seal.rows_of_rest(), num_threads)
+    rows = np.arange(len(seal.manifest.key_ids))
+    if manifest is not None:
+        rows = seal.rows(are_pieces=False)
+    different, num_read = seal.changed_blocks(rows, num_threads)
     return [*problems, *not_in(problems, different)], num_read
 
 
-def changes_at(location: str, mode: str) -> list[Problem]:
-    """Return all changes of a directory that cannot be opened, if it has a whole seal."""
-    with contextlib.suppress(CorruptCheckpointError):
-        seal = read_seal(location)
-        if seal is not None:
-            problems = seal.changed_files()
-            if mode == "full":
-                rows = np.arange(len(seal.manifest.key_ids))
-                problems += not_in(problems, seal.compare(rows)[0])
-            return problems
-    return []
-
-
-# --- Places ---------------------------------------------------------------------------------------
-
-
 def home_of(location: str, manifest: Manifest) -> tuple[str, str]:
-    """Return the directory of a checkpoint's seal, and the prefix of its files' names.
+    """Return the directory of a checkpoint's seal, and the prefix of files within.
 
-    It is another one than the location for a single file, and for a directory whose file `latest`
-    names the folder of a save: the next save is in another one.
+    Not the location: for a single file, and where `latest` names the folder of one of several
+    saves.
     """
     origin = manifest.origin or {}
     if origin.get("is_file"):
         return locations.split(location)[0], ""
     if origin.get("format") == DEEPSPEED.name:
         folder, slash, _ = str(origin["common"]).rpartition("/")
-        if slash:
-            return locations.join(location, folder), f"{folder}/"
+        return locations.join(location, folder) if slash else location, folder + slash
     return location, ""
 
 
-def folders_of(names: Set[str]) -> set[str]:
-    """Return the first folders in names of files."""
-    return {name.partition("/")[0] for name in names if "/" in name}
-
-
-def list_files(home: str, folders: Set[str]) -> list[str]:
-    """Return the names of a directory's files, and of all files in some folders there.
+def list_files(home: str, names: Iterable[str]) -> list[str]:
+    """Return the names of all files in a directory, and in its folders with `names`.
 
     Other folders may hold other checkpoints.
     """
+    folders = {name.partition("/")[0] for name in names if "/" in name}
     if locations.is_local(home):
-        names = list(_names_in(home, "", folders))
+        present = list(_names_in(home, "", folders))
     else:
-        names = object_store.at(home).list_files()
+        present = object_store.at(home).list_files()
     listed = []
-    for name in names:
+    for name in present:
         first, slash, _ = name.partition("/")
-        if (not slash or first in folders) and not _is_seal(name):
+        # The seal, or one that is being written.
+        is_seal = name.rpartition("/")[2].removeprefix(".").startswith(SEAL_NAME)
+        if (not slash or first in folders) and not is_seal:
             listed.append(name)
     return listed
 
@@ -384,12 +302,3 @@ def _names_in(folder: str, prefix: str, folders: Set[str] | None) -> Iterator[st
             yield prefix + name
         elif (folders is None or name in folders) and not os.path.islink(path):
             yield from _names_in(path, f"{prefix}{name}/", None)
-
-
-def _is_seal(name: str) -> bool:
-    """Return whether a file is a seal, or one that is being written."""
-    return name.rpartition("/")[2].removeprefix(".").startswith(SEAL_NAME)
-
-
-def _names_of(format_name: str) -> tuple[str, ...]:
-    return FORMATS[format_name].names if format_name in FORMATS else ()

@@ -26,7 +26,7 @@ from distckpt._checkpoint.opening import identify, open_checkpoint
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._commit.conditional_put import stray_files
 from distckpt._format.foreign_formats import SEAL_NAME
-from distckpt._format.manifest import FINGERPRINTS, NO_FINGERPRINT, is_manifest_name
+from distckpt._format.manifest import FINGERPRINTS, NO_FINGERPRINT, Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._operations.file_checks import (
@@ -178,7 +178,7 @@ def unopened_report(location: str, mode: str, problem: Problem, seconds: float) 
     """Return the report of a checkpoint that cannot be opened."""
     problems = [problem]
     if locations.exists(locations.join(location, SEAL_NAME)):
-        problems = wing("seals").changes_at(location, mode) or problems
+        problems = check_beside(location, None, mode, None)[0] or problems
     return VerifyReport(location, mode, tuple(problems), True, 0, 0, 0, 0, seconds)
 
 
@@ -251,7 +251,7 @@ def _check_content(
     with open_files:
         # 1. Files are there, have their sizes, and begin with the headers that were written.
         problems = check_files(stored, range(len(files)), num_threads)
-        beside, num_bytes = check_beside(stored, mode, num_threads)
+        beside, num_bytes = check_beside(stored.location, stored.manifest, mode, num_threads)
         problems += not_in(problems, beside)
         num_bytes += sum(file.header_bytes for file in files)
         if mode == "fast":
@@ -276,12 +276,15 @@ def _check_content(
 
 
 def check_beside(
-    stored: StoredCheckpoint, mode: str, num_threads: int | None
+    location: str, manifest: Manifest | None, mode: str, num_threads: int | None
 ) -> tuple[list[Problem], int]:
-    """Check the bytes of another format that a seal covers, and no key; return those read."""
-    if "seal" not in (stored.manifest.origin or {}):
-        return [], 0
-    checked: tuple[list[Problem], int] = wing("seals").check_rest(stored, mode, num_threads)
+    """Check what a seal covers and no key has; return the bytes read, too.
+
+    Without a manifest, since the checkpoint cannot be opened: all that the seal covers.
+    """
+    checked: tuple[list[Problem], int] = ([], 0)
+    if manifest is None or "seal" in (manifest.origin or {}):
+        checked = wing("seals").check_rest(location, manifest, mode, num_threads)
     return checked
 
 

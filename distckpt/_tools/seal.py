@@ -12,7 +12,6 @@ import numpy.typing as npt
 from distckpt._base.errors import (
     CheckpointExistsError,
     CheckpointingException,
-    CorruptCheckpointError,
 )
 from distckpt._base.interrupts import operation
 from distckpt._base.messages import check_count
@@ -24,8 +23,8 @@ from distckpt._checkpoint.file_states import changed_file, seconds_until_settled
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._foreign.seals import (
     Seal,
+    changed,
     description_of,
-    folders_of,
     home_of,
     list_files,
     read_seal,
@@ -128,31 +127,22 @@ def seal(
         elif not locations.create_bytes(made.path, content):
             raise CheckpointExistsError(f"{home!r} was sealed by another process meanwhile.")
     else:
-        _check_is_same(made, num_threads, progress)
+        total = int(made.manifest.sums.bytes_in_files.sum())
+        add_bytes = ProgressCounter(progress, total).add
+        rows = np.arange(len(made.manifest.key_ids))
+        problems = made.changed_files() or made.changed_blocks(rows, num_threads, add_bytes)[0]
+        if problems:
+            raise CheckpointExistsError(str(changed(made, problems)))
     sizes = [file.num_bytes for file in made.manifest.files]
     seconds = time.perf_counter() - started
     return SealReport(home, len(sizes), sum(sizes), is_new, seconds)
-
-
-def _check_is_same(made: Seal, num_threads: int | None, progress: Progress | None) -> None:
-    """Check that nothing has changed since a directory was sealed."""
-    problems = made.changed_files()
-    if not problems:
-        rows = np.arange(len(made.manifest.key_ids))
-        total = int(made.manifest.sums.bytes_in_files.sum())
-        problems, _ = made.compare(rows, num_threads, ProgressCounter(progress, total).add)
-    if problems:
-        try:
-            made.raise_changes(problems)
-        except CorruptCheckpointError as error:
-            raise CheckpointExistsError(str(error)) from None
 
 
 def _made(stored: StoredCheckpoint, num_threads: int | None, progress: Progress | None) -> Seal:
     """Read all files of a checkpoint, and return their seal."""
     home, prefix = home_of(stored.location, stored.manifest)
     read = {file.name[len(prefix) :] for file in stored.manifest.files}
-    names = sorted({*list_files(home, folders_of(read)), *read})
+    names = sorted({*list_files(home, read), *read})
     paths = [locations.join(home, *name.split("/")) for name in names]
     states = states_of(paths, locations.listed_states(home))
     time.sleep(seconds_until_settled(states.values(), time.time()))
@@ -166,7 +156,7 @@ def _made(stored: StoredCheckpoint, num_threads: int | None, progress: Progress 
     unhashed = _manifest_of_files(stored, files, prefix)
     checksums = _checksums(StoredCheckpoint(home, unhashed), num_threads, progress)
     changed = changed_file(home, states)
-    if changed is None and names != sorted({*list_files(home, folders_of(read)), *read}):
+    if changed is None and names != sorted({*list_files(home, read), *read}):
         changed = home
     if changed is not None:
         raise written_to(changed)

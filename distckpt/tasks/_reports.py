@@ -247,7 +247,9 @@ class _VerifyWork(Work):
                     problems = check_files(stored, run, self._num_threads)
                     num_bytes = sum(self._headers[run.start : run.stop])
                     if run.stop == len(self._headers):
-                        beside, num_beside = check_beside(stored, self._mode, self._num_threads)
+                        beside, num_beside = check_beside(
+                            stored.location, stored.manifest, self._mode, self._num_threads
+                        )
                         problems += not_in(problems, beside)
                         num_bytes += num_beside
                     yield number, (list(map(vars, problems)), num_bytes)

@@ -346,7 +346,7 @@ def test_a_marker_that_was_removed_is_named(copy_of):
     folder = copy_of("dcp")
     distckpt.seal(folder)
     (folder / ".metadata").unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"\.metadata' was removed"):
+    with pytest.raises(CorruptCheckpointError, match="names the files"):
         distckpt.open(folder)
     # Another program's files beside it do not stand in for it.
     save_file({"more": torch.ones(3)}, folder / "more.safetensors")
