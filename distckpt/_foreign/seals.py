@@ -118,7 +118,7 @@ class Seal:
         return [replace(found, message=text, key=None, region=None) for found in problems], num_read
 
     def check(self, names: tuple[str, ...], *, holds_pieces: bool) -> None:
-        """Check files that a reader looks at: all sizes, and the content without pieces."""
+        """Check files that a reader looks at: sizes, and bytes without pieces."""
         manifest = self.manifest
         files = [file.name for file in manifest.files]
         are_read = np.isin(files, describing(files, names))
@@ -200,16 +200,13 @@ def read_seal(home: str) -> Seal | None:
 
 
 def read_sealed(reader: Reader, location: str) -> Manifest:
-    """Describe a checkpoint as its reader does, with the checksums of its seal, if any.
+    """Describe a checkpoint as its reader does, with checksums if sealed.
 
     Raises:
         CorruptCheckpointError: files have changed since, or the seal is damaged.
     """
     names = FORMATS[reader.name].names if reader.name in FORMATS else ()
-    seal = read_seal(location)
-    if seal is not None:
-        # These describe the rest, and the reader would not say that they were sealed.
-        seal.check(names, holds_pieces=False)
+    seal = _checked_seal(location, names)
     try:
         manifest = reader.manifest(location)
     except Exception:
@@ -218,9 +215,7 @@ def read_sealed(reader: Reader, location: str) -> Manifest:
         raise
     home, prefix = home_of(location, manifest)
     if home != location:
-        seal = read_seal(home)
-        if seal is not None:
-            seal.check(names, holds_pieces=False)
+        seal = _checked_seal(home, names)
     if seal is None:
         return manifest
     fields = seal.manifest.origin or {}
@@ -234,6 +229,14 @@ def read_sealed(reader: Reader, location: str) -> Manifest:
     return seal.attached(manifest, prefix)
 
 
+def _checked_seal(home: str, names: tuple[str, ...]) -> Seal | None:
+    """Read a seal, and check the files that describe the others."""
+    seal = read_seal(home)
+    if seal is not None:
+        seal.check(names, holds_pieces=False)
+    return seal
+
+
 def description_of(manifest: Manifest) -> str:
     """Return the checksum of a reader's manifest."""
     return f"{checksum(manifest.to_bytes()):016x}"
@@ -242,7 +245,7 @@ def description_of(manifest: Manifest) -> str:
 def check_rest(
     location: str, manifest: Manifest | None, mode: str, num_threads: int | None
 ) -> tuple[list[Problem], int]:
-    """Check what no key has under a seal: everything if a checkpoint cannot be opened."""
+    """Check what is sealed and no key has; everything without a manifest."""
     home = location if manifest is None else home_of(location, manifest)[0]
     try:
         seal = read_seal(home)
@@ -261,7 +264,7 @@ def check_rest(
 
 
 def home_of(location: str, manifest: Manifest) -> tuple[str, str]:
-    """Return the directory of a checkpoint's seal, and the prefix of files within.
+    """Return the directory of a seal, and the prefix of files in it.
 
     Not the location: for a single file, and where `latest` names the folder of one of several
     saves.
@@ -276,7 +279,7 @@ def home_of(location: str, manifest: Manifest) -> tuple[str, str]:
 
 
 def list_files(home: str, names: Iterable[str]) -> list[str]:
-    """Return the names of all files in a directory, and in its folders with `names`.
+    """Return the names of files in a directory, and in folders of `names`.
 
     Other folders may hold other checkpoints.
     """

@@ -18,7 +18,7 @@ from distckpt._base.messages import check_count
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter, run_threads
 from distckpt._base.version import __version__
-from distckpt._checkpoint.consistent_read import reading_unchanged
+from distckpt._checkpoint.consistent_read import check_files
 from distckpt._checkpoint.file_states import changed_file, seconds_until_settled, states_of
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._foreign.seals import (
@@ -77,7 +77,7 @@ def seal(
     num_threads: int | None = None,
     progress: Progress | None = None,
 ) -> SealReport:
-    """Store the checksums of a checkpoint of another format in a file beside it.
+    """Store the checksums of another program's checkpoint beside it.
 
         distckpt.seal("outputs/step_100")  # of torch.distributed.checkpoint, for example
         assert distckpt.verify("outputs/step_100").has_checksums
@@ -97,6 +97,7 @@ def seal(
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
         CheckpointExistsError: it was sealed before, and has changed since.
+        CorruptCheckpointError: its seal is damaged.
         CheckpointingException: it is of distckpt and has checksums, or a program writes to it.
     """
     started = time.perf_counter()
@@ -119,27 +120,27 @@ def seal(
     made = None if overwrite else read_seal(home)
     is_new = made is None
     if made is None:
-        with reading_unchanged(Ranks.alone(), [stored]):
-            made = _made(stored, num_threads, progress)
-        content = made.to_bytes()
+        made = _make(stored, num_threads, progress)
         if overwrite:
-            locations.write_bytes(made.path, content)
-        elif not locations.create_bytes(made.path, content):
+            locations.write_bytes(made.path, made.to_bytes())
+        elif not locations.create_bytes(made.path, made.to_bytes()):
             raise CheckpointExistsError(f"{home!r} was sealed by another process meanwhile.")
     else:
-        total = int(made.manifest.sums.bytes_in_files.sum())
-        add_bytes = ProgressCounter(progress, total).add
-        rows = np.arange(len(made.manifest.key_ids))
-        problems = made.changed_files() or made.changed_blocks(rows, num_threads, add_bytes)[0]
-        if problems:
-            raise CheckpointExistsError(str(changed(made, problems)))
+        _check_is_same(made, num_threads, progress)
     sizes = [file.num_bytes for file in made.manifest.files]
-    seconds = time.perf_counter() - started
-    return SealReport(home, len(sizes), sum(sizes), is_new, seconds)
+    return SealReport(home, len(sizes), sum(sizes), is_new, time.perf_counter() - started)
 
 
-def _made(stored: StoredCheckpoint, num_threads: int | None, progress: Progress | None) -> Seal:
-    """Read all files of a checkpoint, and return their seal."""
+def _check_is_same(made: Seal, num_threads: int | None, progress: Progress | None) -> None:
+    add_bytes = ProgressCounter(progress, int(made.manifest.sums.bytes_in_files.sum())).add
+    rows = np.arange(len(made.manifest.key_ids))
+    problems = made.changed_files() or made.changed_blocks(rows, num_threads, add_bytes)[0]
+    if problems:
+        raise CheckpointExistsError(str(changed(made, problems)))
+
+
+def _make(stored: StoredCheckpoint, num_threads: int | None, progress: Progress | None) -> Seal:
+    """Read all files of a checkpoint, which nothing may write, and return their seal."""
     home, prefix = home_of(stored.location, stored.manifest)
     read = {file.name[len(prefix) :] for file in stored.manifest.files}
     names = sorted({*list_files(home, read), *read})
@@ -155,11 +156,12 @@ def _made(stored: StoredCheckpoint, num_threads: int | None, progress: Progress 
         files.append(ShardFile(name, size, 0, 0))
     unhashed = _manifest_of_files(stored, files, prefix)
     checksums = _checksums(StoredCheckpoint(home, unhashed), num_threads, progress)
-    changed = changed_file(home, states)
-    if changed is None and names != sorted({*list_files(home, read), *read}):
-        changed = home
-    if changed is not None:
-        raise written_to(changed)
+    check_files(stored)
+    written = changed_file(home, states)
+    if written is None and names != sorted({*list_files(home, read), *read}):
+        written = home
+    if written is not None:
+        raise written_to(written)
     chunks = unhashed.all_chunks._replace(block_checksums=checksums)
     return Seal(home, unhashed.replaced(chunks=chunks, has_checksums=True))
 

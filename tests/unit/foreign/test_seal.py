@@ -477,3 +477,40 @@ def test_the_command_line_seals_and_verifies(copy_of, tmp_path, capsys):
     assert "tokenizer.txt" in call(capsys, "verify", folder, *parts, "1/2", code=1)
     call(capsys, "seal", folder, code=1)
     assert json.loads(call(capsys, "seal", folder, "--overwrite", "--json"))["is_new"]
+
+
+def test_object_stores_have_seals(made):
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    for name in ("dcp", "hf_index", "zero2_universal"):
+        location = f"memory://seal-{name}"
+        expected, _ = loaded(made / name)
+        memory.put(f"{made / name}/", f"/seal-{name}/", recursive=True)
+        before = memory.find(f"/seal-{name}")
+        assert distckpt.seal(location).num_files == len(before)
+        assert memory.find(f"/seal-{name}") == sorted([*before, f"/seal-{name}/{SEAL}"])
+        assert not distckpt.seal(location).is_new
+        assert distckpt.verify(location).has_checksums
+        assert same_bits(loaded(location)[0], expected)
+        for path in before:
+            content = memory.cat(path)
+            memory.pipe(path, content[:-1] + bytes([content[-1] ^ 1]))
+            found = [problem.file for problem in distckpt.verify(location).problems]
+            assert any(file.endswith(path) for file in found), path
+            memory.pipe(path, content)
+        memory.rm(f"/seal-{name}", recursive=True)
+
+
+def test_shards_of_hugging_face_are_consolidated_as_sealed(tmp_path):
+    from distckpt.hf import consolidate_safetensors_files_on_every_rank
+
+    shards = tmp_path / "shards"
+    state = {"w": torch.arange(6.0).view(2, 3)}
+    with pytest.warns(UserWarning, match="torch.distributed"):
+        dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(shards, save_distributed=True))
+    distckpt.seal(shards)
+    [path] = shards.glob("*.safetensors")
+    flip(path, position_of(path, state["w"]))
+    with pytest.raises(ValueError, match=r"'w'.*sealed"):
+        consolidate_safetensors_files_on_every_rank(str(shards), str(tmp_path / "out"), {"w": 1})
