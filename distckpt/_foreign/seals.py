@@ -1,4 +1,4 @@
-"""Seals: the checksums of another program's files, in one more file beside them.
+"""Seals: checksums of another program's files, in a file beside them.
 
 A seal is a manifest of files. Each has two keys, both tensors of its bytes: the chunks of one are
 the pieces that the reader of the format describes, those of the other are the bytes between them.
@@ -168,7 +168,7 @@ class Seal:
 
 
 def changed(seal: Seal, problems: Sequence[Problem]) -> CorruptCheckpointError:
-    """Return the error about a directory that has changed since it was sealed."""
+    """Return the error about a sealed directory that has changed."""
     named = [f"{problem.file!r} {problem.message}" for problem in problems[:_MAX_NAMED]]
     more = f"; and {len(problems) - _MAX_NAMED} more" * (len(problems) > _MAX_NAMED)
     return CorruptCheckpointError(
@@ -222,6 +222,11 @@ def read_sealed(reader: Reader, location: str) -> Manifest:
     if fields.get("format") != reader.name:
         kind = f"is one of {reader.name!r} now, no longer of {fields.get('format')!r}"
         raise changed(seal, [Problem(home, kind)])
+    if holds_no_pieces(manifest):
+        # What is decoded has checksums of its own in most such formats; `verify` compares all.
+        if problems := seal.changed_files():
+            raise changed(seal, problems)
+        return manifest.replaced(origin={**(manifest.origin or {}), "seal": prefix})
     # The same description was made of the same bytes between the pieces.
     is_same = fields.get("description") == description_of(manifest)
     if not (is_same and reader.name in _DESCRIBED_WHOLLY):
@@ -235,6 +240,11 @@ def _checked_seal(home: str, names: tuple[str, ...]) -> Seal | None:
     if seal is not None:
         seal.check(names, holds_pieces=False)
     return seal
+
+
+def holds_no_pieces(manifest: Manifest) -> bool:
+    """Return whether files have no tensors as bytes, since they are decoded."""
+    return "decoded" in (manifest.origin or {})
 
 
 def description_of(manifest: Manifest) -> str:
@@ -264,7 +274,7 @@ def check_rest(
 
 
 def home_of(location: str, manifest: Manifest) -> tuple[str, str]:
-    """Return the directory of a seal, and the prefix of files in it.
+    """Return the directory of a seal, and the prefix of its files.
 
     Not the location: for a single file, and where `latest` names the folder of one of several
     saves.
@@ -278,12 +288,14 @@ def home_of(location: str, manifest: Manifest) -> tuple[str, str]:
     return location, ""
 
 
-def list_files(home: str, names: Iterable[str]) -> list[str]:
-    """Return the names of files in a directory, and in folders of `names`.
+def list_files(home: str, names: Iterable[str] | None) -> list[str]:
+    """Return the files directly in a directory, and in folders of `names`.
 
-    Other folders may hold other checkpoints.
+    Other folders may hold other checkpoints. None stands for all folders.
     """
-    folders = {name.partition("/")[0] for name in names if "/" in name}
+    folders = None
+    if names is not None:
+        folders = {name.partition("/")[0] for name in names if "/" in name}
     if locations.is_local(home):
         present = list(_names_in(home, "", folders))
     else:
@@ -293,7 +305,7 @@ def list_files(home: str, names: Iterable[str]) -> list[str]:
         first, slash, _ = name.partition("/")
         # The seal, or one that is being written.
         is_seal = name.rpartition("/")[2].removeprefix(".").startswith(SEAL_NAME)
-        if (not slash or first in folders) and not is_seal:
+        if not is_seal and (not slash or folders is None or first in folders):
             listed.append(name)
     return listed
 

@@ -278,9 +278,10 @@ def _check_content(
 def check_beside(
     location: str, manifest: Manifest | None, mode: str, num_threads: int | None
 ) -> tuple[list[Problem], int]:
-    """Check what a seal covers and no key has; return the bytes read, too.
+    """Check what a seal covers and no key has.
 
-    Without a manifest, since the checkpoint cannot be opened: all that the seal covers.
+    Without a manifest, since the checkpoint cannot be opened: all that it covers. Return the bytes
+    read, too.
     """
     checked: tuple[list[Problem], int] = ([], 0)
     if manifest is None or "seal" in (manifest.origin or {}):

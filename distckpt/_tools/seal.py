@@ -1,4 +1,4 @@
-"""Sealing: checksums for a checkpoint that another program wrote, without changing its files."""
+"""Sealing: checksums for a checkpoint that another program wrote."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from distckpt._foreign.seals import (
     Seal,
     changed,
     description_of,
+    holds_no_pieces,
     home_of,
     list_files,
     read_seal,
@@ -140,10 +141,12 @@ def _check_is_same(made: Seal, num_threads: int | None, progress: Progress | Non
 
 
 def _make(stored: StoredCheckpoint, num_threads: int | None, progress: Progress | None) -> Seal:
-    """Read all files of a checkpoint, which nothing may write, and return their seal."""
+    """Read all files of a checkpoint, and return their seal."""
     home, prefix = home_of(stored.location, stored.manifest)
-    read = {file.name[len(prefix) :] for file in stored.manifest.files}
-    names = sorted({*list_files(home, read), *read})
+    read = None
+    if not holds_no_pieces(stored.manifest):
+        read = {file.name[len(prefix) :] for file in stored.manifest.files}
+    names = sorted({*list_files(home, read), *(read or ())})
     paths = [locations.join(home, *name.split("/")) for name in names]
     states = states_of(paths, locations.listed_states(home))
     time.sleep(seconds_until_settled(states.values(), time.time()))
@@ -158,7 +161,7 @@ def _make(stored: StoredCheckpoint, num_threads: int | None, progress: Progress 
     checksums = _checksums(StoredCheckpoint(home, unhashed), num_threads, progress)
     check_files(stored)
     written = changed_file(home, states)
-    if written is None and names != sorted({*list_files(home, read), *read}):
+    if written is None and names != sorted({*list_files(home, read), *(read or ())}):
         written = home
     if written is not None:
         raise written_to(written)
@@ -181,6 +184,8 @@ def _manifest_of_files(stored: StoredCheckpoint, files: list[ShardFile], prefix:
     sizes = np.array([file.num_bytes for file in files], np.int64)
     numbers = {file.name: number for number, file in enumerate(files)}
     pieces = stored.manifest.all_chunks
+    if holds_no_pieces(stored.manifest):
+        pieces = ChunkTable.empty()
     ids = np.array([numbers[file.name[len(prefix) :]] for file in pieces.files], np.int64)
     rows = np.flatnonzero(pieces.num_bytes)
     columns = (ids[pieces.file_ids[rows]], pieces.first_bytes[rows], pieces.num_bytes[rows])
@@ -190,7 +195,8 @@ def _manifest_of_files(stored: StoredCheckpoint, files: list[ShardFile], prefix:
     all_ids = np.concatenate([np.arange(num_files), file_ids])
     ends = np.concatenate([np.zeros(num_files, np.int64), stops])
     order = np.lexsort((ends, all_ids))
-    rest_ids, rest_starts = all_ids[order], ends[order]
+    rest_ids = all_ids[order]
+    rest_starts = ends[order]
     rest_stops = sizes[rest_ids].copy()
     is_before = np.flatnonzero(rest_ids[1:] == rest_ids[:-1])
     rest_stops[is_before] = starts
