@@ -216,12 +216,16 @@ def read_sealed(reader: Reader, location: str) -> Manifest:
     home, prefix = home_of(location, manifest)
     if home != location:
         seal = _checked_seal(home, names)
-    if seal is None:
-        return manifest
+    return manifest if seal is None else _compared(seal, manifest, prefix, names)
+
+
+def _compared(seal: Seal, manifest: Manifest, prefix: str, names: tuple[str, ...]) -> Manifest:
+    """Compare a description with a seal, and return it with checksums."""
     fields = seal.manifest.origin or {}
-    if fields.get("format") != reader.name:
-        kind = f"is one of {reader.name!r} now, no longer of {fields.get('format')!r}"
-        raise changed(seal, [Problem(home, kind)])
+    name = (manifest.origin or {})["format"]
+    if fields.get("format") != name:
+        kind = f"is one of {name!r} now, no longer of {fields.get('format')!r}"
+        raise changed(seal, [Problem(seal.home, kind)])
     if holds_no_pieces(manifest):
         # What is decoded has checksums of its own in most such formats; `verify` compares all.
         if problems := seal.changed_files():
@@ -229,7 +233,7 @@ def read_sealed(reader: Reader, location: str) -> Manifest:
         return manifest.replaced(origin={**(manifest.origin or {}), "seal": prefix})
     # The same description was made of the same bytes between the pieces.
     is_same = fields.get("description") == description_of(manifest)
-    if not (is_same and reader.name in _DESCRIBED_WHOLLY):
+    if not (is_same and name in _DESCRIBED_WHOLLY):
         seal.check(names, holds_pieces=True)
     return seal.attached(manifest, prefix)
 
