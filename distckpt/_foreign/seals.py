@@ -46,7 +46,7 @@ _MAX_NAMED = 5
 _NEAR_BYTES = 64 << 10
 """Bytes that one read spans: what lies between the blocks is mostly read by others."""
 _DESCRIBED_WHOLLY = (HUGGING_FACE.name, TORCH_DIST.name)
-"""Formats whose readers look only at pieces once they have described the files that have some."""
+"""Formats whose readers look only at pieces after the description."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ DEEPSPEED = ForeignFormat(
 )
 
 SEAL_NAME = "distckpt.seal"
-"""The file with checksums: other programs look for their own names, and endings such as .pt."""
+"""Name of the file with checksums. Other programs look for their own names and endings."""
 
 FORMATS: dict[str, ForeignFormat] = {
     known.name: known for known in (HUGGING_FACE, TORCH_DIST, DEEPSPEED)

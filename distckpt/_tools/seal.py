@@ -146,7 +146,7 @@ def _make(stored: StoredCheckpoint, num_threads: int | None, progress: Progress 
     read = None
     if not holds_no_pieces(stored.manifest):
         read = {file.name[len(prefix) :] for file in stored.manifest.files}
-    names = sorted({*list_files(home, read), *(read or ())})
+    names = _names_at(home, read)
     paths = [locations.join(home, *name.split("/")) for name in names]
     states = states_of(paths, locations.listed_states(home))
     time.sleep(seconds_until_settled(states.values(), time.time()))
@@ -161,12 +161,17 @@ def _make(stored: StoredCheckpoint, num_threads: int | None, progress: Progress 
     checksums = _checksums(StoredCheckpoint(home, unhashed), num_threads, progress)
     check_files(stored)
     written = changed_file(home, states)
-    if written is None and names != sorted({*list_files(home, read), *(read or ())}):
+    if written is None and names != _names_at(home, read):
         written = home
     if written is not None:
         raise written_to(written)
     chunks = unhashed.all_chunks._replace(block_checksums=checksums)
     return Seal(home, unhashed.replaced(chunks=chunks, has_checksums=True))
+
+
+def _names_at(home: str, read: set[str] | None) -> list[str]:
+    """Return the names of all files to seal, those that are read among them."""
+    return sorted({*list_files(home, read), *(read or ())})
 
 
 def _check_name(home: str, name: str) -> None:
@@ -182,7 +187,8 @@ def _manifest_of_files(stored: StoredCheckpoint, files: list[ShardFile], prefix:
     """Return the manifest of a seal, see `Seal`, without checksums."""
     num_files = len(files)
     sizes = np.array([file.num_bytes for file in files], np.int64)
-    numbers = {file.name: number for number, file in enumerate(files)}
+    names = [file.name for file in files]
+    numbers = dict(zip(names, range(num_files), strict=True))
     pieces = stored.manifest.all_chunks
     if holds_no_pieces(stored.manifest):
         pieces = ChunkTable.empty()
@@ -205,7 +211,6 @@ def _manifest_of_files(stored: StoredCheckpoint, files: list[ShardFile], prefix:
     is_rest = rest_stops > rest_starts
     rest = (rest_ids[is_rest], rest_starts[is_rest], rest_stops[is_rest])
     both = [np.concatenate(pair) for pair in zip(rest, (file_ids, starts, stops), strict=True)]
-    names = [file.name for file in files]
     table = ChunkTable.empty()._replace(
         files=files,
         key_ids=np.concatenate([rest[0], file_ids + num_files]),
