@@ -108,7 +108,7 @@ BUDGETS = {
     'free "what" per 1,000 words': 0.1,
     'free "what" per 1,000 words of pages': 1,
     "docstrings that begin with What, How, Of, That, Whose, Where": 0,
-    f"docstrings whose first sentence has over {MAX_WORDS} words": 30,
+    f"docstrings whose first sentence has over {MAX_WORDS} words": 31,
     "comprehensions per 1,000 lines": 39.2,
     "conditional expressions per 1,000 lines": 8.8,
     "parallel assignments per 1,000 lines": 0.1,

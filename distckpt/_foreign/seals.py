@@ -2,8 +2,8 @@
 
 A seal is a manifest of files. Each has two keys, both tensors of its bytes: the chunks of one are
 the pieces that the reader of the format describes, those of the other are the bytes between them.
-Reads compare the blocks of pieces that they touch, as they do in checkpoints of distckpt. What the
-reader itself goes by is compared when it has read it.
+Reads compare the blocks of pieces that they touch, as they do in checkpoints of distckpt. The
+files that describe the others are compared before.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from distckpt._storage.open_files import OpenFiles
 _VERSION = 1
 _MAX_NAMED = 5
 _NEAR_BYTES = 64 << 10
-"""Bytes that one read spans: what lies between the blocks is mostly read by others."""
+"""Bytes that one read spans, gaps between blocks included."""
 _DESCRIBED_WHOLLY = (HUGGING_FACE.name, TORCH_DIST.name)
 """Formats whose readers look only at pieces after the description."""
 
@@ -55,8 +55,8 @@ class Seal:
 
     Attributes:
         home: path or URL of the directory.
-        manifest: its files. Key i is what lies between the pieces of file i, key n + i the pieces
-            in it; `origin` has the format, and the checksum of its reader's description.
+        manifest: its files. Key i has the bytes between the pieces of file i, key n + i the
+            pieces; `origin` has the format, and the checksum of its reader's description.
     """
 
     home: str
@@ -227,7 +227,7 @@ def _compared(seal: Seal, manifest: Manifest, prefix: str, names: tuple[str, ...
         kind = f"is one of {name!r} now, no longer of {fields.get('format')!r}"
         raise changed(seal, [Problem(seal.home, kind)])
     if holds_no_pieces(manifest):
-        # What is decoded has checksums of its own in most such formats; `verify` compares all.
+        # Most such formats have checksums of their own; `verify` compares all.
         if problems := seal.changed_files():
             raise changed(seal, problems)
         return manifest.replaced(origin={**(manifest.origin or {}), "seal": prefix})
@@ -259,7 +259,7 @@ def description_of(manifest: Manifest) -> str:
 def check_rest(
     location: str, manifest: Manifest | None, mode: str, num_threads: int | None
 ) -> tuple[list[Problem], int]:
-    """Check what is sealed and no key has; everything without a manifest."""
+    """Check the sealed bytes of no key; all bytes without a manifest."""
     home = location if manifest is None else home_of(location, manifest)[0]
     try:
         seal = read_seal(home)

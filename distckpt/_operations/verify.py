@@ -278,7 +278,7 @@ def _check_content(
 def check_beside(
     location: str, manifest: Manifest | None, mode: str, num_threads: int | None
 ) -> tuple[list[Problem], int]:
-    """Check what a seal covers and no key has.
+    """Check the bytes that a seal covers and no key has.
 
     Without a manifest, since the checkpoint cannot be opened: all that it covers. Return the bytes
     read, too.
