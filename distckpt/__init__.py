@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from distckpt._operations.verify import VerifyReport, verify
     from distckpt._tools.diff import DiffReport, diff
     from distckpt._tools.reshard import ReshardReport, reshard
+    from distckpt._tools.seal import SealReport, seal
     from distckpt.manager._checkpoint_manager import CheckpointManager
     from distckpt.manager._listing import CheckpointInfo, list_checkpoints
     from distckpt.manager._preemption import PreemptionGuard
@@ -97,6 +98,7 @@ __all__ = [
     "SaveHandle",
     "SaveOptions",
     "SaveReport",
+    "SealReport",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
@@ -119,6 +121,7 @@ __all__ = [
     "reserve_staging_memory",
     "reshard",
     "save",
+    "seal",
     "verify",
 ]
 
@@ -169,6 +172,8 @@ _HOMES = {
     "reshard": "_tools.reshard",
     "Route": "_move.route",
     "save": "_operations.save",
+    "SealReport": "_tools.seal",
+    "seal": "_tools.seal",
     "VerifyReport": "_operations.verify",
     "verify": "_operations.verify",
     "LoadReport": "_base.options",

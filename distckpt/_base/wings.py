@@ -13,6 +13,7 @@ Wing: TypeAlias = Literal[
     "jax",
     "memory",
     "orbax",
+    "seals",
     "state_dicts",
     "torch_dist",
 ]
@@ -24,6 +25,7 @@ _WINGS: dict[Wing, str] = {
     "jax": "distckpt.jax._rules",
     "memory": "distckpt._move.verify_live",
     "orbax": "distckpt._foreign.orbax.reader",
+    "seals": "distckpt._foreign.seals",
     "state_dicts": "distckpt._foreign.state_dicts.names",
     "torch_dist": "distckpt._foreign.torch_dist.reader",
 }

@@ -161,7 +161,7 @@ def reading_unchanged(ranks: Ranks, checkpoints: Sequence[StoredCheckpoint]) -> 
     """
     with reading(ranks, checkpoints):
         yield
-    if not all(stored.manifest.has_checksums for stored in checkpoints):
+    if not all(stored.manifest.origin is None for stored in checkpoints):
         _raise_if_changed(ranks, checkpoints, None)
 
 
@@ -195,7 +195,7 @@ def _replacement_of(stored: StoredCheckpoint) -> CheckpointingException:
 
     The rank that looks knows the replaced file.
     """
-    if stored.manifest.has_checksums:
+    if stored.manifest.origin is None:
         return replaced(stored.location)
     return written_to(_changed_name(stored.location, stored.states))
 

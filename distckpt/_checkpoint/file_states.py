@@ -78,14 +78,14 @@ def _states_within(location: str, names: tuple[str, ...]) -> dict[str, FileState
         for path, state in locations.listed_states(location).items():
             if locations.split(path)[0] == location:
                 inside[path] = state
-        return {path: inside[path] for path in _describing(inside, names)}
+        return {path: inside[path] for path in describing(inside, names)}
     if not locations.isdir(location):
         return states_of([location], {})
     paths = [locations.join(location, name) for name in locations.list_names(location)]
-    return states_of(_describing(paths, names), {})
+    return states_of(describing(paths, names), {})
 
 
-def _describing(paths: Iterable[str], names: tuple[str, ...]) -> list[str]:
+def describing(paths: Iterable[str], names: tuple[str, ...]) -> list[str]:
     if names:
         return [path for path in paths if path.endswith(names)]
     return [path for path in paths if not path.endswith(_LOGS)]

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
@@ -23,7 +23,7 @@ from distckpt._checkpoint.stored_pieces import Reader
 from distckpt._commit.presence import check_marker
 from distckpt._format.checksum import checksum
 from distckpt._format.chunk_table import ChunkTable
-from distckpt._format.foreign_formats import FORMATS, is_export
+from distckpt._format.foreign_formats import FORMATS, SEAL_NAME, is_export
 from distckpt._format.manifest import MANIFEST_NAME, MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.manifest_reading import joined, manifest_from_bytes
 from distckpt._format.marker import CONFIG_FNAME, read_file, read_marker, replaced
@@ -123,6 +123,11 @@ def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, A
                 config = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION}
                 return {**config, "manifest": None, "reader": reader.name}
     if marker is None:
+        if locations.exists(locations.join(location, SEAL_NAME)):
+            raise CorruptCheckpointError(
+                f"{location!r} was sealed, and is no checkpoint any more: distckpt verify names "
+                f"the files that are missing. Restore them, or remove {SEAL_NAME!r}."
+            )
         return check_marker(None, location)
     return marker
 
@@ -163,12 +168,15 @@ def _reader_named(name: Any, location: str) -> Reader:
     return reader
 
 
-def _describe(location: str, marker: Mapping[str, Any], states: dict[str, FileState]) -> Manifest:
+def _describe(
+    location: str, marker: Mapping[str, Any], states: dict[str, FileState], verify: bool
+) -> Manifest:
     """Let the reader of another format make a manifest, see `describe`."""
     reader = _reader_named(marker.get("reader"), location)
     names = FORMATS[reader.name].names if reader.name in FORMATS else ()
+    read = partial(wing("seals").read_sealed, reader) if verify else reader.manifest
     with naming_reader(reader, location):
-        manifest = describe(location, reader.manifest, states, names)
+        manifest = describe(location, read, states, names)
         if COMMON_KEY in manifest.keys and reader.name not in _RESERVED_NAMES:
             raise CheckpointingException(
                 f"The reader of {reader.name!r} gives an object of {location!r} the key "
@@ -209,7 +217,7 @@ def check_is_unchanged(stored: StoredCheckpoint) -> None:
         # A checkpoint of another format has no marker that would tell.
         reader = _reader_named(fields.get("reader"), location)
         with naming_reader(reader, location):
-            is_same = reader.is_unchanged(stored)
+            is_same = stored.manifest.has_checksums or reader.is_unchanged(stored)
     else:
         is_same = fields["manifest"] == stored.marker.get("manifest")
     if not is_same:
@@ -305,7 +313,7 @@ def find_checkpoint(
         fields = identify(location, marker)
         data = b""
         if fields.get("manifest", {}) is None:
-            data = _describe(location, fields, states).to_bytes()
+            data = _describe(location, fields, states, verify).to_bytes()
         elif is_built_in(fields):
             data = manifest_bytes(location, fields)
         return json.dumps([location, fields]).encode() + b"\n" + data

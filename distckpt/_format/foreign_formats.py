@@ -66,6 +66,9 @@ ORBAX = ForeignFormat(
     names=("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", "_strings.json"),
 )
 
+SEAL_NAME = "distckpt.seal"
+"""Name of the file with checksums. Other programs look for their own names and endings."""
+
 FORMATS: dict[str, ForeignFormat] = {
     known.name: known for known in (HUGGING_FACE, TORCH_DIST, DEEPSPEED, ORBAX)
 }

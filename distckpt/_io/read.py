@@ -463,10 +463,15 @@ def _mismatch(reading: Reading, unit: list[Span], number: int) -> CorruptCheckpo
     stop = min(start + block, first + int(manifest.num_bytes[chunk]))
     key = stored.key_of(chunk)
     name = "common state" if key == COMMON_KEY else f"key {key!r}"
+    event = "the save"
+    way = ""
+    if manifest.origin is not None:
+        event = "it was sealed"
+        way = " If that was meant to be, seal it again (--overwrite)."
     return CorruptCheckpointError(
         f"Checksum mismatch in {stored.path_of(chunk)!r}, bytes {start} to {stop}: chunk "
-        f"{manifest.chunk_region(chunk)} of {name} was damaged or replaced after the save. Restore "
-        "the file from a copy or load another checkpoint."
+        f"{manifest.chunk_region(chunk)} of {name} was damaged or replaced after {event}. Restore "
+        f"the file from a copy or load another checkpoint.{way}"
     )
 
 

@@ -74,7 +74,7 @@ class Checkpoint(SaysOtherNames):
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[Any, ...]]:
         """Open the same checkpoint again where it is unpickled."""
         marker = None
-        if self._stored.manifest.has_checksums:
+        if self._stored.manifest.origin is None:
             marker = self._stored.marker
         return _open_again, (self.location, self._as_stored, marker)
 

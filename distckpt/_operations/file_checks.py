@@ -78,7 +78,8 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
         return Problem(path, str(error))
     except OSError as error:
         return _unreadable(path, error)
-    if stored.manifest.has_checksums and checksum(header) != expected.header_checksum:
+    compares = stored.manifest.has_checksums and expected.header_bytes
+    if compares and checksum(header) != expected.header_checksum:
         is_all_header = expected.header_bytes == expected.num_bytes
         text = "checksum mismatch" if is_all_header else "checksum mismatch in the header"
         return Problem(path, text, first_byte=0, stop_byte=expected.header_bytes)
@@ -89,7 +90,8 @@ def _unreadable(path: str, error: OSError) -> Problem:
     return Problem(path, f"cannot be read: {error.strerror or error}")
 
 
-def _default_threads(location: str) -> int:
+def default_threads(location: str) -> int:
+    """Return the number of threads that read whole checkpoints."""
     # Verified files are mostly not in memory: four threads read them faster than one per core.
     return max(_DISK_THREADS, num_threads_at(location))
 
@@ -175,7 +177,7 @@ def _readable_checksums(
         except OSError as error:
             unread.append(_unreadable(stored.path_of_file(holder), error))
 
-    run_threads(read, missing, num_threads or _default_threads(stored.location))
+    run_threads(read, missing, num_threads or default_threads(stored.location))
     return known, unread
 
 
@@ -215,10 +217,10 @@ def units_of_blocks(blocks: Blocks, location: str) -> Iterator[range]:
 
     The blocks of a range are near each other.
     """
-    return _cut(blocks, range(len(blocks.starts)), unit_bytes_at(location))
+    return cut(blocks, range(len(blocks.starts)), unit_bytes_at(location))
 
 
-def _cut(blocks: Blocks, numbers: range, max_bytes: int) -> Iterator[range]:
+def cut(blocks: Blocks, numbers: range, max_bytes: int) -> Iterator[range]:
     """Cut a range of blocks into ranges of one file.
 
     Each spans at most `max_bytes`, or is one block.
@@ -259,7 +261,7 @@ def check_units(
         num_read.append(num_of_unit)
         add_bytes(num_of_unit)
 
-    num_threads = num_threads or _default_threads(stored.location)
+    num_threads = num_threads or default_threads(stored.location)
     # Threads that read far apart would decode the same chunks several times.
     run_threads(check, units, num_threads, in_stretches=locations.is_local(stored.root))
     return sorted(bad), sum(num_read)
@@ -272,7 +274,7 @@ def _check_unit(
     bad: list[BadBlock] = []
     num_read = 0
     try:
-        for numbers, data in _read_blocks(stored, blocks, unit):
+        for numbers, data in read_blocks(stored, blocks, unit):
             bad += _compare(blocks, numbers, data)
             num_read += len(data)
     except (CorruptCheckpointError, OSError) as error:
@@ -333,7 +335,7 @@ def describe_blocks(
     return problems
 
 
-def _read_blocks(
+def read_blocks(
     stored: StoredCheckpoint, blocks: Blocks, unit: range
 ) -> Iterator[tuple[range, Bytes]]:
     """Yield the blocks of a unit with their bytes.
@@ -349,7 +351,7 @@ def _read_blocks(
         return
     file_size(path)  # raises where this is no file
     with stored.files.open(path) as fd:
-        for numbers in _cut(blocks, unit, PIECE_BYTES):
+        for numbers in cut(blocks, unit, PIECE_BYTES):
             start, stop = _place_of(blocks, numbers)
             buffer = bounce_buffer("read", stop - start)
             yield numbers, buffer[: read_into(fd, [buffer], start)]

@@ -25,7 +25,8 @@ from distckpt._checkpoint.consistent_read import ReadAttempt, read_attempts
 from distckpt._checkpoint.opening import identify, open_checkpoint
 from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._commit.conditional_put import stray_files
-from distckpt._format.manifest import FINGERPRINTS, NO_FINGERPRINT, is_manifest_name
+from distckpt._format.foreign_formats import SEAL_NAME
+from distckpt._format.manifest import FINGERPRINTS, NO_FINGERPRINT, Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._operations.file_checks import (
@@ -175,7 +176,10 @@ def _verify(
 
 def unopened_report(location: str, mode: str, problem: Problem, seconds: float) -> VerifyReport:
     """Return the report of a checkpoint that cannot be opened."""
-    return VerifyReport(location, mode, (problem,), True, 0, 0, 0, 0, seconds)
+    problems = [problem]
+    if locations.exists(locations.join(location, SEAL_NAME)):
+        problems = check_beside(location, None, mode, None)[0] or problems
+    return VerifyReport(location, mode, tuple(problems), True, 0, 0, 0, 0, seconds)
 
 
 class Checked(NamedTuple):
@@ -247,7 +251,9 @@ def _check_content(
     with open_files:
         # 1. Files are there, have their sizes, and begin with the headers that were written.
         problems = check_files(stored, range(len(files)), num_threads)
-        num_bytes = sum(file.header_bytes for file in files)
+        beside, num_bytes = check_beside(stored.location, stored.manifest, mode, num_threads)
+        problems += not_in(problems, beside)
+        num_bytes += sum(file.header_bytes for file in files)
         if mode == "fast":
             return Checked(problems, num_bytes)
         # 2. Blocks have their checksums.
@@ -267,6 +273,20 @@ def _check_content(
         # 3. Tensors have the fingerprints that they had in memory.
         problems = _check_fingerprints(stored, keys, counter.add)
         return Checked(problems, num_bytes + tensor_bytes, len(keys))
+
+
+def check_beside(
+    location: str, manifest: Manifest | None, mode: str, num_threads: int | None
+) -> tuple[list[Problem], int]:
+    """Check the bytes that a seal covers and no key has.
+
+    Without a manifest, since the checkpoint cannot be opened: all that it covers. Return the bytes
+    read, too.
+    """
+    checked: tuple[list[Problem], int] = ([], 0)
+    if manifest is None or "seal" in (manifest.origin or {}):
+        checked = wing("seals").check_rest(location, manifest, mode, num_threads)
+    return checked
 
 
 def keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:

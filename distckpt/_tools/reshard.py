@@ -232,7 +232,7 @@ class _Rewriting(ShardSave):
 
     def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
         # One with checksums was compared with them while it was read.
-        if self.source is not None and not self.source.manifest.has_checksums:
+        if self.source is not None and self.source.manifest.origin is not None:
             check_is_unchanged(self.source)
         return super().complete(checkpoint_dir, told)
 

@@ -181,7 +181,7 @@ def plan_reshard(ranks: Ranks, stored: StoredCheckpoint, request: ReshardRequest
     options = request.options
     notes = _notes_of(stored, options)
     with ranks.phase("plan the new checkpoint") as vote:
-        if request.is_in_place and not stored.manifest.has_checksums:
+        if request.is_in_place and stored.manifest.origin is not None:
             # Its files would stay.
             raise CheckpointingException(
                 f"A checkpoint of another format cannot be rewritten in its own place "

@@ -86,6 +86,14 @@ def verify(parser: ArgumentParser) -> None:
     _add_reading_parts(parser)
 
 
+def seal(parser: ArgumentParser) -> None:
+    parser.add_argument("path", help="a directory that another program wrote: a path or URL")
+    _add_flag(parser, "--overwrite", "replace a seal whose files have changed since")
+    parser.add_argument(
+        "--jobs", type=positive, help="threads (default: 4, or 10 on an object store)"
+    )
+
+
 def stats(parser: ArgumentParser) -> None:
     parser.add_argument(
         "path", help="a checkpoint, or a folder of safetensors files: a path or URL"

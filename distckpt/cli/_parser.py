@@ -56,6 +56,7 @@ VERBS = (
     Verb("inspect", "Show the content of a checkpoint and which ranks wrote it.", "inspect"),
     Verb("cat", "Print values of a tensor or an object, or save them for numpy.", "cat"),
     Verb("verify", "Check that a checkpoint is complete and undamaged.", "verify", error_code=2),
+    Verb("seal", "Store the checksums of another program's checkpoint beside it.", "seal"),
     Verb("stats", "Norm, extremes, NaN and zeros of each tensor.", "stats", error_code=2),
     Verb(
         "diff",

@@ -17,8 +17,10 @@ from distckpt._base.messages import summarize_keys
 from distckpt._base.options import ExportOptions, check_switch, with_changes
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.file_states import describe
-from distckpt._foreign.hugging_face import read_directory
+from distckpt._foreign.hugging_face import HuggingFaceReader, read_directory
+from distckpt._foreign.seals import read_sealed
 from distckpt._format.foreign_formats import HUGGING_FACE
+from distckpt._format.manifest import Manifest
 from distckpt._format.manifest_reading import manifest_from_bytes
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.tensor_source import TensorSource
@@ -277,5 +279,12 @@ def _open_shards(ranks: Ranks, location: str) -> StoredCheckpoint:
 
 
 def _describe_shards(location: str, states: dict[str, FileState]) -> bytes:
-    read_manifest = partial(read_directory, require_sharding_info=True)
+    read_manifest = partial(read_sealed, _ShardsReader())
     return describe(location, read_manifest, states, HUGGING_FACE.names).to_bytes()
+
+
+class _ShardsReader(HuggingFaceReader):
+    """Reads folders of shards, all of which must have positions."""
+
+    def manifest(self, location: str) -> Manifest:
+        return read_directory(location, require_sharding_info=True)

@@ -195,7 +195,7 @@ def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: s
         registered = registered_strategy(location, checkpoint.marker)
         registered.remove_sharded_tensors(location, key_prefix)
         return
-    if not checkpoint.manifest.has_checksums:
+    if checkpoint.manifest.origin is not None:
         raise CheckpointingException(f"{location!r} was not written by distckpt: convert it first.")
     manifest = checkpoint.manifest
     removed = []

@@ -45,6 +45,7 @@ from distckpt._operations.fingerprint import fingerprints_of, window_number
 from distckpt._operations.verify import (
     Checked,
     VerifyReport,
+    check_beside,
     describe_fingerprints,
     keys_with_fingerprints,
     open_or_describe,
@@ -245,6 +246,12 @@ class _VerifyWork(Work):
                     run = self._of_files[number]
                     problems = check_files(stored, run, self._num_threads)
                     num_bytes = sum(self._headers[run.start : run.stop])
+                    if run.stop == len(self._headers):
+                        beside, num_beside = check_beside(
+                            stored.location, stored.manifest, self._mode, self._num_threads
+                        )
+                        problems += not_in(problems, beside)
+                        num_bytes += num_beside
                     yield number, (list(map(vars, problems)), num_bytes)
                 elif number < num_checks:
                     run = self._of_spans[number - len(self._of_files)]
