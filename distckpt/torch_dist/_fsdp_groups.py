@@ -1,0 +1,127 @@
+"""Common state of Megatron Core as Megatron-FSDP stores it, and the way back.
+
+Megatron Core has a list of groups, and does not say which parameters are in each. Megatron-FSDP has
+the options of its group for each parameter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from distckpt._base.errors import CheckpointingException
+
+_GROUPS = "param_to_group_meta"
+_LEFT_OUT = ("rng_state", "rerun_state_machine", "content_metadata")
+"""Entries for one layout only: random states of ranks, and the version of the layout."""
+
+
+def gated_of(common: Mapping[Any, Any]) -> bool:
+    """Return whether MLPs are gated, as the arguments of the run say."""
+    args = common.get("args")
+    is_gated = getattr(args, "swiglu", None)
+    if is_gated is None:
+        raise CheckpointingException(
+            "The checkpoint does not tell whether MLPs are gated (SwiGLU): names and shapes are "
+            "the same, and it has no arguments of a run. Pass gated=True or False, or the names of "
+            "the modules with such MLPs (--gated, --no-gated)."
+        )
+    return bool(is_gated)
+
+
+def fsdp_common(
+    common: Mapping[Any, Any], trained: Sequence[str], shapes: Mapping[str, int], prefix: str
+) -> dict[Any, Any]:
+    """Return common state with the options of each trained parameter.
+
+    Args:
+        common: of Megatron Core.
+        trained: names of parameters.
+        shapes: the number of axes of each.
+        prefix: what Megatron-FSDP's optimizer puts before names.
+
+    Raises:
+        CheckpointingException: the group of a parameter cannot be told.
+    """
+    result = {key: value for key, value in common.items() if key not in _LEFT_OUT}
+    stored = result.pop("optimizer", None)
+    if stored is None:
+        return result
+    groups = list(_groups_of(stored))
+    options = {}
+    for name in trained:
+        group = _group_of(name, shapes[name], groups)
+        kept = {option: value for option, value in group.items() if option != "params"}
+        options[prefix + name] = kept
+    result["optimizer"] = {_GROUPS: options}
+    return result
+
+
+def _groups_of(state: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the groups of an optimizer, or of several that work together."""
+    if not isinstance(state, Mapping):
+        return
+    if "common_step" in (state.get("state") or {}):
+        raise CheckpointingException(
+            "The optimizer has its step beside its states, not in its groups, where that of "
+            "Megatron-FSDP looks for it: convert without the optimizer."
+        )
+    if "param_groups" in state:
+        yield from state["param_groups"]
+        return
+    for key, value in state.items():
+        if key == "optimizer" or isinstance(key, int):
+            yield from _groups_of(value)
+
+
+def _group_of(
+    name: str, num_axes: int, groups: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """Return the group of a parameter, as Megatron Core divides them.
+
+    Biases and vectors have no weight decay; experts of expert parallelism have groups of their own.
+    """
+    is_expert = re.search(r"\.experts\.", name) is not None
+    found = [group for group in groups if bool(group.get("is_expert_parallel")) == is_expert]
+    found = found or list(groups)
+    decays = name.endswith(".bias") is False and num_axes != 1
+    matching = [group for group in found if (group.get("wd_mult", 1.0) != 0) == decays]
+    matching = matching or found
+    first = matching[0] if matching else {}
+    if not matching or any(group != first for group in matching[1:]):
+        raise CheckpointingException(
+            f"Which of {len(groups)} groups of the optimizer {name!r} is in cannot be told: "
+            "Megatron Core does not store it, and weight decay and experts do not decide it. "
+            "Convert without the optimizer."
+        )
+    return first
+
+
+def core_common(common: Mapping[Any, Any], has_state: bool) -> dict[Any, Any]:
+    """Return common state with the groups of Megatron Core's optimizers.
+
+    Args:
+        common: of Megatron-FSDP.
+        has_state: whether there are states of parameters.
+    """
+    result = {key: value for key, value in common.items() if key not in _LEFT_OUT}
+    options = (result.pop("optimizer", None) or {}).get(_GROUPS, {})
+    groups: list[dict[str, Any]] = []
+    for group in options.values():
+        if group not in groups:
+            groups.append(dict(group))
+    if not groups or not has_state:
+        return result
+    dense = [group for group in groups if not group.get("is_expert_parallel")]
+    experts = [group for group in groups if group.get("is_expert_parallel")]
+    states = [_optimizer(of_kind) for of_kind in (dense, experts) if of_kind]
+    result["optimizer"] = states[0] if len(states) == 1 else dict(enumerate(states))
+    return result
+
+
+def _optimizer(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "optimizer": {"param_groups": groups},
+        "param_state_sharding_type": "fully_reshardable",
+    }
