@@ -17,7 +17,7 @@ from distckpt._base.memory import Bytes
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
-from distckpt._checkpoint.opening import check_is_unchanged, open_undisturbed
+from distckpt._checkpoint.opening import check_is_unchanged, open_undisturbed, opened
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
 from distckpt._format.manifest import OBJECT
@@ -29,6 +29,8 @@ from distckpt._ranks.collectives import Ranks, collective
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
 from distckpt.rules._mapped import MappedTensor, TensorSpec, crop
+from distckpt.rules._rule import Rule
+from distckpt.rules._rules import Assemble, Drop
 from distckpt.torch_dist._encode import TensorRecord, refuse_formless, write_object, write_tensor
 from distckpt.torch_dist._export import (
     check_place,
@@ -76,9 +78,10 @@ def convert_fsdp_dtensor(
     gated: bool | Sequence[str] | None = None,
     rename: Mapping[str, str] | None = None,
     local_experts: bool = False,
+    expert_parallel: bool = False,
     fuse: bool = False,
     sizes: Mapping[str, Mapping[str, int]] | None = None,
-    wrappers: int | None = None,
+    wrappers: int = 3,
     dtype: torch.dtype | None = None,
     with_optimizer: bool = True,
     overwrite: bool = False,
@@ -106,12 +109,14 @@ def convert_fsdp_dtensor(
             {"mtp.layers.0.transformer_layer.": "mtp.layers.0.mtp_model_layer."}.
         local_experts: whether Megatron-FSDP's experts are modules of their own
             (`local_experts.0.linear_fc1.weight`), not a grouped layer (`linear_fc1.weight0`).
+        expert_parallel: for the way back: whether the run that loads has expert parallelism. Megatron
+            Core has an optimizer of its own for experts then, Megatron-FSDP never.
         fuse: whether Megatron-FSDP has one input projection for a gated delta net or Mamba mixer.
             Otherwise its parts are entries, as in Megatron Core.
         sizes: for the way back from one projection: the end of its name -> the names of its parts,
             in their order, and their numbers of rows.
         wrappers: how often "module." stands before names of parameters in Megatron-FSDP's
-            optimizer; None for 3 if weights have 16 bits, else 2.
+            optimizer: 3 for runs in 16 bits (--bf16, --fp16), 2 for others.
         dtype: dtype of the model's weights, such as torch.bfloat16 for a `torch_dist` as Megatron
             Core writes it; None to keep 32 bits. The optimizer's weights keep them.
         with_optimizer: whether to convert the optimizer. Without it, weights are the 32-bit ones
@@ -131,7 +136,9 @@ def convert_fsdp_dtensor(
         RankFailedError: raised on all ranks when any rank failed; nothing is left then.
     """
     ranks = Ranks(process_group)
-    names = FsdpNames(gated, rename or {}, local_experts, fuse, sizes or {}, wrappers)
+    names = FsdpNames(
+        gated, rename or {}, local_experts, expert_parallel, fuse, sizes or {}, wrappers
+    )
     with ranks.phase("check the arguments", decision=True):
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype is a torch.dtype, such as torch.bfloat16, got {dtype!r:.100}.")
@@ -188,8 +195,24 @@ def plan_conversion(
         if not with_optimizer:
             mapped = _without_optimizer(mapped)
         has_state = any(key.startswith("optimizer.") for key in mapped)
-        return Conversion(mapped, core_common(common, has_state))
+        return Conversion(mapped, core_common(common, has_state, names.expert_parallel))
     return _to_fsdp(tensors, common, names, with_optimizer)
+
+
+def rewriting(source: str, names: Mapping[str, Any], with_optimizer: bool) -> dict[str, Any]:
+    """Return arguments of `reshard` that give Megatron-FSDP's checkpoint Megatron Core's names."""
+    location = locations.normalize(source)
+    with opened(Ranks.alone(), location) as stored:
+        conversion = plan_conversion(stored, "torch_dist", FsdpNames(**names), with_optimizer)
+        sources = {}
+        for mapped in conversion.tensors.values():
+            for part in mapped.parts:
+                sources[part.key] = stored.global_shape(part.key)
+        rules: list[Rule] = [Assemble(conversion.tensors, sources)]
+        for key in stored.manifest.key_index:
+            if not stored.is_object(key) and key not in sources:
+                rules.append(Drop(key, optional=True))
+    return {"source_dir": source, "rules": rules, "common_state": conversion.common}
 
 
 def _to_fsdp(

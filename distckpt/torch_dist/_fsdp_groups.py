@@ -6,7 +6,6 @@ the options of its group for each parameter.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -53,6 +52,9 @@ def fsdp_common(
     for name in trained:
         group = _group_of(name, shapes[name], groups)
         kept = {option: value for option, value in group.items() if option != "params"}
+        if "is_expert_parallel" in kept:
+            # Its parameters forget it, and a load refuses groups in which it differs.
+            kept["is_expert_parallel"] = False
         options[prefix + name] = kept
     result["optimizer"] = {_GROUPS: options}
     return result
@@ -82,7 +84,7 @@ def _group_of(
 
     Biases and vectors have no weight decay; experts of expert parallelism have groups of their own.
     """
-    is_expert = re.search(r"\.experts\.", name) is not None
+    is_expert = ".experts." in name
     found = [group for group in groups if bool(group.get("is_expert_parallel")) == is_expert]
     found = found or list(groups)
     decays = name.endswith(".bias") is False and num_axes != 1
@@ -98,25 +100,36 @@ def _group_of(
     return first
 
 
-def core_common(common: Mapping[Any, Any], has_state: bool) -> dict[Any, Any]:
+def core_common(
+    common: Mapping[Any, Any], has_state: bool, expert_parallel: bool
+) -> dict[Any, Any]:
     """Return common state with the groups of Megatron Core's optimizers.
 
     Args:
         common: of Megatron-FSDP.
         has_state: whether there are states of parameters.
+        expert_parallel: whether experts have an optimizer of their own.
     """
     result = {key: value for key, value in common.items() if key not in _LEFT_OUT}
     options = (result.pop("optimizer", None) or {}).get(_GROUPS, {})
-    groups: list[dict[str, Any]] = []
-    for group in options.values():
+    dense: list[dict[str, Any]] = []
+    experts: list[dict[str, Any]] = []
+    for name, stored in options.items():
+        group = dict(stored)
+        groups = dense
+        if expert_parallel and ".experts." in name:
+            groups = experts
+            group["is_expert_parallel"] = True
         if group not in groups:
-            groups.append(dict(group))
-    if not groups or not has_state:
-        return result
-    dense = [group for group in groups if not group.get("is_expert_parallel")]
-    experts = [group for group in groups if group.get("is_expert_parallel")]
-    states = [_optimizer(of_kind) for of_kind in (dense, experts) if of_kind]
-    result["optimizer"] = states[0] if len(states) == 1 else dict(enumerate(states))
+            groups.append(group)
+    states = []
+    for groups in (dense, experts):
+        # The order of Megatron Core: without weight decay comes last.
+        groups.sort(key=lambda group: group.get("wd_mult", 1.0) == 0)
+        if groups and has_state:
+            states.append(_optimizer(groups))
+    if states:
+        result["optimizer"] = states[0] if len(states) == 1 else dict(enumerate(states))
     return result
 
 

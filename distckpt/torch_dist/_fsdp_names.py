@@ -38,7 +38,11 @@ _FC1 = re.compile(
     r"linear_fc1\.(?:weight|bias)\d*$"
 )
 """The layers whose halves are apart if they are gated: the list of Megatron Core 0.16 to 0.20."""
-_EXPERT = re.compile(r"(.*\.experts)\.(?:local_experts\.(\d+)\.(.+)|(linear_fc\d\.(?:weight|bias))(\d+))")
+_LAYERS = re.compile(r"(.*\blayers)\.(?!\d+\.)(.+)")
+_EXPERTS = re.compile(r"(.*\.experts)\.experts\.(.+)")
+_EXPERT = re.compile(
+    r"(.*\.experts)\.(?:local_experts\.(\d+)\.(.+)|(linear_fc\d\.(?:weight|bias))(\d+))"
+)
 _FUSED = (
     ("query", "key", "value", "z", "beta", "alpha"),
     ("query", "key", "value"),
@@ -58,18 +62,20 @@ class FsdpNames:
             MLPs are.
         rename: text in the names of `torch_dist` -> text in those of `fsdp_dtensor`.
         local_experts: whether experts are modules of their own, not one grouped layer.
+        expert_parallel: whether Megatron Core has an optimizer of its own for experts.
         fuse: whether gated delta nets and Mamba mixers have one input projection.
         sizes: the end of a fused parameter's name -> its parts and their sizes, for the way back.
-        wrappers: how many modules are around the model in names of the optimizer; None for 3
-            (DDP, FSDP, Float16Module) if weights have 16 bits, else 2.
+        wrappers: how many modules are around the model in names of the optimizer: 3 with
+            Float16Module, else 2.
     """
 
     gated: bool | Sequence[str] | None = None
     rename: Mapping[str, str] = field(default_factory=dict)
     local_experts: bool = False
+    expert_parallel: bool = False
     fuse: bool = False
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    wrappers: int | None = None
+    wrappers: int = 3
 
     def is_gated(self, name: str) -> bool:
         """Whether a parameter is the first layer of a gated MLP."""
@@ -96,11 +102,7 @@ def fsdp_tensors(tensors: Tensors, names: FsdpNames) -> tuple[Mapped, list[str],
         CheckpointingException: the optimizer's state is in buckets, or names collide.
     """
     states = _states_of(tensors)
-    is_16_bit = any(tensors[key].dtype in ("BF16", "F16") for key in states.weights.values())
-    wrappers = names.wrappers
-    if wrappers is None:
-        wrappers = 3 if is_16_bit else 2
-    prefix = "module." * wrappers
+    prefix = "module." * names.wrappers
     main = {}
     for state in _MAIN_WEIGHTS:
         main |= states.of_optimizer.pop(state, {})
@@ -152,10 +154,9 @@ def _parameters(
 ) -> Iterator[tuple[str, MappedTensor]]:
     """Yield the parameters of a module, of tensors by the names that Megatron Core gives them."""
     apart = {name: identity(key, tensors[key]) for name, key in keys.items()}
-    for pattern, text in ((r"(.*\.layers)\.(?!\d+\.)(.+)", "{0}.{i}.{1}"),):
-        apart = dict(_unstacked(apart, re.compile(pattern), text))
+    apart = dict(_unstacked(apart, _LAYERS, "{0}.{i}.{1}"))
     text = "{0}.local_experts.{i}.{1}" if names.local_experts else "{0}.{1}{i}"
-    apart = dict(_unstacked(apart, re.compile(r"(.*\.experts)\.experts\.(.+)"), text))
+    apart = dict(_unstacked(apart, _EXPERTS, text))
     if names.fuse:
         apart = _fused(apart)
     for name, mapped in apart.items():

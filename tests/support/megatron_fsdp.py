@@ -294,7 +294,8 @@ def save_torch_dist(path, model, optimizer):
 def load_torch_dist(path, model, optimizer):
     warnings.simplefilter("ignore")
     state = torch_dist_state(model, optimizer, is_loading=True)
-    loaded = megatron(".dist_checkpointing").load(state, path)
-    model.module.module.load_state_dict(loaded["model"])
+    # Megatron-FSDP does not store the extra states of layers.
+    loaded = megatron(".dist_checkpointing").load(state, path, strict="log_unexpected")
+    model.module.module.load_state_dict(loaded["model"], strict=False)
     optimizer.load_state_dict(loaded["optimizer"])
     return loaded["iteration"]
