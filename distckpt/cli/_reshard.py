@@ -100,7 +100,9 @@ def _convert_fsdp(arguments: Namespace, output: Output) -> int:
             "--part and --without-common-state are not available with fsdp_dtensor: leave them out."
         )
     if arguments.names and arguments.to == "fsdp_dtensor":
-        raise CheckpointingException("--from fsdp_dtensor --to fsdp_dtensor: leave out one of them.")
+        raise CheckpointingException(
+            "--from fsdp_dtensor --to fsdp_dtensor: leave out one of them."
+        )
     names = {
         "gated": arguments.gated,
         "rename": dict(arguments.rename),

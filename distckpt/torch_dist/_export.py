@@ -283,9 +283,9 @@ def write_index(
         if name not in entries:
             entries[name] = record(_METADATA, "BytesStorageMetadata")
     storage = []
-    for name, first, *place in places:
+    for name, first, file, start, size in places:
         offset = None if first is None else torch.Size(first)
-        storage.append(_storage_entry(name, offset, *place))
+        storage.append(_storage_entry(name, offset, file, start, size))
     paths = {name: paths.get(name, (name,)) for name in entries}
     _write_pickle(_index(entries, paths, storage), directory, is_megatron)
 
@@ -327,9 +327,7 @@ def _metadata(stored: StoredCheckpoint, places: Mapping[int, _Place]) -> Call:
 
 def _chunk(region: Region) -> Call:
     sizes = torch.Size(region.shape)
-    return record(
-        _METADATA, "ChunkStorageMetadata", offsets=torch.Size(region.offset), sizes=sizes
-    )
+    return record(_METADATA, "ChunkStorageMetadata", offsets=torch.Size(region.offset), sizes=sizes)
 
 
 def _tensor_entry(dtype: torch.dtype, shape: tuple[int, ...], chunks: list[Call]) -> Call:

@@ -13,7 +13,6 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME, flat_bytes
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.memory import Bytes
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
@@ -251,9 +250,7 @@ def _without_optimizer(mapped: Mapping[str, MappedTensor]) -> dict[str, MappedTe
     return {key: value for key, value in mapped.items() if not key.startswith("optimizer.")}
 
 
-def _pieces_of(
-    tensors: Mapping[str, MappedTensor], dtype: torch.dtype | None
-) -> Iterator[_Piece]:
+def _pieces_of(tensors: Mapping[str, MappedTensor], dtype: torch.dtype | None) -> Iterator[_Piece]:
     """Yield blocks of rows of all tensors, by name."""
     for name in sorted(tensors):
         mapped = tensors[name]
@@ -335,7 +332,7 @@ def _write(
     return places
 
 
-def _values(source: TensorSource, piece: _Piece) -> Bytes:
+def _values(source: TensorSource, piece: _Piece) -> Any:
     if not piece.num_bytes:
         return b""
     values = torch.empty(piece.region.shape, dtype=FROM_NAME[piece.mapped.dtype])
@@ -344,8 +341,7 @@ def _values(source: TensorSource, piece: _Piece) -> Bytes:
     )
     whole = Region((0,) * len(piece.region.shape), piece.region.shape)
     source.read([Wanted(output, whole, values)])
-    data: Bytes = flat_bytes(values.to(piece.dtype)).numpy().data
-    return data
+    return flat_bytes(values.to(piece.dtype)).numpy().data
 
 
 def _write_index(

@@ -77,9 +77,7 @@ def _groups_of(state: Any) -> Iterator[Mapping[str, Any]]:
             yield from _groups_of(value)
 
 
-def _group_of(
-    name: str, num_axes: int, groups: Sequence[Mapping[str, Any]]
-) -> Mapping[str, Any]:
+def _group_of(name: str, num_axes: int, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the group of a parameter, as Megatron Core divides them.
 
     Biases and vectors have no weight decay; experts of expert parallelism have groups of their own.

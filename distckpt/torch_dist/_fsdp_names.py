@@ -103,7 +103,7 @@ def fsdp_tensors(tensors: Tensors, names: FsdpNames) -> tuple[Mapped, list[str],
     """
     states = _states_of(tensors)
     prefix = "module." * names.wrappers
-    main = {}
+    main: dict[str, str] = {}
     for state in _MAIN_WEIGHTS:
         main |= states.of_optimizer.pop(state, {})
     result: Mapped = {}

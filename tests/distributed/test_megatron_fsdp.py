@@ -97,7 +97,9 @@ def test_training_goes_on_with_equal_losses_in_both_directions(tmp_path, options
         in_core, in_fsdp = before
         if options:
             # Programs add the gradients of experts in another order: each goes on as the other was.
-            assert after == (in_fsdp, in_core) or after == pytest.approx((in_fsdp, in_core), abs=1e-3)
+            assert after == (in_fsdp, in_core) or after == pytest.approx(
+                (in_fsdp, in_core), abs=1e-3
+            )
         else:
             assert in_core == in_fsdp
             assert after == (in_fsdp, in_core)
