@@ -18,7 +18,7 @@ from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import check_is_unchanged, open_undisturbed, opened
 from distckpt._commit import posix
-from distckpt._commit.output import OutputSettings, new_output
+from distckpt._commit.output import Output, OutputSettings, new_output
 from distckpt._format.manifest import OBJECT
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
@@ -38,7 +38,13 @@ from distckpt.torch_dist._export import (
     write_index,
 )
 from distckpt.torch_dist._fsdp_groups import core_common, fsdp_common, gated_of
-from distckpt.torch_dist._fsdp_names import MODEL_PREFIX, FsdpNames, core_tensors, fsdp_tensors
+from distckpt.torch_dist._fsdp_names import (
+    MODEL_PREFIX,
+    FsdpNames,
+    core_tensors,
+    fsdp_tensors,
+    is_bucket,
+)
 
 Layout = Literal["fsdp_dtensor", "torch_dist"]
 
@@ -108,8 +114,8 @@ def convert_fsdp_dtensor(
             {"mtp.layers.0.transformer_layer.": "mtp.layers.0.mtp_model_layer."}.
         local_experts: whether Megatron-FSDP's experts are modules of their own
             (`local_experts.0.linear_fc1.weight`), not a grouped layer (`linear_fc1.weight0`).
-        expert_parallel: for the way back: whether the run that loads has expert parallelism. Megatron
-            Core has an optimizer of its own for experts then, Megatron-FSDP never.
+        expert_parallel: for the way back: whether the run that loads has expert parallelism.
+            Megatron Core has an optimizer of its own for experts then, Megatron-FSDP never.
         fuse: whether Megatron-FSDP has one input projection for a gated delta net or Mamba mixer.
             Otherwise its parts are entries, as in Megatron Core.
         sizes: for the way back from one projection: the end of its name -> the names of its parts,
@@ -157,23 +163,37 @@ def convert_fsdp_dtensor(
         num_bytes = sum(piece.num_bytes for piece in share)
         settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
         with new_output(ranks, target, settings) as output, output.being_written():
-            with ranks.telling("write the conversion") as messages:
-                output.check_is_seen()
-                name = f"__{ranks.rank}_0.distcp"
-                objects: dict[tuple[Any, ...], Any] = {}
-                if ranks.is_coordinator and to == "fsdp_dtensor":
-                    objects = dict(_leaves(conversion.common))
-                written = _write(stored, share, objects, output.location, name, progress)
-                messages.payload = json.dumps(written).encode()
-            with ranks.answering(messages, "commit the conversion"):
-                if ranks.is_coordinator:
-                    if to == "torch_dist":
-                        write_common_state(conversion.common, output.location)
-                    places = [json.loads(payload) for payload in messages.payloads]
-                    _write_index(pieces, objects, places, output.location, to)
-                    if not stored.manifest.has_checksums:
-                        check_is_unchanged(stored)
-                    output.commit(None)
+            _write_together(ranks, stored, conversion, pieces, share, output, to, progress)
+
+
+def _write_together(
+    ranks: Ranks,
+    stored: StoredCheckpoint,
+    conversion: Conversion,
+    pieces: Sequence[_Piece],
+    share: Sequence[_Piece],
+    output: Output,
+    to: Layout,
+    progress: Progress | None,
+) -> None:
+    objects: dict[tuple[Any, ...], Any] = {}
+    if to == "fsdp_dtensor":
+        objects = dict(_leaves(conversion.common))
+    with ranks.telling("write the conversion") as messages:
+        output.check_is_seen()
+        name = f"__{ranks.rank}_0.distcp"
+        own = objects if ranks.is_coordinator else {}
+        written = _write(stored, share, own, output.location, name, progress)
+        messages.payload = json.dumps(written).encode()
+    with ranks.answering(messages, "commit the conversion"):
+        if ranks.is_coordinator:
+            if to == "torch_dist":
+                write_common_state(conversion.common, output.location)
+            places = [json.loads(payload) for payload in messages.payloads]
+            _write_index(pieces, objects, places, output.location, to)
+            if not stored.manifest.has_checksums:
+                check_is_unchanged(stored)
+            output.commit(None)
 
 
 # --- Planning -------------------------------------------------------------------------------------
@@ -228,18 +248,13 @@ def _to_fsdp(
     if names.gated is None:
         names = replace(names, gated=gated_of(common))
     if not with_optimizer:
-        kept = {}
-        for key, spec in tensors.items():
-            if ".distributed." not in key or "optimizer." not in key:
-                kept[key] = spec
-        tensors = kept
+        tensors = {key: spec for key, spec in tensors.items() if not is_bucket(key)}
         common = {key: value for key, value in common.items() if key != "optimizer"}
     mapped, trained, prefix = fsdp_tensors(tensors, names)
     num_axes = {}
     for name in trained:
-        half = f"{MODEL_PREFIX}{name}_w"
-        found = mapped.get(MODEL_PREFIX + name) or mapped[half]
-        num_axes[name] = len(found.shape)
+        key = MODEL_PREFIX + name
+        num_axes[name] = len(mapped[key if key in mapped else f"{key}_w"].shape)
     new_common = fsdp_common(common, trained, num_axes, prefix)
     if not with_optimizer:
         mapped = _without_optimizer(mapped)

@@ -110,6 +110,22 @@ def core_common(
     """
     result = {key: value for key, value in common.items() if key not in _LEFT_OUT}
     options = (result.pop("optimizer", None) or {}).get(_GROUPS, {})
+    dense, experts = _groups_of_kinds(options, expert_parallel)
+    states = []
+    for groups in (dense, experts):
+        # The order of Megatron Core: without weight decay comes last.
+        groups.sort(key=lambda group: group.get("wd_mult", 1.0) == 0)
+        if groups and has_state:
+            states.append(_optimizer(groups))
+    if states:
+        result["optimizer"] = states[0] if len(states) == 1 else dict(enumerate(states))
+    return result
+
+
+def _groups_of_kinds(
+    options: Mapping[str, Mapping[str, Any]], expert_parallel: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the different groups of parameters, and those of experts where they are apart."""
     dense: list[dict[str, Any]] = []
     experts: list[dict[str, Any]] = []
     for name, stored in options.items():
@@ -120,15 +136,7 @@ def core_common(
             group["is_expert_parallel"] = True
         if group not in groups:
             groups.append(group)
-    states = []
-    for groups in (dense, experts):
-        # The order of Megatron Core: without weight decay comes last.
-        groups.sort(key=lambda group: group.get("wd_mult", 1.0) == 0)
-        if groups and has_state:
-            states.append(_optimizer(groups))
-    if states:
-        result["optimizer"] = states[0] if len(states) == 1 else dict(enumerate(states))
-    return result
+    return dense, experts
 
 
 def _optimizer(groups: list[dict[str, Any]]) -> dict[str, Any]:

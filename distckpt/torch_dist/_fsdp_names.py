@@ -126,7 +126,7 @@ def _states_of(tensors: Iterable[str]) -> _States:
     buckets = []
     for key in tensors:
         match = _STATE.fullmatch(key)
-        if _BUCKETS.match(key):
+        if is_bucket(key):
             buckets.append(key)
         elif match is not None:
             states.of_optimizer[match[1]][match[2]] = key
@@ -139,6 +139,11 @@ def _states_of(tensors: Iterable[str]) -> _States:
             "--dist-ckpt-optim-fully-reshardable, or convert without the optimizer."
         )
     return states
+
+
+def is_bucket(key: str) -> bool:
+    """Return whether a tensor is a piece of the optimizer's buckets."""
+    return _BUCKETS.match(key) is not None
 
 
 def _add(result: Mapped, name: str, mapped: MappedTensor) -> None:
@@ -223,34 +228,42 @@ def core_tensors(tensors: Tensors, names: FsdpNames) -> Mapped:
         LoadMismatchError: half of a layer, an expert or a layer is missing.
         CheckpointingException: the tensors are not Megatron-FSDP's.
     """
-    weights = {}
-    states: dict[str, dict[str, str]] = defaultdict(dict)
+    states = _states_of_fsdp(tensors)
+    result = _core_names(tensors, states.weights, names)
+    if states.of_optimizer:
+        trained: set[str] = set()
+        for keys in states.of_optimizer.values():
+            trained |= set(map(_unsplit, keys))
+        main = {}
+        for name, key in states.weights.items():
+            if _unsplit(name) in trained:
+                main[name] = key
+        states.of_optimizer["param"] = main
+    for state, keys in states.of_optimizer.items():
+        for name, mapped in _core_names(tensors, keys, names).items():
+            result[f"{STATE_PREFIX}{state}.{name}"] = mapped
+    return result
+
+
+def _states_of_fsdp(tensors: Iterable[str]) -> _States:
+    states = _States()
     other = []
     for key in tensors:
         if key.startswith(MODEL_PREFIX):
-            weights[key.removeprefix(MODEL_PREFIX)] = key
+            states.weights[key.removeprefix(MODEL_PREFIX)] = key
         elif key.startswith(f"{STATE_PREFIX}module."):
             name, _, state = key.removeprefix(STATE_PREFIX).rpartition(".")
-            states[state][_without_wrappers(name)] = key
+            states.of_optimizer[state][_without_wrappers(name)] = key
         elif not key.startswith(("rng_state.", "rerun_state_machine.")):
             other.append(key)
-    if other or not weights:
+    if other or not states.weights:
         what = summarize_keys(other) if other else "No key"
         raise CheckpointingException(
             f"{what} of the checkpoint: names of Megatron-FSDP in Megatron-LM begin with "
             f"{MODEL_PREFIX!r} and '{STATE_PREFIX}module.'. Checkpoints of models in several "
             "chunks (model0, model1), or of another program, are converted by rules of your own."
         )
-    result: Mapped = {}
-    result |= _core_names(tensors, weights, names)
-    if states:
-        trained = {_unsplit(name) for of_state in states.values() for name in of_state}
-        kept = {name: key for name, key in weights.items() if _unsplit(name) in trained}
-        states["param"] = kept
-    for state, keys in states.items():
-        for name, mapped in _core_names(tensors, keys, names).items():
-            result[f"{STATE_PREFIX}{state}.{name}"] = mapped
-    return result
+    return states
 
 
 def _without_wrappers(name: str) -> str:
@@ -347,11 +360,7 @@ def _stacked_layers(tensors: Mapped) -> Mapped:
         else:
             blocks[match[1]][match[3]][int(match[2])] = mapped
     for block, kinds in blocks.items():
-        numbers = {number for layers in kinds.values() for number in layers}
-        are_alike = True
-        for layers in kinds.values():
-            shapes = {(mapped.shape, mapped.dtype) for mapped in layers.values()}
-            are_alike = are_alike and layers.keys() == numbers and len(shapes) == 1
+        are_alike = _are_alike(kinds.values())
         for rest, layers in kinds.items():
             if are_alike:
                 result[f"{block}.{rest}"] = _stacked(f"{block}.{rest}", layers)
@@ -359,6 +368,18 @@ def _stacked_layers(tensors: Mapped) -> Mapped:
             for number, mapped in layers.items():
                 result[f"{block}.{number}.{rest}"] = mapped
     return result
+
+
+def _are_alike(kinds: Collection[Mapping[int, MappedTensor]]) -> bool:
+    """Return whether all layers have tensors of the same names and shapes."""
+    numbers: set[int] = set()
+    for layers in kinds:
+        numbers.update(layers)
+    for layers in kinds:
+        shapes = {(mapped.shape, mapped.dtype) for mapped in layers.values()}
+        if layers.keys() != numbers or len(shapes) > 1:
+            return False
+    return True
 
 
 def _stacked(name: str, pieces: Mapping[int, MappedTensor]) -> MappedTensor:

@@ -84,7 +84,8 @@ def go_on(rank, folder, options):
     return fsdp.train(model, optimizer, 3, first=3), in_fsdp
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param(MOE, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, MOE])
 def test_training_goes_on_with_equal_losses_in_both_directions(tmp_path, options):
     # New processes: `on_cpu` stays.
     run = harness.run
@@ -95,11 +96,10 @@ def test_training_goes_on_with_equal_losses_in_both_directions(tmp_path, options
         run(go_on, 2, folder, options, group_timeout=TIMEOUT), ranks, strict=True
     ):
         in_core, in_fsdp = before
-        if options:
-            # Programs add the gradients of experts in another order: each goes on as the other was.
-            assert after == (in_fsdp, in_core) or after == pytest.approx(
-                (in_fsdp, in_core), abs=1e-3
-            )
-        else:
+        if not options:
             assert in_core == in_fsdp
             assert after == (in_fsdp, in_core)
+            continue
+        # The programs add the gradients of experts in another order: each goes on as the other.
+        assert after[0] == pytest.approx(in_fsdp, abs=1e-4)
+        assert after[1] == pytest.approx(in_core, abs=1e-4)

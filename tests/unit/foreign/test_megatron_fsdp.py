@@ -76,7 +76,8 @@ def test_the_command_line_converts_by_way_of_a_checkpoint_of_its_own(golden, tmp
     to_core = ["--from", "fsdp_dtensor", "--to", "torch_dist", "--without-optimizer", *rename]
     assert cli.main(["convert", source, core, *to_core]) == 0
     keys = distckpt.open(core).tensors
-    assert len(keys) == 13 and not any(key.startswith("optimizer.") for key in keys)
+    assert len(keys) == 13
+    assert not any(key.startswith("optimizer.") for key in keys)
     assert cli.main(["convert", own, core, "--to", "fsdp_dtensor", "--overwrite"]) == 1
     assert "does not tell whether MLPs are gated" in capsys.readouterr().err
     assert cli.main(["convert", own, core, "--to", "fsdp_dtensor", "--part", "0/2"]) == 1
@@ -210,7 +211,8 @@ def test_arguments_of_the_run_say_whether_mlps_are_gated(tmp_path):
     source = core(tmp_path, tensors, args=argparse.Namespace(swiglu=True))
     found, again = round_trip(tmp_path, source)
     assert "model.module.decoder.layers.0.mlp.linear_fc1.weight_v" in found
-    assert again.common_state["args"].swiglu and again.common_state["iteration"] == 7
+    assert again.common_state["args"].swiglu
+    assert again.common_state["iteration"] == 7
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -227,7 +229,8 @@ def test_empty_tensors_scalars_and_8_bits(tmp_path):
     _, again = round_trip(tmp_path, tmp_path / "core", gated=False)
     for name, value in values.items():
         found = again.read(name)
-        assert found.dtype == value.dtype and found.shape == value.shape
+        assert found.dtype == value.dtype
+        assert found.shape == value.shape
         assert torch.equal(found.float(), value.float())
     loaded = {"model": {"module.b": torch.zeros(())}}
     dcp.load(loaded, checkpoint_id=tmp_path / "fsdp", no_dist=True)
