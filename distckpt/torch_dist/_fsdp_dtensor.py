@@ -53,7 +53,7 @@ _BLOCK_BYTES = 64 << 20
 
 
 class _Piece(NamedTuple):
-    """A block of rows of a new tensor, which has the shape `whole`."""
+    """A block of rows of a new tensor of shape `whole`."""
 
     name: str
     region: Region
@@ -240,11 +240,6 @@ def _to_fsdp(
     names: FsdpNames,
     with_optimizer: bool,
 ) -> Conversion:
-    if any(key.startswith(MODEL_PREFIX) for key in tensors):
-        raise CheckpointingException(
-            "The checkpoint has Megatron-FSDP's names already: its tensors begin with "
-            f"{MODEL_PREFIX!r}."
-        )
     if names.gated is None:
         names = replace(names, gated=gated_of(common))
     if not with_optimizer:
@@ -254,7 +249,8 @@ def _to_fsdp(
     num_axes = {}
     for name in trained:
         key = MODEL_PREFIX + name
-        num_axes[name] = len(mapped[key if key in mapped else f"{key}_w"].shape)
+        half = mapped.get(f"{key}_w")
+        num_axes[name] = len((half or mapped[key]).shape)
     new_common = fsdp_common(common, trained, num_axes, prefix)
     if not with_optimizer:
         mapped = _without_optimizer(mapped)
@@ -297,7 +293,7 @@ def _share(pieces: Sequence[_Piece], rank: int, num_ranks: int) -> list[_Piece]:
 
 
 def _leaves(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Yield the values of nested dicts by their paths, as torch stores them."""
+    """Yield the values of nested dicts by their paths."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, (*path, key))
@@ -319,7 +315,7 @@ def _write(
     name: str,
     progress: Progress | None,
 ) -> list[_Place]:
-    """Write pieces and objects into one file, each as an archive of torch."""
+    """Write pieces and objects into one file; return their places."""
     places: list[_Place] = []
     counter = ProgressCounter(progress, sum(piece.num_bytes for piece in pieces))
     path = locations.join(directory, name)
@@ -378,7 +374,7 @@ def _write_index(
 
 
 def path_of(name: str) -> tuple[str, ...]:
-    """Return the keys of a tensor in the nested state dict of Megatron-FSDP."""
+    """Return the keys of a tensor in Megatron-FSDP's state dict."""
     first, _, rest = name.partition(".")
     if first != "optimizer":
         return first, rest

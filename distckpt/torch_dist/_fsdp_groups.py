@@ -1,4 +1,4 @@
-"""Common state of Megatron Core as Megatron-FSDP stores it, and the way back.
+"""Common state of Megatron Core for Megatron-FSDP, and the way back.
 
 Megatron Core has a list of groups, and does not say which parameters are in each. Megatron-FSDP has
 the options of its group for each parameter.
@@ -85,17 +85,16 @@ def _group_of(name: str, num_axes: int, groups: Sequence[Mapping[str, Any]]) -> 
     is_expert = ".experts." in name
     found = [group for group in groups if bool(group.get("is_expert_parallel")) == is_expert]
     found = found or list(groups)
-    decays = name.endswith(".bias") is False and num_axes != 1
+    decays = num_axes != 1 and not name.endswith(".bias")
     matching = [group for group in found if (group.get("wd_mult", 1.0) != 0) == decays]
     matching = matching or found
-    first = matching[0] if matching else {}
-    if not matching or any(group != first for group in matching[1:]):
+    if not matching or matching.count(matching[0]) < len(matching):
         raise CheckpointingException(
             f"Which of {len(groups)} groups of the optimizer {name!r} is in cannot be told: "
             "Megatron Core does not store it, and weight decay and experts do not decide it. "
             "Convert without the optimizer."
         )
-    return first
+    return matching[0]
 
 
 def core_common(
@@ -125,7 +124,7 @@ def core_common(
 def _groups_of_kinds(
     options: Mapping[str, Mapping[str, Any]], expert_parallel: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the different groups of parameters, and those of experts where they are apart."""
+    """Return the different groups of parameters, and those of experts."""
     dense: list[dict[str, Any]] = []
     experts: list[dict[str, Any]] = []
     for name, stored in options.items():

@@ -1,4 +1,4 @@
-"""Tensors of Megatron Core under the names of Megatron-FSDP, and the way back.
+"""Tensors of Megatron Core under Megatron-FSDP's names, and the way back.
 
 Megatron Core's `torch_dist` stacks layers and experts, and has weights in 16 bits beside the 32-bit
 ones of the optimizer. Megatron-FSDP's `fsdp_dtensor` has one entry for each parameter, the 32-bit
@@ -121,9 +121,14 @@ def fsdp_tensors(tensors: Tensors, names: FsdpNames) -> tuple[Mapped, list[str],
     return result, sorted({_unsplit(name) for name in trained}), prefix
 
 
-def _states_of(tensors: Iterable[str]) -> _States:
+def _states_of(tensors: Collection[str]) -> _States:
     states = _States()
     buckets = []
+    if any(key.startswith(MODEL_PREFIX) for key in tensors):
+        raise CheckpointingException(
+            "The checkpoint has Megatron-FSDP's names already: its tensors begin with "
+            f"{MODEL_PREFIX!r}."
+        )
     for key in tensors:
         match = _STATE.fullmatch(key)
         if is_bucket(key):
@@ -157,7 +162,7 @@ def _add(result: Mapped, name: str, mapped: MappedTensor) -> None:
 def _parameters(
     tensors: Tensors, keys: Mapping[str, str], names: FsdpNames
 ) -> Iterator[tuple[str, MappedTensor]]:
-    """Yield the parameters of a module, of tensors by the names that Megatron Core gives them."""
+    """Yield parameters, of tensors by their names in Megatron Core."""
     apart = {name: identity(key, tensors[key]) for name, key in keys.items()}
     apart = dict(_unstacked(apart, _LAYERS, "{0}.{i}.{1}"))
     text = "{0}.local_experts.{i}.{1}" if names.local_experts else "{0}.{1}{i}"
