@@ -86,14 +86,14 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 439_700,
+    "tokens": 440_850,
     "classes": 499,
-    "functions": 4_530,
+    "functions": 4_540,
     "kernel: modules": 121,
-    "kernel: lines": 34_885,
-    "kernel: tokens": 190_150,
+    "kernel: lines": 34_910,
+    "kernel: tokens": 190_310,
     "kernel, on demand: modules": 149,
-    "kernel, on demand: lines": 42_410,
+    "kernel, on demand: lines": 42_430,
     "modules imported by save": 80,
     "save of a plain tensor: files": 43,
     "save of a plain tensor: changes of file": 225,

@@ -66,6 +66,8 @@ class SaveOptions:
             infinite and zero. `distckpt ls --html --changes` then draws the layers of a run without
             reading tensors, and `distckpt stats` prints them. It takes one more pass over the
             tensors, before `async_save` returns.
+        separate_optimizer: store tensors of optimizers (keys with a part `state` or `optim...`) in
+            files of their own, so that they can be removed without a copy of the weights.
         durable: return only when everything is on disk. With False the checkpoint still appears in
             one step, but a power failure shortly afterwards may leave it damaged, which checksums
             reveal.
@@ -86,6 +88,7 @@ class SaveOptions:
     unsupported: Literal["raise", "warn"] | None = None
     fingerprint: bool = False
     stats: bool = False
+    separate_optimizer: bool = False
     durable: bool = True
     max_inflight_bytes: int | None = None
     timeout: float = 1800.0

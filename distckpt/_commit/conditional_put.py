@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
 from distckpt._base.errors import (
@@ -52,12 +52,9 @@ def stray_files(location: str, named: Container[str]) -> list[str]:
     """
     if locations.is_local(location):
         return []
-    manifest_name = _manifest_named_by(read_marker(location) or {})
-    strays = []
-    for name in _files_of_saves(location):
-        if name != manifest_name and name not in named:
-            strays.append(name)
-    return strays
+    manifest = _manifest_named_by(read_marker(location) or {})
+    present = _files_of_saves(location)
+    return [name for name in present if name != manifest and name not in named]
 
 
 def remove_checkpoint(location: str, is_meant: Callable[[str], bool]) -> bool:
@@ -180,7 +177,7 @@ class Transaction:
                 "another program removes files there, or not all ranks write to the same store. "
                 "Nothing was committed."
             )
-        strays = self._strays(fields, present)
+        strays = self._strays({_manifest_named_by(fields), *files}, present)
         uploads = self._uploads(strays=True)
         content = encode_marker({**fields, SAVE: self._nonce})
         self._may_be_committed = True
@@ -232,24 +229,20 @@ class Transaction:
             self._location,
         )
 
-    def _strays(self, fields: Mapping[str, Any], present: Sequence[str]) -> list[str]:
-        """Return the files that can be removed when the marker is there."""
+    def _strays(self, named: Container[str], present: Sequence[str]) -> list[str]:
+        """Return the files that can be removed when the marker is there.
+
+        `named` are the files of the checkpoint.
+        """
         if not self._has_folders:
             return []
-        named = _manifest_named_by(fields)
         if not self._is_conditional:
             # Other saves may still be committed, whenever they began: only replaced files go.
             with contextlib.suppress(CorruptCheckpointError):
-                old = read_marker(self._location) or {}
-                old_manifest = _manifest_named_by(old)
-                old_nonce = old.get(SAVE, "")
-                replaced = set()
-                for name in self._earlier:
-                    if name == old_manifest or _nonce_of(name) == old_nonce:
-                        replaced.add(name)
-                return sorted(replaced - {named})
+                present = _files_named_by(read_marker(self._location) or {}, self._earlier)
+                return sorted(name for name in present if name not in named)
             return []
-        return [name for name in present if name != named and not self._is_own(name)]
+        return [name for name in present if name not in named and not self._is_own(name)]
 
     def _uploads(self, strays: bool) -> list[Upload]:
         """Return the unfinished uploads of this save.
@@ -295,6 +288,13 @@ def _manifest_named_by(marker: Mapping[str, Any]) -> str:
     if not isinstance(manifest, dict):
         return ""
     return str(manifest.get("name", ""))
+
+
+def _files_named_by(marker: Mapping[str, Any], present: Collection[str]) -> list[str]:
+    """Return the files of the save that put a marker."""
+    nonce = marker.get(SAVE, "")
+    manifest = _manifest_named_by(marker)
+    return [name for name in present if name == manifest or _nonce_of(name) == nonce]
 
 
 def _nonce_of(name: str) -> str | None:

@@ -200,7 +200,8 @@ def ready_to_plan(
     leaves_out = options.unsupported == "warn"
     ready = [ready_to_save(shard, encode_copies, leaves_out) for shard in shards]
     group = groups.group_number(engine.exchange_group)
-    structure = structure_of(ready, ranks, options.validate_access_integrity, group)
+    settings = (options.validate_access_integrity, options.separate_optimizer, group)
+    structure = structure_of(ready, ranks, *settings)
     # Comparing the whole content of replicas takes an exchange each time.
     is_known = False
     plan = None
@@ -328,7 +329,7 @@ def _make_plan(
     checksum_file = None
     if share.has_checksum_file and len(share.pieces.key_ids):
         checksum_file = checksum_file_name(ranks.rank)
-    files, objects, planned = _lay_out(ranks, table, shared, checksum_file)
+    files, objects, planned = _lay_out(ranks, table, shared, checksum_file, options)
     replicas, weights = compared_replicas(table, share.factors, share.stride)
     plan = SavePlan(share.number, files, objects, planned, replicas, weights, checksum_file)
     return plan, share.sampled is not None
@@ -433,7 +434,11 @@ def _different_replicas(
 
 
 def _lay_out(
-    ranks: Ranks, table: ShardTable, shared: SharedPlan, checksum_file: str | None
+    ranks: Ranks,
+    table: ShardTable,
+    shared: SharedPlan,
+    checksum_file: str | None,
+    options: SaveOptions,
 ) -> tuple[list[PlannedFile], list[PlannedChunk], PlannedManifest | None]:
     """Lay out the files of this rank.
 
@@ -444,7 +449,8 @@ def _lay_out(
     objects: list[PlannedChunk] = []
     own = ChunkTable.empty()
     try:
-        files, objects = lay_out_files(ranks.rank, table, shared.share.pieces)
+        pieces = shared.share.pieces
+        files, objects = lay_out_files(ranks.rank, table, pieces, options.separate_optimizer)
         all_files = files
         if objects:
             all_files = [*files, open_object_file(ranks.rank, objects)]

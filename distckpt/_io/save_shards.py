@@ -392,11 +392,17 @@ def write_manifest(
         chunks = chunks._replace(files=FileTable.of(chunks.files))
     known = {**planned.manifest.figures, **(figures or {})}
     data = planned.manifest.replaced(chunks=chunks, figures=known).to_bytes()
+    name = put_manifest(checkpoint_dir, data, suffix, durable)
+    return marker_fields(data, name, version_of(chunks.files)), [*sizes, (name, len(data))]
+
+
+def put_manifest(checkpoint_dir: str, data: bytes, suffix: str, durable: bool = True) -> str:
+    """Write a manifest under a name that is not taken; return the name."""
     name = MANIFEST_NAME
     if not locations.create_bytes(locations.join(checkpoint_dir, name), data, durable):
         name = f"manifest{suffix or '-' + secrets.token_hex(8)}.safetensors"
         locations.write_bytes(locations.join(checkpoint_dir, name), data, durable)
-    return marker_fields(data, name, version_of(chunks.files)), [*sizes, (name, len(data))]
+    return name
 
 
 def _tensors_of(chunk: PlannedChunk, shards: Sequence[Shard]) -> list[torch.Tensor]:

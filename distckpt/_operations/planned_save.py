@@ -97,6 +97,7 @@ class SaveRequest:
             "validate_replicas": options.validate_replicas,
             **{name: getattr(options, name) for name in FIGURES},
             "unsupported": options.unsupported,
+            "separate_optimizer": options.separate_optimizer,
             "strategy": options.strategy,
             "timeout": options.timeout,
         }

@@ -7,6 +7,7 @@ regions, names and sizes; never a tensor, a pointer or a value.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -37,6 +38,9 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._state.shards import GlobalTable, Shard, ShardTable, find_ties
 from distckpt._state.validation import replica_weights
 from distckpt.mapping._wrappers import ShardedObject
+
+_OF_OPTIMIZER = re.compile(r"(?:^|\.)(?:optim\w*|states?)\.")
+"""Keys of optimizers, and perhaps a few others: here names alone must tell."""
 
 SMALL_CHUNK_BYTES = 256 << 10
 """Chunks of at most this size are adjacent in a file.
@@ -130,7 +134,7 @@ def manifest_without_chunks(
 
 
 def lay_out_files(
-    rank: int, table: ShardTable, pieces: Pieces
+    rank: int, table: ShardTable, pieces: Pieces, separate_optimizer: bool = False
 ) -> tuple[list[PlannedFile], list[PlannedChunk]]:
     """Arrange the pieces of one rank; return files of tensors, and objects.
 
@@ -139,7 +143,8 @@ def lay_out_files(
     """
     objects: list[PlannedChunk] = []
     chunks_of_files = []
-    for group in _groups_for_files(_chunks_of_pieces(table, pieces)):
+    groups = _groups_for_files(_chunks_of_pieces(table, pieces))
+    for group in _divided(groups) if separate_optimizer else groups:
         objects += [chunk for chunk in group if chunk.dtype == OBJECT]
         tensors = [chunk for chunk in group if chunk.dtype != OBJECT]
         if tensors:
@@ -150,6 +155,14 @@ def lay_out_files(
         name = "tensors/" + shard_file_name(rank, number, len(chunks_of_files))
         files.append(lay_out_tensor_file(name, chunks, global_shapes))
     return files, objects
+
+
+def _divided(groups: Iterable[list[PlannedChunk]]) -> Iterator[list[PlannedChunk]]:
+    """Yield the chunks of optimizers apart from the others of a group."""
+    for group in groups:
+        apart = [chunk for chunk in group if _OF_OPTIMIZER.search(chunk.key)]
+        yield [chunk for chunk in group if not _OF_OPTIMIZER.search(chunk.key)]
+        yield apart
 
 
 def _groups_for_files(chunks: Iterable[tuple[int, PlannedChunk]]) -> list[list[PlannedChunk]]:

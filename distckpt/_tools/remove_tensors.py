@@ -5,28 +5,28 @@ A new checkpoint of the remaining tensors replaces the old one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._commit import posix
-from distckpt._commit.output import OutputSettings, new_output
+from distckpt._commit.output import Output, OutputSettings, new_output
 from distckpt._format.chunk_table import NO_CHECKSUMS, blocks_of
 from distckpt._format.manifest import (
-    MANIFEST_NAME,
-    OBJECT,
     Manifest,
     marker_fields,
     needs_checksum_files,
     take_figures,
 )
-from distckpt._format.marker import CheckpointingConfig, config_fields
+from distckpt._format.marker import marker_of, replaced
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint, fetch_checksums
 from distckpt._geometry.region import IntArray
-from distckpt._io.write import WriteSettings, file_of_tensors, write_files
+from distckpt._io.save_shards import put_manifest
+from distckpt._io.write import WriteSettings, file_of_tensors, in_folder, write_files
 from distckpt._plan.layout import (
     PlannedChunk,
     checksum_file_name,
@@ -38,44 +38,56 @@ from distckpt._storage import locations
 
 
 def remove_tensors(
-    stored: StoredCheckpoint, key_prefix: str, config: CheckpointingConfig
-) -> list[str]:
-    """Remove the tensors whose keys begin with a prefix.
+    stored: StoredCheckpoint, removed: Collection[str], notes: Mapping[str, Any] | None = None
+) -> None:
+    """Remove tensors by their keys.
 
-    Return the removed keys; without any, nothing changes. Files without such tensors are linked,
-    and other files are written anew and verified while they are copied: on a checksum mismatch the
-    checkpoint stays as it was.
+    Files without such tensors are linked, or stay where they are on an object store. Other files
+    are written anew and verified while they are copied: on a checksum mismatch the checkpoint
+    stays as it was.
+
+    Args:
+        stored: the checkpoint.
+        removed: keys of tensors.
+        notes: fields of the marker to change.
+
+    Raises:
+        CheckpointingException: another program has replaced the checkpoint; or on an object store,
+            a file holds both tensors that are removed and others.
     """
     location = stored.location
     manifest = stored.manifest
-    removed = []
-    for key, key_id in manifest.key_index.items():
-        if manifest.dtypes[key_id] != OBJECT and key.startswith(key_prefix):
-            removed.append(key)
-    if not removed:
-        return []
-    if not locations.is_local(location):
-        raise CheckpointingException(
-            f"Tensors can be removed on local file systems only, not from {location!r}."
-        )
     names, aliases = _names_after(manifest, set(removed))
     # A checkpoint that was copied from an object store has folders of its own names.
     folders = {file.name.rpartition("/")[0] for file in manifest.files} - {""}
     folders.update(posix.SUBDIRECTORIES)
-    settings = OutputSettings(folders=sorted(folders), overwrite=True, has_marker=True)
+    settings = OutputSettings(
+        folders=sorted(folders), overwrite=True, has_marker=True, has_own_folders=True
+    )
     with new_output(Ranks.alone(), location, settings) as output:
         with output.being_written():
             complete = with_checksums(stored)
             remaining = _write_remaining(location, output.location, complete, names, aliases)
-            if needs_checksum_files(len(remaining.block_checksums)):
-                name = checksum_file_name(0)
-                remaining, content = moved_beside(remaining, name)
-                locations.write_bytes(locations.join(output.location, name), content)
-            data = remaining.to_bytes()
-            locations.write_bytes(locations.join(output.location, MANIFEST_NAME), data)
+            fields, files = _write_manifest(output, remaining)
             output.sync()
-        output.commit({**marker_fields(data), **config_fields(config)})
-    return removed
+        if marker_of(location) != stored.marker:
+            raise replaced(location)
+        output.commit({**stored.marker, **(notes or {}), **fields}, files)
+
+
+def _write_manifest(
+    output: Output, remaining: Manifest
+) -> tuple[dict[str, Any], list[tuple[str, int]]]:
+    """Write a manifest; return fields of the marker, and names and sizes of all files."""
+    suffix = output.folder_suffix
+    if needs_checksum_files(len(remaining.block_checksums)):
+        name = in_folder(checksum_file_name(0), suffix)
+        remaining, content = moved_beside(remaining, name)
+        locations.write_bytes(locations.join(output.location, name), content)
+    data = remaining.to_bytes()
+    name = put_manifest(output.location, data, suffix)
+    sizes = [(file.name, file.num_bytes) for file in remaining.files]
+    return marker_fields(data, name), [*sizes, (name, len(data))]
 
 
 def _names_after(manifest: Manifest, removed: set[str]) -> tuple[list[str | None], dict[str, str]]:
@@ -116,20 +128,20 @@ def _write_remaining(
     key_ids = [key_id for key_id, name in enumerate(names) if name is not None]
     stays = np.isin(all_chunks.key_ids, key_ids)
     is_renamed = np.array(names, object) != np.array(manifest.keys, object)
-    changes = is_renamed[all_chunks.key_ids]
+    changing = set(file_ids[is_renamed[all_chunks.key_ids]].tolist())
     files: dict[int, ShardFile] = {}
     for file_id in sorted(set(file_ids[stays].tolist())):
         file = manifest.files[file_id]
-        is_of_file = file_ids == file_id
-        if changes[is_of_file].any():
-            rows = np.flatnonzero(is_of_file & stays)
+        if file_id in changing:
+            rows = np.flatnonzero((file_ids == file_id) & stays)
             files[file_id], first_bytes[rows] = _rewrite(
                 location, directory, manifest, file, rows, names
             )
-        else:
-            source, target = (locations.join(place, file.name) for place in (location, directory))
-            locations.link_tree(source, target)
-            files[file_id] = file
+            continue
+        files[file_id] = file
+        if directory != location:
+            source = locations.join(location, file.name)
+            locations.link_tree(source, locations.join(directory, file.name))
     chunks = all_chunks._replace(first_bytes=first_bytes)
     table = chunks.take(np.flatnonzero(stays), manifest.block_bytes)
     return manifest.replaced(
@@ -158,6 +170,12 @@ def _rewrite(
 
     Return it, and the first byte of each of `rows`, which ascend.
     """
+    if directory == location:
+        raise CheckpointingException(
+            f"{locations.join(location, file.name)!r} holds tensors that are to be removed and "
+            "others, and files on an object store are not rewritten. Nothing was removed. Save "
+            "with separate_optimizer=True, or reshard to a local directory and remove them there."
+        )
     chunks = []
     shapes = {}
     row_of: dict[str, int] = {}

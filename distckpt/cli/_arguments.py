@@ -372,6 +372,12 @@ def prune(parser: ArgumentParser) -> None:
         metavar="N",
         help="number of these to keep (default: 1)",
     )
+    parser.add_argument(
+        "--keep-optimizer",
+        type=positive,
+        metavar="N",
+        help="remove the optimizer state of all but the newest N complete (default: keep it)",
+    )
     abandoned = (
         "remove leftovers in which nothing was written for this long (default: 60; a week for work "
         "in parts that is not complete)"

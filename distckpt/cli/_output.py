@@ -259,6 +259,7 @@ def cells_of_checkpoint(info: CheckpointInfo) -> list[str]:
         "not whole": info.problem is not None,
         "newest": info.is_newest,
         "pinned": info.pinned,
+        "no optimizer": not info.has_optimizer,
         f"rejected: {info.rejected}": info.rejected is not None,
     }
     state = ", ".join(word for word, applies in words.items() if applies)

@@ -37,6 +37,7 @@ class _Pruning:
         root: the directory.
         saved: all steps that a manager has saved.
         surplus: the steps to remove.
+        with_optimizer: the steps to keep without their optimizer state.
         leftovers: names of the remains of interrupted saves and removals.
         live: names that a save may still be writing.
         problems: for each name that could not be removed, the reason.
@@ -45,6 +46,7 @@ class _Pruning:
     root: str
     saved: list[Saved]
     surplus: list[Saved]
+    with_optimizer: list[Saved]
     leftovers: list[str]
     live: list[str]
     problems: dict[str, str] = field(default_factory=dict)
@@ -57,8 +59,11 @@ def run(arguments: Namespace, output: Output) -> int:
     if not arguments.dry_run:
         _remove(pruning)
         doing = "removed"
-    names = [step_name(item.step) for item in pruning.surplus]
-    targets = dict(zip(names, names, strict=True))
+    targets = {}
+    for item in pruning.surplus:
+        targets[step_name(item.step)] = step_name(item.step)
+    for item in pruning.with_optimizer:
+        targets[step_name(item.step)] = f"the optimizer state of {step_name(item.step)}"
     for name in pruning.leftovers:
         targets[name] = f"{name}{_origin_of(name)}"
     for name, target in targets.items():
@@ -95,7 +100,14 @@ def _why_kept(name: str) -> str:
 
 
 def _plan(arguments: Namespace) -> _Pruning:
-    conditions = ("keep_last", "keep_every", "best_metric", "best_mode", "keep_best")
+    conditions = (
+        "keep_last",
+        "keep_every",
+        "best_metric",
+        "best_mode",
+        "keep_best",
+        "keep_optimizer",
+    )
     policy = Retention(**given(arguments, *conditions))
     root = posix.resolve(arguments.root)
     if not locations.isdir(root):
@@ -104,13 +116,16 @@ def _plan(arguments: Namespace) -> _Pruning:
     if problem := unknown_metric(policy.best_metric, metric_names(saved)):
         raise ValueError(f"{root}: {problem}")
     leftovers, live = _leftovers(root, arguments.abandoned_after)
-    return _Pruning(root, saved, _removable(root, saved, policy), leftovers, live)
+    removable, with_optimizer = _removable(root, saved, policy)
+    return _Pruning(root, saved, removable, with_optimizer, leftovers, live)
 
 
 def _remove(pruning: _Pruning) -> None:
     """Remove steps and leftovers; note the reason for each that remained."""
     root = pruning.root
-    for step, problem in removal.remove_steps(root, pruning.surplus).items():
+    problems = removal.remove_steps(root, pruning.surplus)
+    problems |= removal.remove_optimizers(root, pruning.with_optimizer)
+    for step, problem in problems.items():
         pruning.problems[step_name(step)] = problem
     for name in list(pruning.leftovers):
         if removal.clear_leftover(root, name, locations.exists):
@@ -132,32 +147,47 @@ def _is_in_use(root: str, name: str) -> bool:
 
 def _outcome(pruning: _Pruning) -> dict[str, Any]:
     problems = pruning.problems
-    removed = []
-    for item in pruning.surplus:
-        if step_name(item.step) not in problems:
-            removed.append(item.step)
+    removed = _without_problems(pruning.surplus, problems)
     return {
         "kept": [item.step for item in pruning.saved if item.step not in removed],
         "removed": removed,
+        "optimizer_removed": _without_problems(pruning.with_optimizer, problems),
         "not_removed": problems,
         "leftovers_removed": [name for name in pruning.leftovers if name not in problems],
         "leftovers_kept": pruning.live,
     }
 
 
-def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
-    """Return the steps to remove, if any step is complete."""
-    if policy.keep_last is None:
-        return []
+def _without_problems(items: list[Saved], problems: dict[str, str]) -> list[int]:
+    return [item.step for item in items if step_name(item.step) not in problems]
+
+
+def _removable(root: str, saved: list[Saved], policy: Retention) -> tuple[list[Saved], list[Saved]]:
+    """Return the steps to remove, and those to keep without optimizer state.
+
+    There are none unless some step is complete.
+    """
+    if policy.keeps_all:
+        return [], []
     newest, _ = newest_good_step(root, {})
     if newest is None:
-        return []
+        return [], []
     # Steps newer than the newest good one are damaged or rejected. It is up to the user to repair
     # them.
-    steps_to_remove = surplus(root, policy, [item for item in saved if item.step <= newest], newest)
-    # After going back, the job goes on from an earlier one.
+    old = [item for item in saved if item.step <= newest]
+    removable = _except_last(root, surplus(root, policy, old, newest))
+    kept = [item for item in old if item not in removable]
+    surplus_state = removal.with_surplus_optimizer(root, policy, kept, newest)
+    return removable, _except_last(root, surplus_state)
+
+
+def _except_last(root: str, items: list[Saved]) -> list[Saved]:
+    """Return all but the step that was saved last.
+
+    After going back, the job goes on from it.
+    """
     last = steps.read_tracker(root)
-    return [item for item in steps_to_remove if item.step != last]
+    return [item for item in items if item.step != last]
 
 
 def _leftovers(root: str, abandoned_after: int | None) -> tuple[list[str], list[str]]:

@@ -78,6 +78,8 @@ class CheckpointManager(SaysOtherNames):
             as steps have other metrics only, nothing is removed.
         best_mode: "min" if small values are good, "max" if large ones are.
         keep_best: number of best checkpoints to keep.
+        keep_optimizer: number of newest complete checkpoints in the root with optimizer state. It
+            is removed from older ones, except for pinned ones. Without it, all have theirs.
         on_failure: "log" lets the job go on if a step cannot be saved, because of a full disk, say.
             The error is logged, is in `failures`, and only the handle of that save raises it.
             Invalid arguments and shards, and a lost rank, are always raised.
@@ -116,6 +118,7 @@ class CheckpointManager(SaysOtherNames):
         best_metric: str | None = None,
         best_mode: Literal["min", "max"] = "min",
         keep_best: int = 1,
+        keep_optimizer: int | None = None,
         on_failure: Literal["raise", "log"] = "raise",
         async_save: bool = True,
         local: str | os.PathLike[str] | None = None,
@@ -136,20 +139,21 @@ class CheckpointManager(SaysOtherNames):
         check_choice("on_failure", on_failure, ("raise", "log"))
         self._logs_failures = on_failure == "log"
         self._is_async = async_save
-        policy = Retention(keep_last, keep_every, keep, best_metric, best_mode, keep_best)
+        policy = Retention(
+            keep_last, keep_every, keep, best_metric, best_mode, keep_best, keep_optimizer
+        )
+        options = with_changes(CheckpointManager, SaveOptions, options, changes)
+        if keep_optimizer is not None:
+            options = replace(options, separate_optimizer=True)
         self._request = SaveRequest(
             path=self.root,
             process_group=process_group,
-            options=with_changes(CheckpointManager, SaveOptions, options, changes),
+            options=options,
             is_step=True,
             verb="async_save" if async_save else "save",
         )
         self._request.check()
-        self._of_all_ranks = {
-            **vars(policy),
-            "on_failure": on_failure,
-            "async_save": async_save,
-        }
+        self._of_all_ranks = {**vars(policy), "on_failure": on_failure, "async_save": async_save}
         self._root_steps = RootSteps(root, self._request, policy)
         self._place: RootSteps | Tiers = self._root_steps
         tier_settings = {
@@ -369,6 +373,8 @@ class CheckpointManager(SaysOtherNames):
                 steps.step_name(step)
 
         def read(location: str) -> StateDict:
+            if ranks.is_coordinator:
+                steps.warn_of_removed_optimizer(self.root, location)
             return load(
                 state_dict,
                 location,

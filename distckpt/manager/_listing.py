@@ -52,6 +52,7 @@ class CheckpointInfo:
         tier: "local only", "replicated" or "uploaded" in the local directory of a host, see
             `docs/tiers.md`; None elsewhere.
         tier_problem: the reason why a copy or an upload failed, or stands still.
+        has_optimizer: False if its optimizer state was removed, see `keep_optimizer`.
     """
 
     name: str
@@ -67,6 +68,7 @@ class CheckpointInfo:
     is_newest: bool
     tier: str | None = None
     tier_problem: str | None = None
+    has_optimizer: bool = True
 
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
@@ -176,25 +178,26 @@ def _describe(
         # No checkpoint, or another program has removed it meanwhile.
         return None
     step = files.noted_step
-    saved = None
     saved_at = None
-    if isinstance(step, int):
-        saved = steps.saved_at(location, step)
     if files.marker is not None:
         saved_at = locations.modified_time(locations.join(location, CONFIG_FNAME))
     info = CheckpointInfo(
         name=name,
         location=location,
-        step=_number_in(name) if saved is None else saved.step,
+        step=_number_in(name),
         num_bytes=files.num_bytes,
         saved_at=saved_at,
         seconds=files.seconds,
-        metrics={} if saved is None else saved.metrics,
-        pinned=saved is not None and saved.pinned,
+        metrics={},
+        pinned=False,
         problem=files.problem,
         rejected=None,
         is_newest=False,
     )
+    saved = steps.saved_at(location, step) if isinstance(step, int) else None
+    if saved is not None:
+        noted = {name: value for name, value in vars(saved).items() if name != "save"}
+        info = replace(info, **noted)
     if states is None:
         return info
     state = states.get(step, StepState())

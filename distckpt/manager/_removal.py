@@ -10,8 +10,12 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import check_choice, did_you_mean
+from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._commit import conditional_put, hidden_directories, posix
+from distckpt._format.manifest import OBJECT
+from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
 from distckpt.manager._rejections import clear_stale, rejections
@@ -35,9 +39,15 @@ class Retention:
     best_metric: str | None = None
     best_mode: Literal["min", "max"] = "min"
     keep_best: int = 1
+    keep_optimizer: int | None = None
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is ever removed."""
+        return self.keep_last is None and self.keep_optimizer is None
 
     def __post_init__(self) -> None:
-        for name in ("keep_last", "keep_every", "keep_best"):
+        for name in ("keep_last", "keep_every", "keep_best", "keep_optimizer"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -135,24 +145,82 @@ def _best(policy: Retention, saved: Sequence[Saved]) -> set[int]:
     return {-step for _, step in ranked[: policy.keep_best]}
 
 
+# --- Optimizer state ------------------------------------------------------------------------------
+
+
+def with_surplus_optimizer(
+    root: str, policy: Retention, saved: Sequence[Saved], last: int
+) -> list[Saved]:
+    """Return the steps that are to lose their optimizer state, oldest first.
+
+    See `surplus` for the arguments.
+    """
+    if policy.keep_optimizer is None:
+        return []
+    candidates = [item for item in saved if item.has_optimizer]
+    if len(candidates) <= policy.keep_optimizer:
+        return []
+    newest = _newest(root, policy.keep_optimizer, candidates, last, rejections(root))
+    return [item for item in candidates if item.step not in newest and not item.pinned]
+
+
+def remove_optimizer(root: str, step: int, save: str) -> bool:
+    """Remove the optimizer state of a step; return False if it is not that save.
+
+    Raises:
+        CheckpointingException: it cannot be told, or not be removed there.
+    """
+    # Imported when it is needed: most managers keep it.
+    from distckpt._checkpoint.model_keys import optimizer_keys
+    from distckpt._tools.remove_tensors import remove_tensors
+
+    stored = open_checkpoint(Ranks.alone(), step_location(root, step))
+    note = steps.note_in(stored.marker)
+    if note.get("save") != save:
+        return False
+    manifest = stored.manifest
+    keys = optimizer_keys(stored)
+    tensors = [key for key in keys if manifest.dtypes[manifest.key_index[key]] != OBJECT]
+    if not tensors:
+        raise CheckpointingException(
+            "no tensor has the key of an optimizer: save the optimizer itself, or a sharded state "
+            "dict whose keys begin with optimizer.state"
+        )
+    remove_tensors(stored, tensors, {steps.NOTE: {**note, steps.OPTIMIZER_REMOVED: True}})
+    return True
+
+
 # --- Removal --------------------------------------------------------------------------------------
 
 
 def remove_steps(root: str, surplus: Sequence[Saved]) -> dict[int, str]:
     """Remove steps; return the reason for each that is still there."""
-    problems = {}
-    for saved in surplus:
-        step = saved.step
-        try:
-            if remove_step(root, step, saved.save):
-                logger.info("removed step %d from %s", step, root)
-            else:
-                problems[step] = "another program has replaced it"
-        except OSError as error:
-            problems[step] = f"{type(error).__name__}: {error}"
-            logger.warning("step %d cannot be removed from %s: %s", step, root, error)
+    problems = _removing(root, surplus, remove_step, "step %d")
     if len(problems) < len(surplus):
         clear_stale(root, steps.list_root(root))
+    return problems
+
+
+def remove_optimizers(root: str, surplus: Sequence[Saved]) -> dict[int, str]:
+    """Remove optimizer states of steps; return the reason for each that is still there."""
+    return _removing(root, surplus, remove_optimizer, "the optimizer state of step %d")
+
+
+def _removing(
+    root: str, surplus: Sequence[Saved], remove: Callable[[str, int, str], bool], title: str
+) -> dict[int, str]:
+    """Remove something of each step; return the reason for each that is still there."""
+    problems = {}
+    for saved in surplus:
+        target = title % saved.step
+        try:
+            if remove(root, saved.step, saved.save):
+                logger.info("removed %s from %s", target, root)
+            else:
+                problems[saved.step] = "another program has replaced it"
+        except (CheckpointingException, OSError) as error:
+            problems[saved.step] = f"{type(error).__name__}: {error}"
+            logger.warning("%s cannot be removed from %s: %s", target, root, error)
     return problems
 
 

@@ -19,7 +19,7 @@ from distckpt.manager import _removal as removal
 from distckpt.manager import _steps as steps
 from distckpt.manager._removal import Retention, surplus
 from distckpt.manager._seen_steps import SeenSteps
-from distckpt.manager._steps import united_note
+from distckpt.manager._steps import Saved, united_note
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +46,12 @@ class RootSteps:
         """
         self.location = os.fspath(request.path)
         self.not_removed: dict[int, str] = {}
+        self._tried: set[str] = set()
         self._request = request
         self._policy = policy
         # A save in which nothing happens for longer has lost a rank, and fails.
         patience = 2 * request.options.timeout
-        removes_steps = policy.keep_last is not None
-        self._seen = SeenSteps(given, self.location, patience, removes_steps)
+        self._seen = SeenSteps(given, self.location, patience, not policy.keeps_all)
 
     def step(self, step: int) -> str:
         """Return the location of a step, whether it exists or not."""
@@ -113,12 +113,22 @@ class RootSteps:
         with locations.only_logging(f"write {steps.TRACKER}"):
             steps.write_tracker(root, step, self._request.options.durable)
         with locations.only_logging(f"remove old checkpoints from {root}"):
-            saved = []
-            if self._policy.keep_last is not None:
-                saved = steps.own_steps(root)
+            if self._policy.keeps_all:
+                return
+            saved = steps.own_steps(root)
             surplus_steps = surplus(root, self._policy, saved, step)
             known = [old for old in surplus_steps if self._seen.knows(old)]
             self.not_removed = removal.remove_steps(root, known)
+            self._remove_optimizers([old for old in saved if old not in known], step)
+
+    def _remove_optimizers(self, saved: Sequence[Saved], last: int) -> None:
+        known = []
+        for old in removal.with_surplus_optimizer(self.location, self._policy, saved, last):
+            # Each is tried once: a reason in its keys or files does not go away.
+            if self._seen.knows(old) and old.save not in self._tried:
+                known.append(old)
+                self._tried.add(old.save)
+        self.not_removed |= removal.remove_optimizers(self.location, known)
 
     # --- Load
 

@@ -35,6 +35,9 @@ NOTE = "manager"
 Only the saves of managers have it.
 """
 TRACKER = "latest_checkpointed_iteration.txt"
+OPTIMIZER_REMOVED = "optimizer_removed"
+"""Field of the note: the optimizer state was removed later."""
+
 REJECTION = r"rejected_(step_\d{8,})_([0-9a-f]{16})\.json"
 """Pattern of the file that rejects a save of a step."""
 
@@ -56,12 +59,14 @@ class Saved:
         save: names the save.
         metrics: finite numbers.
         pinned: whether it is never removed.
+        has_optimizer: False if its optimizer state was removed.
     """
 
     step: int
     save: str
     metrics: Mapping[str, float]
     pinned: bool
+    has_optimizer: bool = True
 
 
 def step_name(step: int) -> str:
@@ -371,7 +376,16 @@ def saved_at(location: str, step: int) -> Saved | None:
         )
     pinned = is_odd or note.get("pinned", False) is not False
     # Earlier versions gave saves no names.
-    return Saved(step, str(note.get("save")), numbers, pinned)
+    return Saved(step, str(note.get("save")), numbers, pinned, OPTIMIZER_REMOVED not in note)
+
+
+def warn_of_removed_optimizer(root: str, location: str) -> None:
+    """Log that a step in the root has lost its optimizer state."""
+    if location.startswith(root) and OPTIMIZER_REMOVED in _note_at(location):
+        logger.warning(
+            "%s holds weights only: the optimizer state was removed there, as keep_optimizer says",
+            location,
+        )
 
 
 def _note_at(location: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from distckpt._checkpoint.shards import (
     load_shards,
 )
 from distckpt._commit import posix
-from distckpt._format.marker import BUILT_IN, CheckpointingConfig
+from distckpt._format.manifest import OBJECT
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._operations.checkpoint import check_keys
 from distckpt._ranks.collectives import Ranks
@@ -197,14 +197,18 @@ def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: s
         return
     if not checkpoint.manifest.has_checksums:
         raise CheckpointingException(f"{location!r} was not written by distckpt: convert it first.")
-    config = CheckpointingConfig(BUILT_IN, 1)
-    with reading(Ranks.alone(), [checkpoint]):
-        stored = replace(checkpoint, location=posix.resolve(location))
-        removed = remove_tensors(stored, key_prefix, config)
+    manifest = checkpoint.manifest
+    removed = []
+    for key, key_id in manifest.key_index.items():
+        if manifest.dtypes[key_id] != OBJECT and key.startswith(key_prefix):
+            removed.append(key)
     if not removed:
         logger.warning(
             "no tensor in %s has a key that begins with %r: nothing removed", location, key_prefix
         )
+        return
+    with reading(Ranks.alone(), [checkpoint]):
+        remove_tensors(replace(checkpoint, location=posix.resolve(location)), removed)
 
 
 class _OpenStrategy(LoadShardedStrategy):

@@ -11,14 +11,22 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import distckpt
-from distckpt import CheckpointManager, CheckpointNotFoundError
+from distckpt import (
+    CheckpointManager,
+    CheckpointNotFoundError,
+    LoadMismatchError,
+    ShardedTensor,
+)
 from distckpt.manager._tiers import _choice
+from distckpt.manager._tiers._survey import SpreadStep
 from tests.support.disk import flip
 from tests.support.harness import error_of, run
 from tests.support.s3_server import keys_in, reached_at
 from tests.support.tiers import (
+    at_store,
     directories,
     files_of_step,
     load_newest,
@@ -74,6 +82,86 @@ def test_steps_on_an_object_store_are_equal_to_saved_ones(tmp_path, server, buck
         assert loaded(tmp_path, 2, 1, root=root, server=server) == 20
         shutil.rmtree(tmp_path / "host0")
         assert loaded(tmp_path, 3, 1, root=root, server=server) == 20
+
+
+def save_with_optimizer(rank, num_ranks, base, settings):
+    settings = {"keep_optimizer": 1, "keep_local": 3, **settings}
+    with at_store(settings), manager_of(rank, base, 1, **settings) as manager:
+        for step in (10, 20, 30):
+            manager.save(step, with_optimizer(rank, num_ranks, step)).result()
+            manager.wait(uploaded=True)
+        dist.barrier()  # rank 0 removes what is surplus before it comes here
+        manager.reject(30, "spike")
+        problems = [state.problem for state in manager.states.values()]
+        return problems, dict(manager.not_removed)
+
+
+def with_optimizer(rank, num_ranks, step):
+    state = state_of(rank, num_ranks, step)
+    rows = state["rows"].data.clone().neg_()
+    key = "optimizer.state.exp_avg.rows"
+    state["average"] = ShardedTensor.from_rank_offsets(key, rows, (0, rank, num_ranks))
+    return state
+
+
+def load_with_optimizer(rank, num_ranks, base, settings):
+    with at_store(settings), manager_of(rank, base, 1, **settings) as manager:
+        loaded = manager.load(with_optimizer(rank, num_ranks, None))
+        assert torch.equal(loaded["average"], -loaded["rows"])
+        assert torch.equal(loaded["rows"], table(loaded["step"]).chunk(num_ranks)[rank])
+        return loaded["step"]
+
+
+def refused_load(rank, num_ranks, base, settings):
+    error = error_of(load_with_optimizer, rank, num_ranks, base, settings)
+    assert isinstance(error, LoadMismatchError), error
+    return str(error)
+
+
+@pytest.mark.parametrize("place", ["directory", "store"])
+def test_optimizer_state_is_removed_in_the_root_alone(tmp_path, server, bucket, place):
+    settings = {}
+    root = str(tmp_path / "root")
+    if place == "store":
+        root = f"{bucket}/run"
+        settings = {"root": root, "server": server}
+    with reached_at(server):
+        results = run(save_with_optimizer, 2, 2, str(tmp_path), settings)
+        assert results == [([None] * 3, {})] * 2
+        keys = []
+        for step in (10, 20, 30):
+            location = f"{root}/step_{step:08d}"
+            report = distckpt.verify(location)
+            assert report.is_whole
+            assert not report.strays
+            keys.append(sorted(distckpt.open(location).tensors))
+        assert keys[:2] == [["copied", "rows"]] * 2
+        assert len(keys[2]) == 3
+        # Of step 20 the hosts have all, and the root has the weights.
+        shutil.move(tmp_path / "host1", tmp_path / "lost")
+        errors = run(refused_load, 2, 2, str(tmp_path), settings)
+        assert all("optimizer.state" in error for error in errors)
+        shutil.rmtree(tmp_path / "host1")
+        shutil.move(tmp_path / "lost", tmp_path / "host1")
+        assert run(load_with_optimizer, 3, 3, str(tmp_path), settings) == [20] * 3
+        # The job goes on from there, so that the root has all of it again.
+        assert len(distckpt.open(f"{root}/step_00000020").tensors) == 3
+        for host in range(3):
+            shutil.rmtree(tmp_path / f"host{host}")
+        assert loaded(tmp_path, 2, 1, **settings) == 20
+
+
+def test_damage_of_a_step_is_none_of_the_step_of_an_earlier_attempt(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(20, state_of(0, 1, 20))
+    again = SpreadStep(20, "0123456789abcdef", 5, 1, 8, {"file": [0]}, {"file": 8})
+    root = _choice.Root(str(tmp_path))
+    known, _ = _choice.choose([again], root, _choice.Passed())
+    assert known.spread == again
+    damaged = _choice.Passed(reasons={again.save: "checksum mismatch"})
+    known, problems = _choice.choose([again], root, damaged)
+    assert known.spread.attempt == 0
+    assert problems == {20: "checksum mismatch"}
 
 
 def test_a_plain_manager_loads_what_was_uploaded(tmp_path):

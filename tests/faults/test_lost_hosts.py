@@ -35,6 +35,7 @@ from tests.support.lost_hosts import (
     run_to_end,
     run_until_loss,
 )
+from tests.support.s3_server import reached_at
 
 PHASES: tuple[Phase, ...] = ("training", "saving", "copying", "uploading", "restoring")
 SHARES = (1, 3, 3, 3, 3)
@@ -69,10 +70,16 @@ class Chain:
         folder: for all files.
         seed: of all that is random.
         num_lost: hosts that are lost together.
+        root: of the manager; a directory in the folder by default.
+        server: URL of the store that the root is in.
     """
 
-    def __init__(self, folder: Path, seed: int, num_lost: int = 1) -> None:
+    def __init__(
+        self, folder: Path, seed: int, num_lost: int = 1, root: str = "", server: str = ""
+    ) -> None:
         self._folder = folder
+        self._server = server
+        self._root = root or f"{folder}/data/root"
         self._random = random.Random(seed)
         self._num_lost = num_lost
         self._num_hosts = 0
@@ -111,7 +118,7 @@ class Chain:
         run_to_end(start)
         self._check_loaded(start)
         saved = newest(self._ledger.lines(), "local")
-        location = f"{self._folder}/data/root/step_{saved.step:08d}"
+        location = f"{self._root}/step_{saved.step:08d}"
         with loaded_alone(location, self._columns) as loaded:
             assert (loaded["start"], loaded["step"]) == saved
             assert num_wrong(loaded, 0, 1, self._columns) == 0
@@ -126,6 +133,8 @@ class Chain:
         ranks = ranks or self._ranks()
         start = Start(
             str(self._folder),
+            self._root,
+            self._server,
             self._number,
             tuple(ranks),
             loss,
@@ -196,7 +205,7 @@ class Chain:
             promised = max(newest(since, "local", "loaded"), uploaded)
         elif len(loss.hosts) == 1:
             promised = max(newest(since, "replicated"), uploaded)
-        left = left_on_disk(self._folder)
+        left = left_on_disk(self._folder, self._root)
         phase = killed["phase"]
         self._pending.append((loss, phase, len(start.hosts), uploaded, left, promised))
         if loss.hosts:
@@ -296,8 +305,8 @@ def test_two_hosts_are_lost_together(tmp_path):
     assert all(report.loaded >= report.uploaded > Saved(0, 0) for report in chain.reports)
 
 
-def sweep(folder: Path, seed: int, num_lost: int) -> list[Report]:
-    chain = Chain(folder, seed, num_lost)
+def sweep(folder: Path, seed: int, *args: Any) -> list[Report]:
+    chain = Chain(folder, seed, *args)
     chain.lose("training")
     for _ in range(LENGTH - 1):
         chain.lose_anywhere()
@@ -317,6 +326,15 @@ def test_any_host_is_lost_at_any_moment(seed, tmp_path, record_property):
 @pytest.mark.parametrize("seed", range(10))
 def test_any_two_hosts_are_lost_at_any_moment(seed, tmp_path, record_property):
     record_property("summary", json.dumps(summary_of(sweep(tmp_path, 1000 + seed, 2))))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(10))
+def test_any_host_is_lost_beside_an_object_store(seed, tmp_path, server, bucket, record_property):
+    with reached_at(server):
+        reports = sweep(tmp_path, 2000 + seed, 1, f"{bucket}/run", server)
+    record_property("summary", json.dumps(summary_of(reports)))
 
 
 # --- What was found -------------------------------------------------------------------------------

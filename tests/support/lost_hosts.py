@@ -13,6 +13,7 @@ import faulthandler
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import threading
@@ -20,16 +21,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import fsspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.numpy import load_file
+from safetensors.numpy import load
 
 import distckpt
 from distckpt import CheckpointManager, ShardedTensor
 from distckpt.manager._tiers import _copies
 from tests.support.calls import Call, Moment, watched
 from tests.support.harness import launched
+from tests.support.s3_server import reached_at
 
 Phase = Literal["training", "saving", "copying", "uploading", "restoring"]
 NUM_ROWS = 2520
@@ -68,7 +71,9 @@ class Start(NamedTuple):
     """One start of the job.
 
     Attributes:
-        folder: holds the directories of hosts, `root` and the ledger.
+        folder: holds the directories of hosts, and the ledger.
+        root: the root of the manager, a directory in `folder` or on an object store.
+        server: URL of that store; empty without one.
         number: of the start, from 0.
         hosts: the directory of each rank.
         loss: None lets the job end.
@@ -79,6 +84,8 @@ class Start(NamedTuple):
     """
 
     folder: str
+    root: str
+    server: str
     number: int
     hosts: tuple[str, ...]
     loss: Loss | None
@@ -196,9 +203,7 @@ class _Rank:
         logging.getLogger("distckpt").addHandler(warnings)
         _copies.PIECE_BYTES = 64 << 10
         directory = start.hosts[self.rank]
-        with CheckpointManager(
-            f"{start.folder}/data/root", local=directory, peers=1, **start.settings
-        ) as manager:
+        with CheckpointManager(start.root, local=directory, peers=1, **start.settings) as manager:
             self._manager = manager
             manager._place.states = _States(self)  # type: ignore[union-attr]
             self._restore(manager)
@@ -346,10 +351,12 @@ class _States(dict[int, Any]):
 def run_start(rank: int, start: Start) -> None:
     """Be a rank of a start, until the end or the loss."""
     faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)
-    this = _Rank(rank, start)
     loss = start.loss
     with contextlib.ExitStack() as watching:
         watching.callback(faulthandler.cancel_dump_traceback_later)
+        if start.server:
+            watching.enter_context(reached_at(start.server))
+        this = _Rank(rank, start)
         if loss is not None and loss.count and loss.rank == rank:
             watching.enter_context(watched(f"{start.folder}/data", this.on_call))
         this.run()
@@ -370,22 +377,27 @@ class Left(NamedTuple):
     partial: set[int]
 
 
-def left_on_disk(folder: str | os.PathLike[str]) -> Left:
+def left_on_disk(folder: str | os.PathLike[str], root: str) -> Left:
     """Find the newest step whose files are all there, over the hosts and the root together."""
     wanted: dict[tuple[int, int, str], dict[str, int]] = {}
     there: dict[tuple[int, int, str], dict[str, int]] = {}
-    for marker in Path(folder, "data").glob("**/step_*/metadata.json"):
-        if any(part.startswith(".") for part in marker.relative_to(folder).parts):
-            continue
-        note = json.loads(marker.read_text())["manager"]
-        key = (note["attempt"], note["step"], note["save"])
-        manifest = load_file(marker.with_name("manifest.safetensors"))
-        files = json.loads(bytes(manifest["json"]))["files"]
-        wanted[key] = {name: size for name, size, *_ in files}
-        for name, size in wanted[key].items():
-            path = marker.parent / name
-            if path.exists() and path.stat().st_size == size:
-                there.setdefault(key, {})[name] = size
+    for place in {f"{folder}/data", root}:
+        files, path = fsspec.core.url_to_fs(place)
+        files.invalidate_cache()
+        for marker in files.glob(f"{path}/**/step_*/metadata.json"):
+            if any(part.startswith(".") for part in marker.split("/")):
+                continue
+            fields = json.loads(files.cat_file(marker))
+            note = fields["manager"]
+            key = (note["attempt"], note["step"], note["save"])
+            step = marker.rpartition("/")[0]
+            manifest = load(files.cat_file(f"{step}/{fields['manifest']['name']}"))
+            for name, size, *_ in json.loads(bytes(manifest["json"]))["files"]:
+                # A store tells apart what several saves write.
+                name_on_hosts = re.sub(r"-[0-9a-f]{16}/", "/", name)
+                wanted.setdefault(key, {})[name_on_hosts] = size
+                if files.exists(f"{step}/{name}") and files.size(f"{step}/{name}") == size:
+                    there.setdefault(key, {})[name_on_hosts] = size
     partial = set()
     for key in sorted(wanted, reverse=True):
         if there.get(key) == wanted[key]:

@@ -53,11 +53,13 @@ class Passed:
     """The steps that a load has found unfit so far.
 
     Attributes:
-        reasons: problems of steps that were passed over, by step.
+        problems: of steps that were passed over.
+        reasons: problems by save: several attempts may have saved a step.
         damaged_in_root: saves whose copies in the root are damaged.
     """
 
-    reasons: dict[int, str] = field(default_factory=dict)
+    problems: dict[int, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
     damaged_in_root: set[str] = field(default_factory=set)
 
 
@@ -107,7 +109,10 @@ def _steps_in_root(root: str) -> list[tuple[SpreadStep, str]]:
         attempt = note[ATTEMPT] if isinstance(note.get(ATTEMPT), int) else 0
         nonce = marker.get(SAVE)
         suffix = f"-{nonce}" if isinstance(nonce, str) else ""
-        result.append((SpreadStep(step, str(note.get("save")), attempt), suffix))
+        save = str(note.get("save"))
+        if steps.OPTIMIZER_REMOVED in note:
+            save += " without optimizer"  # no copy of what hosts have
+        result.append((SpreadStep(step, save, attempt), suffix))
     return result
 
 
@@ -129,10 +134,12 @@ def choose(
             continue
         if item.spread.save in passed.damaged_in_root:
             item.root_suffix = None
-        problem = passed.reasons.get(step) or _rejection_of(item, root)
-        if problem is not None and wanted is not None and step not in passed.reasons:
-            logger.warning("step %d was %s: it is loaded because it was named", step, problem)
-            problem = None
+        problem = passed.reasons.get(item.spread.save)
+        if problem is None:
+            problem = _rejection_of(item, root)
+            if problem is not None and wanted is not None:
+                logger.warning("step %d was %s: it is loaded because it was named", step, problem)
+                problem = None
         problem = problem or _problem_with(item, root)
         if problem is None:
             return item, problems

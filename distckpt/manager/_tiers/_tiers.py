@@ -328,9 +328,8 @@ class Tiers:
             known, problems = self._decide(ranks, found, root, passed, step)
             skipped |= problems
             if known is None:
-                raise CheckpointNotFoundError(
-                    choice.nothing_to_load(self._root, step, passed.reasons)
-                )
+                message = choice.nothing_to_load(self._root, step, passed.problems)
+                raise CheckpointNotFoundError(message)
             try:
                 result = self._load_known(ranks, known, load_at)
             except BaseException as error:
@@ -353,7 +352,7 @@ class Tiers:
         def decide() -> list[Any]:
             known, problems = choose(found, root, passed, step)
             for number, problem in problems.items():
-                if number not in passed.reasons:
+                if number not in passed.problems:
                     logger.warning("step %d is passed over: %s", number, problem)
             if known is None and not root.answers:
                 # Training would begin anew beside the steps in the root.
@@ -390,7 +389,7 @@ class Tiers:
             passed.damaged_in_root.add(known.spread.save)
             if known.spread.hosts:
                 return
-        passed.reasons[step] = f"{type(error).__name__}: {error}"
+        passed.reasons[known.spread.save] = f"{type(error).__name__}: {error}"
 
     def _resume(self, known: Known) -> None:
         """Queue the copies and the upload that a loaded step lacks."""
