@@ -86,9 +86,9 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 440_850,
-    "classes": 499,
-    "functions": 4_540,
+    "tokens": 447_350,
+    "classes": 503,
+    "functions": 4_590,
     "kernel: modules": 121,
     "kernel: lines": 34_910,
     "kernel: tokens": 190_310,

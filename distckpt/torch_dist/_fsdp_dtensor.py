@@ -109,7 +109,7 @@ def convert_fsdp_dtensor(
         output_dir: a path; it must hold no checkpoint.
         to: the format to write; the source has the names of the other one.
         gated: whether MLPs are gated (SwiGLU), or the names of the modules whose MLPs are; None for
-            what the arguments of the run say, which Megatron-LM stores.
+            the choice in the arguments of the run, which Megatron-LM stores.
         rename: text in Megatron Core's names -> text in Megatron-FSDP's, for both ways, such as
             {"mtp.layers.0.transformer_layer.": "mtp.layers.0.mtp_model_layer."}.
         local_experts: whether Megatron-FSDP's experts are modules of their own
@@ -202,7 +202,7 @@ def _write_together(
 def plan_conversion(
     stored: StoredCheckpoint, to: Layout, names: FsdpNames, with_optimizer: bool
 ) -> Conversion:
-    """Return what a converted checkpoint holds."""
+    """Return the content of a converted checkpoint."""
     manifest = stored.manifest
     tensors: dict[str, TensorSpec] = {}
     for key, place in manifest.key_index.items():
@@ -304,7 +304,7 @@ def _leaves(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tup
 # --- Writing --------------------------------------------------------------------------------------
 
 _Place = tuple[str, list[int] | None, str, int, int]
-"""A name, the offset of a piece, and its file, first byte and size."""
+"""A piece's name, offset, file, first byte and size."""
 
 
 def _write(

@@ -38,7 +38,7 @@ def fsdp_common(
         common: of Megatron Core.
         trained: names of parameters.
         shapes: the number of axes of each.
-        prefix: what Megatron-FSDP's optimizer puts before names.
+        prefix: the beginning of names in Megatron-FSDP's optimizer.
 
     Raises:
         CheckpointingException: the group of a parameter cannot be told.

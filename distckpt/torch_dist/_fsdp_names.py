@@ -30,7 +30,7 @@ Mapped = dict[str, MappedTensor]
 MODEL_PREFIX = "model.module."
 STATE_PREFIX = "optimizer.state."
 _MAIN_WEIGHTS = ("param", "fp32_param", "master_param")
-"""Names of the 32-bit weights in the states of Megatron Core's optimizers, by version and kind."""
+"""Names of 32-bit weights in the states of Megatron Core's optimizers."""
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _FC1 = re.compile(
@@ -49,7 +49,7 @@ _FUSED = (
     ("z", "x", "B", "C", "dt"),
     ("x", "B", "C"),
 )
-"""The parts of gated delta nets and Mamba mixers that one parameter holds, in its order."""
+"""Parts that gated delta nets and Mamba mixers fuse, in order."""
 _NOT_TRAINED = (".expert_bias", "._extra_state")
 
 
@@ -86,7 +86,7 @@ class FsdpNames:
 
 @dataclass
 class _States:
-    """The tensors of a checkpoint by what they are of their parameters."""
+    """The tensors of a checkpoint, by parameter."""
 
     weights: dict[str, str] = field(default_factory=dict)
     of_optimizer: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
