@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, flat_bytes
-from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
