@@ -6,7 +6,7 @@ once.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace, _ActionsContainer
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ActionsContainer
 
 from distckpt.cli._argument_types import (
     FORMATS,
@@ -288,8 +288,26 @@ def convert(parser: ArgumentParser) -> None:
         help="a checkpoint, a directory with a .metadata file, or a Hugging Face directory",
     )
     parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
-    to = "format of the new checkpoint; torch_dist is Megatron Core's, which PyTorch reads as well"
-    parser.add_argument("--to", choices=("distckpt", "torch_dist"), default="distckpt", help=to)
+    to = (
+        "format of the new checkpoint; torch_dist is Megatron Core's, which PyTorch reads as well, "
+        "fsdp_dtensor Megatron-FSDP's"
+    )
+    formats = ("distckpt", "torch_dist", "fsdp_dtensor")
+    parser.add_argument("--to", choices=formats, default="distckpt", help=to)
+    source = "the source is Megatron-FSDP's, and gets Megatron Core's names"
+    parser.add_argument("--from", dest="names", choices=("fsdp_dtensor",), help=source)
+    gated = "for --to fsdp_dtensor: MLPs are gated (default: what the run's arguments say)"
+    parser.add_argument("--gated", action=BooleanOptionalAction, default=None, help=gated)
+    rename = "for fsdp_dtensor: text in Megatron Core's names, and in Megatron-FSDP's"
+    parser.add_argument(
+        "--rename", action="append", metavar="OLD=NEW", type=pair, default=[], help=rename
+    )
+    _add_flag(parser, "--local-experts", "Megatron-FSDP's experts are modules of their own")
+    _add_flag(parser, "--expert-parallel", "for --from fsdp_dtensor: experts have an optimizer")
+    _add_flag(parser, "--fuse", "join projections that Megatron-FSDP has as one")
+    wrappers = "for --to fsdp_dtensor: 2 for runs in 32 bits (default: 3)"
+    parser.add_argument("--wrappers", type=positive, metavar="N", default=3, help=wrappers)
+    _add_flag(parser, "--without-optimizer", "for fsdp_dtensor: leave out the optimizer")
     _add_flag(parser, "--overwrite", "replace an existing checkpoint")
     _add_flag(parser, "--megatron-types", "import Megatron Core, register its Enum classes")
     _add_flag(parser, "--without-common-state", "leave out values that are not sharded")

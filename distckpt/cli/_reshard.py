@@ -8,6 +8,7 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._tools.reshard import ReshardReport, reshard
+from distckpt.cli._arguments import is_in_parts
 from distckpt.cli._output import Output, count_text, size_text
 from distckpt.cli._selection import call, dtype_option, given, warn_of_overflows
 
@@ -77,6 +78,8 @@ def _convert(arguments: Namespace, output: Output) -> int:
         from distckpt.megatron import interop as megatron
 
         megatron.register_types()
+    if arguments.names or arguments.to == "fsdp_dtensor":
+        return _convert_fsdp(arguments, output)
     if arguments.to == "torch_dist":
         return _export(arguments, output)
     values = {
@@ -86,6 +89,44 @@ def _convert(arguments: Namespace, output: Output) -> int:
         "overwrite": arguments.overwrite,
     }
     return _reshard(arguments, output, values, "converting")
+
+
+def _convert_fsdp(arguments: Namespace, output: Output) -> int:
+    # Imported only for these options.
+    from distckpt.torch_dist import _fsdp_dtensor as conversion
+
+    if is_in_parts(arguments) or arguments.without_common_state:
+        raise CheckpointingException(
+            "--part and --without-common-state are not available with fsdp_dtensor: leave them out."
+        )
+    if arguments.names and arguments.to == "fsdp_dtensor":
+        raise CheckpointingException(
+            "--from fsdp_dtensor --to fsdp_dtensor: leave out one of them."
+        )
+    names = {
+        "gated": arguments.gated,
+        "rename": dict(arguments.rename),
+        "local_experts": arguments.local_experts,
+        "expert_parallel": arguments.expert_parallel,
+        "fuse": arguments.fuse,
+        "wrappers": arguments.wrappers,
+    }
+    location = arguments.checkpoint
+    if arguments.to == "distckpt":
+        values = conversion.rewriting(arguments.source, names, not arguments.without_optimizer)
+        values |= {"checkpoint_dir": location, "overwrite": arguments.overwrite}
+        return _reshard(arguments, output, values, "converting")
+    values = {
+        "checkpoint_dir": arguments.source,
+        "output_dir": location,
+        "to": arguments.to,
+        "with_optimizer": not arguments.without_optimizer,
+        "overwrite": arguments.overwrite,
+        **names,
+    }
+    with output.progress("converting") as progress:
+        conversion.convert_fsdp_dtensor(**values, progress=progress)
+    return _print_export(location, None, output)
 
 
 def _export(arguments: Namespace, output: Output) -> int:

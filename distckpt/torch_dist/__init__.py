@@ -12,7 +12,8 @@ makes distckpt checkpoints of them, which have checksums and open faster; `expor
 
 from distckpt._base.public import set_public_home
 from distckpt.torch_dist._export import export
+from distckpt.torch_dist._fsdp_dtensor import convert_fsdp_dtensor
 
-__all__ = ["export"]
+__all__ = ["convert_fsdp_dtensor", "export"]
 
 set_public_home(globals())

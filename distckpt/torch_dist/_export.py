@@ -21,6 +21,7 @@ from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import Region
 from distckpt._io.read import read_in_pieces
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt._state.common_state import COMMON_KEY
@@ -240,17 +241,61 @@ def write_metadata(
     directory: str,
 ) -> None:
     """Write everything other than chunks, the marker last."""
-    path = locations.join(directory, "common.pt")
-    with locations.naming(path), open(path, "w+b") as file:
-        write_object(file, common)
-        os.fsync(file.fileno())
+    write_common_state(common, directory)
     places = {}
     for entries in written:
         for chunk, name, start, size in entries:
             places[chunk] = (name, start, size)
-    data, _ = encode_pickle(_metadata(stored, places))
+    _write_pickle(_metadata(stored, places), directory, is_megatron=True)
+
+
+def write_common_state(common: dict[Any, Any], directory: str) -> None:
+    """Write `common.pt`."""
+    path = locations.join(directory, "common.pt")
+    with locations.naming(path), open(path, "w+b") as file:
+        write_object(file, common)
+        os.fsync(file.fileno())
+
+
+def write_index(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], list[Region]]],
+    paths: Mapping[str, tuple[Any, ...]],
+    places: Sequence[tuple[str, Sequence[int] | None, str, int, int]],
+    directory: str,
+    *,
+    is_megatron: bool,
+) -> None:
+    """Write `.metadata`, and for Megatron Core its marker.
+
+    Args:
+        tensors: dtype, shape and stored regions, by name.
+        paths: of objects and, where names are not paths of one step, of tensors.
+        places: the name of each stored piece, its offset (None for an object), file, first byte and
+            size.
+        directory: where files lie.
+        is_megatron: whether Megatron Core is to recognize the directory.
+    """
+    entries: dict[str, Call] = {}
+    for name, (dtype, shape, regions) in tensors.items():
+        chunks = [_chunk(region) for region in regions]
+        entries[name] = _tensor_entry(dtype, shape, chunks)
+    for name in paths:
+        if name not in entries:
+            entries[name] = record(_METADATA, "BytesStorageMetadata")
+    storage = []
+    for name, first, file, start, size in places:
+        offset = None if first is None else torch.Size(first)
+        storage.append(_storage_entry(name, offset, file, start, size))
+    paths = {name: paths.get(name, (name,)) for name in entries}
+    _write_pickle(_index(entries, paths, storage), directory, is_megatron)
+
+
+def _write_pickle(index: Call, directory: str, is_megatron: bool) -> None:
+    data, _ = encode_pickle(index)
     locations.write_bytes(locations.join(directory, ".metadata"), data)
-    locations.write_bytes(locations.join(directory, CONFIG_FNAME), json.dumps(_MARKER).encode())
+    if is_megatron:
+        marker = json.dumps(_MARKER).encode()
+        locations.write_bytes(locations.join(directory, CONFIG_FNAME), marker)
     locations.sync_directory(directory)
 
 
@@ -272,27 +317,47 @@ def _metadata(stored: StoredCheckpoint, places: Mapping[int, _Place]) -> Call:
                 entries[name] = record(_METADATA, "BytesStorageMetadata")
             else:
                 offset = torch.Size(region.offset)
-                sizes = torch.Size(region.shape)
-                chunks_of_tensor.append(
-                    record(_METADATA, "ChunkStorageMetadata", offsets=offset, sizes=sizes)
-                )
-            index = record(_METADATA, "MetadataIndex", fqn=name, offset=offset, index=None)
-            path, start, size = places[chunk]
-            info = {"relative_path": path, "offset": start, "length": size}
-            storage.append((index, record(f"{_DCP}.filesystem", "_StorageInfo", **info)))
+                chunks_of_tensor.append(_chunk(region))
+            storage.append(_storage_entry(name, offset, *places[chunk]))
         if not stored.is_object(key):
-            entries[key] = record(
-                _METADATA,
-                "TensorStorageMetadata",
-                properties=_properties(FROM_NAME[stored.dtype_name(key)]),
-                size=torch.Size(stored.global_shape(key)),
-                chunks=chunks_of_tensor,
-            )
+            dtype = FROM_NAME[stored.dtype_name(key)]
+            entries[key] = _tensor_entry(dtype, stored.global_shape(key), chunks_of_tensor)
+    return _index(entries, {name: (name,) for name in entries}, storage)
+
+
+def _chunk(region: Region) -> Call:
+    sizes = torch.Size(region.shape)
+    return record(_METADATA, "ChunkStorageMetadata", offsets=torch.Size(region.offset), sizes=sizes)
+
+
+def _tensor_entry(dtype: torch.dtype, shape: tuple[int, ...], chunks: list[Call]) -> Call:
+    return record(
+        _METADATA,
+        "TensorStorageMetadata",
+        properties=_properties(dtype),
+        size=torch.Size(shape),
+        chunks=chunks,
+    )
+
+
+def _storage_entry(
+    name: str, offset: torch.Size | None, path: str, start: int, size: int
+) -> tuple[Call, Call]:
+    index = record(_METADATA, "MetadataIndex", fqn=name, offset=offset, index=None)
+    info = {"relative_path": path, "offset": start, "length": size}
+    return index, record(f"{_DCP}.filesystem", "_StorageInfo", **info)
+
+
+def _index(
+    entries: Mapping[str, Call],
+    paths: Mapping[str, tuple[Any, ...]],
+    storage: list[tuple[Call, Call]],
+) -> Call:
     return record(
         _METADATA,
         "Metadata",
-        state_dict_metadata=entries,
-        planner_data={name: (name,) for name in entries},
+        state_dict_metadata=dict(entries),
+        planner_data=dict(paths),
         storage_data=Pairs(storage),
         storage_meta=None,
     )

@@ -128,11 +128,15 @@ def test_blocks_for_megatron_run(run: Callable[..., list], tmp_path: Path) -> No
         torch.distributed.checkpoint.save(
             {"w": torch.ones(4)}, checkpoint_id=str(tmp_path / "fsdp" / "step_1000")
         )
+    with zipfile.ZipFile(ROOT / "tests/data/megatron_fsdp_0_16.zip") as archive:
+        archive.extractall(tmp_path / "golden")
     directories = [tmp_path / block.name for block in FOR_MEGATRON]
     for directory in directories:
         directory.mkdir()
         for name in ("megatron", "fsdp"):
             (directory / name).symlink_to(tmp_path / name)
+        (directory / "core").mkdir()
+        (directory / "core" / "iter_0001000").symlink_to(tmp_path / "golden" / "torch_dist")
     run(run_blocks_for_megatron, 1, directories, group_timeout=megatron_gpt.TIMEOUT)
 
 

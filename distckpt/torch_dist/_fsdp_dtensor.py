@@ -1,0 +1,382 @@
+"""Conversions between Megatron Core's names and Megatron-FSDP's `fsdp_dtensor`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from distckpt._base.dtypes import FROM_NAME, flat_bytes
+from distckpt._base.options import Progress
+from distckpt._base.threads import ProgressCounter
+from distckpt._checkpoint.consistent_read import reading
+from distckpt._checkpoint.opening import check_is_unchanged, open_undisturbed, opened
+from distckpt._commit import posix
+from distckpt._commit.output import Output, OutputSettings, new_output
+from distckpt._format.manifest import OBJECT
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import Region
+from distckpt._io.tensor_source import TensorSource, Wanted
+from distckpt._plan.export import OutputTensor
+from distckpt._ranks.collectives import Ranks, collective
+from distckpt._storage import locations
+from distckpt._storage.open_files import OpenFiles
+from distckpt.rules._mapped import MappedTensor, TensorSpec, crop
+from distckpt.rules._rule import Rule
+from distckpt.rules._rules import Assemble, Drop
+from distckpt.torch_dist._encode import TensorRecord, refuse_formless, write_object, write_tensor
+from distckpt.torch_dist._export import (
+    check_place,
+    common_state_to_write,
+    write_common_state,
+    write_index,
+)
+from distckpt.torch_dist._fsdp_groups import core_common, fsdp_common, gated_of
+from distckpt.torch_dist._fsdp_names import (
+    MODEL_PREFIX,
+    FsdpNames,
+    core_tensors,
+    fsdp_tensors,
+    is_bucket,
+)
+
+Layout = Literal["fsdp_dtensor", "torch_dist"]
+
+_BLOCK_BYTES = 64 << 20
+"""A tensor is stored in blocks of rows of about this size: a load reads whole ones."""
+
+
+class _Piece(NamedTuple):
+    """A block of rows of a new tensor of shape `whole`."""
+
+    name: str
+    region: Region
+    whole: tuple[int, ...]
+    dtype: torch.dtype
+    mapped: MappedTensor
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its values."""
+        return self.region.num_elements * self.dtype.itemsize
+
+
+class Conversion(NamedTuple):
+    """The tensors and common state of a converted checkpoint."""
+
+    tensors: Mapping[str, MappedTensor]
+    common: dict[Any, Any]
+
+
+@collective()
+def convert_fsdp_dtensor(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    to: Layout,
+    *,
+    gated: bool | Sequence[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    local_experts: bool = False,
+    expert_parallel: bool = False,
+    fuse: bool = False,
+    sizes: Mapping[str, Mapping[str, int]] | None = None,
+    wrappers: int = 3,
+    dtype: torch.dtype | None = None,
+    with_optimizer: bool = True,
+    overwrite: bool = False,
+    process_group: Any = None,
+    progress: Progress | None = None,
+) -> None:
+    """Convert Megatron Core's checkpoint to Megatron-FSDP's, or back, with the optimizer.
+
+        torch_dist.convert_fsdp_dtensor("megatron/iter_1000", "fsdp/iter_1000", "fsdp_dtensor")
+        torch_dist.convert_fsdp_dtensor("fsdp/iter_1000", "megatron/iter_1000", "torch_dist")
+
+    The source is a directory of either program, or a checkpoint of distckpt with the same keys.
+    Random states, the rerun state machine and `_extra_state` of layers are left out. Neither
+    program is used. The directory appears when it is complete.
+
+    Collective operation: all ranks of the process group must call it; each writes its share.
+
+    Args:
+        checkpoint_dir: a path or URL of the source.
+        output_dir: a path; it must hold no checkpoint.
+        to: the format to write; the source has the names of the other one.
+        gated: whether MLPs are gated (SwiGLU), or the names of the modules whose MLPs are; None for
+            the choice in the arguments of the run, which Megatron-LM stores.
+        rename: text in Megatron Core's names -> text in Megatron-FSDP's, for both ways, such as
+            {"mtp.layers.0.transformer_layer.": "mtp.layers.0.mtp_model_layer."}.
+        local_experts: whether Megatron-FSDP's experts are modules of their own
+            (`local_experts.0.linear_fc1.weight`), not a grouped layer (`linear_fc1.weight0`).
+        expert_parallel: for the way back: whether the run that loads has expert parallelism.
+            Megatron Core has an optimizer of its own for experts then, Megatron-FSDP never.
+        fuse: whether Megatron-FSDP has one input projection for a gated delta net or Mamba mixer.
+            Otherwise its parts are entries, as in Megatron Core.
+        sizes: for the way back from one projection: the end of its name -> the names of its parts,
+            in their order, and their numbers of rows.
+        wrappers: how often "module." stands before names of parameters in Megatron-FSDP's
+            optimizer: 3 for runs in 16 bits (--bf16, --fp16), 2 for others.
+        dtype: dtype of the model's weights, such as torch.bfloat16 for a `torch_dist` as Megatron
+            Core writes it; None to keep 32 bits. The optimizer's weights keep them.
+        with_optimizer: whether to convert the optimizer. Without it, weights are the 32-bit ones
+            of the optimizer all the same, where they are stored by parameter.
+        overwrite: replace a checkpoint that is there.
+        process_group: the ranks that convert together; None for the default group, or for this
+            process alone.
+        progress: called with the bytes of tensors this rank has written so far and those it will
+            have written.
+
+    Raises:
+        CheckpointingException: `output_dir` is a URL; the source is of another layout; or an option
+            is needed that was not given.
+        LoadMismatchError: a part of a parameter, a layer or an expert is missing.
+        CorruptCheckpointError: the checkpoint is damaged.
+        UnsupportedObjectError: a value in the common state has no form in files of torch.
+        RankFailedError: raised on all ranks when any rank failed; nothing is left then.
+    """
+    ranks = Ranks(process_group)
+    names = FsdpNames(
+        gated, rename or {}, local_experts, expert_parallel, fuse, sizes or {}, wrappers
+    )
+    with ranks.phase("check the arguments", decision=True):
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype is a torch.dtype, such as torch.bfloat16, got {dtype!r:.100}.")
+        if to not in ("fsdp_dtensor", "torch_dist"):
+            raise ValueError(f'`to` is "fsdp_dtensor" or "torch_dist", got {to!r}.')
+        location = locations.normalize(checkpoint_dir)
+        target = posix.resolve(output_dir)
+        check_place(location, target)
+        if ranks.is_coordinator:
+            posix.check_target(target, overwrite, os.fspath(output_dir))
+    stored = open_undisturbed(ranks, location)
+    with reading(ranks, [stored]):
+        with ranks.phase("plan the conversion", decision=True):
+            conversion = plan_conversion(stored, to, names, with_optimizer)
+        pieces = list(_pieces_of(conversion.tensors, dtype))
+        share = _share(pieces, ranks.rank, ranks.size)
+        num_bytes = sum(piece.num_bytes for piece in share)
+        settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
+        with new_output(ranks, target, settings) as output, output.being_written():
+            _write_together(ranks, stored, conversion, pieces, share, output, to, progress)
+
+
+def _write_together(
+    ranks: Ranks,
+    stored: StoredCheckpoint,
+    conversion: Conversion,
+    pieces: Sequence[_Piece],
+    share: Sequence[_Piece],
+    output: Output,
+    to: Layout,
+    progress: Progress | None,
+) -> None:
+    objects: dict[tuple[Any, ...], Any] = {}
+    if to == "fsdp_dtensor":
+        objects = dict(_leaves(conversion.common))
+    with ranks.telling("write the conversion") as messages:
+        output.check_is_seen()
+        name = f"__{ranks.rank}_0.distcp"
+        own = objects if ranks.is_coordinator else {}
+        written = _write(stored, share, own, output.location, name, progress)
+        messages.payload = json.dumps(written).encode()
+    with ranks.answering(messages, "commit the conversion"):
+        if ranks.is_coordinator:
+            if to == "torch_dist":
+                write_common_state(conversion.common, output.location)
+            places = [json.loads(payload) for payload in messages.payloads]
+            _write_index(pieces, objects, places, output.location, to)
+            if not stored.manifest.has_checksums:
+                check_is_unchanged(stored)
+            output.commit(None)
+
+
+# --- Planning -------------------------------------------------------------------------------------
+
+
+def plan_conversion(
+    stored: StoredCheckpoint, to: Layout, names: FsdpNames, with_optimizer: bool
+) -> Conversion:
+    """Return the content of a converted checkpoint."""
+    manifest = stored.manifest
+    tensors: dict[str, TensorSpec] = {}
+    for key, place in manifest.key_index.items():
+        if manifest.dtypes[place] != OBJECT and key not in manifest.aliases:
+            tensors[key] = TensorSpec(manifest.global_shapes[place], manifest.dtypes[place])
+    common = common_state_to_write(stored)
+    if to == "torch_dist":
+        mapped = core_tensors(tensors, names)
+        if not with_optimizer:
+            mapped = _without_optimizer(mapped)
+        has_state = any(key.startswith("optimizer.") for key in mapped)
+        return Conversion(mapped, core_common(common, has_state, names.expert_parallel))
+    return _to_fsdp(tensors, common, names, with_optimizer)
+
+
+def rewriting(source: str, names: Mapping[str, Any], with_optimizer: bool) -> dict[str, Any]:
+    """Return arguments of `reshard` that give Megatron-FSDP's checkpoint Megatron Core's names."""
+    location = locations.normalize(source)
+    with opened(Ranks.alone(), location) as stored:
+        conversion = plan_conversion(stored, "torch_dist", FsdpNames(**names), with_optimizer)
+        sources = {}
+        for mapped in conversion.tensors.values():
+            for part in mapped.parts:
+                sources[part.key] = stored.global_shape(part.key)
+        rules: list[Rule] = [Assemble(conversion.tensors, sources)]
+        for key in stored.manifest.key_index:
+            if not stored.is_object(key) and key not in sources:
+                rules.append(Drop(key, optional=True))
+    return {"source_dir": source, "rules": rules, "common_state": conversion.common}
+
+
+def _to_fsdp(
+    tensors: dict[str, TensorSpec],
+    common: dict[Any, Any],
+    names: FsdpNames,
+    with_optimizer: bool,
+) -> Conversion:
+    if names.gated is None:
+        names = replace(names, gated=gated_of(common))
+    if not with_optimizer:
+        tensors = {key: spec for key, spec in tensors.items() if not is_bucket(key)}
+        common = {key: value for key, value in common.items() if key != "optimizer"}
+    mapped, trained, prefix = fsdp_tensors(tensors, names)
+    num_axes = {}
+    for name in trained:
+        key = MODEL_PREFIX + name
+        half = mapped.get(f"{key}_w")
+        num_axes[name] = len((half or mapped[key]).shape)
+    new_common = fsdp_common(common, trained, num_axes, prefix)
+    if not with_optimizer:
+        mapped = _without_optimizer(mapped)
+    return Conversion(mapped, new_common)
+
+
+def _without_optimizer(mapped: Mapping[str, MappedTensor]) -> dict[str, MappedTensor]:
+    return {key: value for key, value in mapped.items() if not key.startswith("optimizer.")}
+
+
+def _pieces_of(tensors: Mapping[str, MappedTensor], dtype: torch.dtype | None) -> Iterator[_Piece]:
+    """Yield blocks of rows of all tensors, by name."""
+    for name in sorted(tensors):
+        mapped = tensors[name]
+        shape = mapped.shape
+        kind = FROM_NAME[mapped.dtype]
+        if dtype and kind.is_floating_point and not name.startswith("optimizer."):
+            kind = dtype
+        if not shape or not math.prod(shape):
+            yield _Piece(name, Region((0,) * len(shape), shape), shape, kind, mapped)
+            continue
+        row_bytes = math.prod(shape[1:]) * FROM_NAME[mapped.dtype].itemsize
+        num_rows = max(1, _BLOCK_BYTES // row_bytes)
+        for first in range(0, shape[0], num_rows):
+            size = (min(num_rows, shape[0] - first), *shape[1:])
+            region = Region((first, *(0,) * (len(shape) - 1)), size)
+            yield _Piece(name, region, shape, kind, crop(mapped, region))
+
+
+def _share(pieces: Sequence[_Piece], rank: int, num_ranks: int) -> list[_Piece]:
+    """Return the pieces of one rank: a run with an equal share of the bytes."""
+    total = sum(piece.num_bytes + 1 for piece in pieces)
+    share = []
+    done = 0
+    for piece in pieces:
+        if done * num_ranks // total == rank:
+            share.append(piece)
+        done += piece.num_bytes + 1
+    return share
+
+
+def _leaves(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """Yield the values of nested dicts by their paths."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+# --- Writing --------------------------------------------------------------------------------------
+
+_Place = tuple[str, list[int] | None, str, int, int]
+"""A piece's name, offset, file, first byte and size."""
+
+
+def _write(
+    stored: StoredCheckpoint,
+    pieces: Sequence[_Piece],
+    objects: Mapping[tuple[Any, ...], Any],
+    directory: str,
+    name: str,
+    progress: Progress | None,
+) -> list[_Place]:
+    """Write pieces and objects into one file; return their places."""
+    places: list[_Place] = []
+    counter = ProgressCounter(progress, sum(piece.num_bytes for piece in pieces))
+    path = locations.join(directory, name)
+    with (
+        locations.naming(path),
+        open(path, "w+b") as file,
+        OpenFiles.for_many_reads() as open_files,
+    ):
+        source = TensorSource(stored.with_files(open_files))
+        start = 0
+        for piece in pieces:
+            record = TensorRecord(piece.dtype, piece.region.shape)
+            num_bytes = write_tensor(file, record, [_values(source, piece)])
+            places.append((piece.name, list(piece.region.offset), name, start, num_bytes))
+            start += num_bytes
+            counter.add(piece.num_bytes)
+        for steps, value in objects.items():
+            key = ".".join(map(str, steps))
+            refuse_formless(value, f"the common state at {key!r}")
+            num_bytes = write_object(file, value)
+            places.append((key, None, name, start, num_bytes))
+            start += num_bytes
+        file.flush()
+        os.fsync(file.fileno())
+    return places
+
+
+def _values(source: TensorSource, piece: _Piece) -> Any:
+    if not piece.num_bytes:
+        return b""
+    values = torch.empty(piece.region.shape, dtype=FROM_NAME[piece.mapped.dtype])
+    output = OutputTensor(
+        piece.name, piece.mapped.dtype, piece.region.shape, piece.num_bytes, piece.mapped
+    )
+    whole = Region((0,) * len(piece.region.shape), piece.region.shape)
+    source.read([Wanted(output, whole, values)])
+    return flat_bytes(values.to(piece.dtype)).numpy().data
+
+
+def _write_index(
+    pieces: Sequence[_Piece],
+    objects: Mapping[tuple[Any, ...], Any],
+    places: Sequence[Sequence[_Place]],
+    directory: str,
+    to: Layout,
+) -> None:
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[Region]]] = {}
+    for piece in pieces:
+        entry = tensors.setdefault(piece.name, (piece.dtype, piece.whole, []))
+        entry[2].append(piece.region)
+    paths = {".".join(map(str, steps)): steps for steps in objects}
+    if to == "fsdp_dtensor":
+        paths |= {name: path_of(name) for name in tensors}
+    where = [place for of_rank in places for place in of_rank]
+    write_index(tensors, paths, where, directory, is_megatron=to == "torch_dist")
+
+
+def path_of(name: str) -> tuple[str, ...]:
+    """Return the keys of a tensor in Megatron-FSDP's state dict."""
+    first, _, rest = name.partition(".")
+    if first != "optimizer":
+        return first, rest
+    kind, _, rest = rest.partition(".")
+    parameter, _, state = rest.rpartition(".")
+    return first, kind, parameter, state

@@ -1,0 +1,145 @@
+"""Common state of Megatron Core for Megatron-FSDP, and the way back.
+
+Megatron Core has a list of groups, and does not say which parameters are in each. Megatron-FSDP has
+the options of its group for each parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from distckpt._base.errors import CheckpointingException
+
+_GROUPS = "param_to_group_meta"
+_LEFT_OUT = ("rng_state", "rerun_state_machine", "content_metadata")
+"""Entries for one layout only: random states of ranks, and the version of the layout."""
+
+
+def gated_of(common: Mapping[Any, Any]) -> bool:
+    """Return whether MLPs are gated, as the arguments of the run say."""
+    args = common.get("args")
+    is_gated = getattr(args, "swiglu", None)
+    if is_gated is None:
+        raise CheckpointingException(
+            "The checkpoint does not tell whether MLPs are gated (SwiGLU): names and shapes are "
+            "the same, and it has no arguments of a run. Pass gated=True or False, or the names of "
+            "the modules with such MLPs (--gated, --no-gated)."
+        )
+    return bool(is_gated)
+
+
+def fsdp_common(
+    common: Mapping[Any, Any], trained: Sequence[str], shapes: Mapping[str, int], prefix: str
+) -> dict[Any, Any]:
+    """Return common state with the options of each trained parameter.
+
+    Args:
+        common: of Megatron Core.
+        trained: names of parameters.
+        shapes: the number of axes of each.
+        prefix: the beginning of names in Megatron-FSDP's optimizer.
+
+    Raises:
+        CheckpointingException: the group of a parameter cannot be told.
+    """
+    result = {key: value for key, value in common.items() if key not in _LEFT_OUT}
+    stored = result.pop("optimizer", None)
+    if stored is None:
+        return result
+    groups = list(_groups_of(stored))
+    options = {}
+    for name in trained:
+        group = _group_of(name, shapes[name], groups)
+        kept = {option: value for option, value in group.items() if option != "params"}
+        if "is_expert_parallel" in kept:
+            # Its parameters forget it, and a load refuses groups in which it differs.
+            kept["is_expert_parallel"] = False
+        options[prefix + name] = kept
+    result["optimizer"] = {_GROUPS: options}
+    return result
+
+
+def _groups_of(state: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the groups of an optimizer, or of several that work together."""
+    if not isinstance(state, Mapping):
+        return
+    if "common_step" in (state.get("state") or {}):
+        raise CheckpointingException(
+            "The optimizer has its step beside its states, not in its groups, where that of "
+            "Megatron-FSDP looks for it: convert without the optimizer."
+        )
+    if "param_groups" in state:
+        yield from state["param_groups"]
+        return
+    for key, value in state.items():
+        if key == "optimizer" or isinstance(key, int):
+            yield from _groups_of(value)
+
+
+def _group_of(name: str, num_axes: int, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the group of a parameter, as Megatron Core divides them.
+
+    Biases and vectors have no weight decay; experts of expert parallelism have groups of their own.
+    """
+    is_expert = ".experts." in name
+    found = [group for group in groups if bool(group.get("is_expert_parallel")) == is_expert]
+    found = found or list(groups)
+    decays = num_axes != 1 and not name.endswith(".bias")
+    matching = [group for group in found if (group.get("wd_mult", 1.0) != 0) == decays]
+    matching = matching or found
+    if not matching or matching.count(matching[0]) < len(matching):
+        raise CheckpointingException(
+            f"Which of {len(groups)} groups of the optimizer {name!r} is in cannot be told: "
+            "Megatron Core does not store it, and weight decay and experts do not decide it. "
+            "Convert without the optimizer."
+        )
+    return matching[0]
+
+
+def core_common(
+    common: Mapping[Any, Any], has_state: bool, expert_parallel: bool
+) -> dict[Any, Any]:
+    """Return common state with the groups of Megatron Core's optimizers.
+
+    Args:
+        common: of Megatron-FSDP.
+        has_state: whether there are states of parameters.
+        expert_parallel: whether experts have an optimizer of their own.
+    """
+    result = {key: value for key, value in common.items() if key not in _LEFT_OUT}
+    options = (result.pop("optimizer", None) or {}).get(_GROUPS, {})
+    dense, experts = _groups_of_kinds(options, expert_parallel)
+    states = []
+    for groups in (dense, experts):
+        # The order of Megatron Core: without weight decay comes last.
+        groups.sort(key=lambda group: group.get("wd_mult", 1.0) == 0)
+        if groups and has_state:
+            states.append(_optimizer(groups))
+    if states:
+        result["optimizer"] = states[0] if len(states) == 1 else dict(enumerate(states))
+    return result
+
+
+def _groups_of_kinds(
+    options: Mapping[str, Mapping[str, Any]], expert_parallel: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the different groups of parameters, and those of experts."""
+    dense: list[dict[str, Any]] = []
+    experts: list[dict[str, Any]] = []
+    for name, stored in options.items():
+        group = dict(stored)
+        groups = dense
+        if expert_parallel and ".experts." in name:
+            groups = experts
+            group["is_expert_parallel"] = True
+        if group not in groups:
+            groups.append(group)
+    return dense, experts
+
+
+def _optimizer(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "optimizer": {"param_groups": groups},
+        "param_state_sharding_type": "fully_reshardable",
+    }
