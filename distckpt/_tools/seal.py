@@ -83,9 +83,9 @@ def seal(
         distckpt.seal("outputs/step_100")  # of torch.distributed.checkpoint, for example
         assert distckpt.verify("outputs/step_100").has_checksums
 
-    Every later `load`, `open`, `verify` and so on compares what it reads with them. No other file
-    changes, and the program that wrote them reads the directory as before. All files are read once.
-    To take the seal away, remove the file `distckpt.seal`.
+    Every later `load`, `open`, `verify` and so on compares the bytes that it reads with them. No
+    other file changes, and the program that wrote them reads the directory as before. All files are
+    read once. To take the seal away, remove the file `distckpt.seal`.
 
     Any process may call, alone.
 

@@ -89,9 +89,8 @@ def verify(parser: ArgumentParser) -> None:
 def seal(parser: ArgumentParser) -> None:
     parser.add_argument("path", help="a directory that another program wrote: a path or URL")
     _add_flag(parser, "--overwrite", "replace a seal whose files have changed since")
-    parser.add_argument(
-        "--jobs", type=positive, help="threads (default: 4, or 10 on an object store)"
-    )
+    jobs = "threads (default: 4, or 10 on an object store)"
+    parser.add_argument("--jobs", type=positive, help=jobs)
 
 
 def stats(parser: ArgumentParser) -> None:
@@ -382,12 +381,8 @@ def prune(parser: ArgumentParser) -> None:
         metavar="N",
         help="number of these to keep (default: 1)",
     )
-    parser.add_argument(
-        "--keep-optimizer",
-        type=positive,
-        metavar="N",
-        help="remove the optimizer state of all but the newest N complete (default: keep it)",
-    )
+    kept = "remove the optimizer state of all but the newest N complete (default: keep it)"
+    parser.add_argument("--keep-optimizer", type=positive, metavar="N", help=kept)
     abandoned = (
         "remove leftovers in which nothing was written for this long (default: 60; a week for work "
         "in parts that is not complete)"

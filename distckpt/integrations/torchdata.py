@@ -135,7 +135,7 @@ class DataProgress:
       at which its next iteration begins, and its order does not depend on the number of ranks;
     - `Shards`: each data shard goes on where it was.
 
-    What cannot be divided exactly is refused, when this is made or loaded.
+    A loader that cannot be divided exactly is refused, when this is made or loaded.
 
     Args:
         loader: of this rank.
@@ -225,7 +225,7 @@ class DataProgress:
         if not is_finished:
             epoch = getattr(loader.sampler, "epoch", None)
         rank, size = self._place
-        # Ranks have read as many examples each: a load compares what all of them have stored.
+        # Ranks have read as many examples each: a load compares their positions.
         begin = _NUM_CELLS * rank // size
         positions = torch.full((_NUM_CELLS * (rank + 1) // size - begin,), position)
         shard = ShardedTensor(
