@@ -21,7 +21,7 @@ from distckpt._format.manifest import (
     needs_checksum_files,
     take_figures,
 )
-from distckpt._format.marker import marker_of, replaced
+from distckpt._format.marker import read_marker, replaced
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint, fetch_checksums
 from distckpt._geometry.region import IntArray
@@ -70,7 +70,7 @@ def remove_tensors(
             remaining = _write_remaining(location, output.location, complete, names, aliases)
             fields, files = _write_manifest(output, remaining)
             output.sync()
-        if marker_of(location) != stored.marker:
+        if read_marker(location) != stored.marker:
             raise replaced(location)
         output.commit({**stored.marker, **(notes or {}), **fields}, files)
 

@@ -305,6 +305,7 @@ OTHERS = {
         "fingerprints",
         "local_directory",
         "moving",
+        "orbax_reads",
         "parts",
         "second_load",
         "store_limits",

@@ -209,7 +209,7 @@ def test_few_modules_are_imported_by_a_string():
     }
     tables = {module: names & private for module, names in named.items() if names & private}
     assert tables.keys() == {"_base.wings"}
-    assert len(tables["_base.wings"]) == 8
+    assert len(tables["_base.wings"]) == 9
 
 
 def test_no_module_calls_import():
