@@ -133,13 +133,13 @@ class MaxTextModel:
         self._width = self._size("hidden_size")
         self._is_gemma = self._kind == "gemma3_text"
         self._is_deepseek = self._kind == "deepseek_v3"
-        self.num_layers = config.number_of("num_hidden_layers")
+        self.num_layers = config.number_of("num_hidden_layers", least=1)
         self.is_tied = bool(config("tie_word_embeddings", default=self._is_gemma))
         self.vocab_size = self._size("vocab_size")
         self.num_rows = min(self.vocab_size, num_stored)
 
     def _size(self, name: str, *others: str) -> int:
-        return self._config.number_of(name, *others, most=_MAX_SIZE)
+        return self._config.number_of(name, *others, least=1, most=_MAX_SIZE)
 
     def tensors(self, *, is_stacked: bool, axis: int = 1) -> dict[str, MappedTensor]:
         """Return all parameters by name, without a prefix.
@@ -301,10 +301,24 @@ def check_supported(config: Config) -> None:
         why = "dense layers among sparse ones"
     if kind == "gemma3_text" and not _alternates(config):
         why = "another order of layers than five with a window and one without"
+    if kind == "gemma3_text" and not _has_usual_scale(config):
+        why = "another scale of attention than by the size of a head"
+    if kind == "deepseek_v3" and config("rope_interleave", default=True) is not True:
+        why = "a rotation of halves"
     if why:
         raise CheckpointingException(
             f"The configuration of model_type {kind!r} asks for {why}, which MaxText does not have."
         )
+
+
+def _has_usual_scale(config: Config) -> bool:
+    """Whether MaxText computes the scale of the attention of Gemma 3 as well.
+
+    That is by the size of a head; for 27B, by the width for each head.
+    """
+    heads, _, size = config.heads
+    scalar = config("query_pre_attn_scalar", default=size)
+    return scalar in (size, config.number_of("hidden_size", most=_MAX_SIZE) // heads)
 
 
 def _alternates(config: Config) -> bool:
