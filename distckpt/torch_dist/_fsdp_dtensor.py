@@ -143,7 +143,8 @@ def convert_fsdp_dtensor(
     names = FsdpNames(
         gated, rename or {}, local_experts, expert_parallel, fuse, sizes or {}, wrappers
     )
-    with ranks.phase("check the arguments", decision=True):
+    same = {"to": to, "dtype": dtype, "with_optimizer": with_optimizer, **vars(names)}
+    with ranks.phase("check the arguments", decision=True, same=same):
         if isinstance(gated, str):
             raise TypeError(f"gated is True, False or a list of names, got {gated!r:.100}.")
         if dtype is not None and not isinstance(dtype, torch.dtype):

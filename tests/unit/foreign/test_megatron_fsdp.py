@@ -83,6 +83,17 @@ def test_the_command_line_converts_by_way_of_a_checkpoint_of_its_own(golden, tmp
     assert cli.main(["convert", own, core, "--to", "fsdp_dtensor", "--part", "0/2"]) == 1
 
 
+@pytest.mark.parametrize(
+    "option", [["--no-gated"], ["--rename", "a=b"], ["--fuse"], ["--without-optimizer"]]
+)
+@pytest.mark.parametrize("to", ["distckpt", "torch_dist"])
+def test_options_of_fsdp_are_refused_for_other_conversions(golden, tmp_path, capsys, to, option):
+    source = str(golden / "torch_dist")
+    assert cli.main(["convert", source, str(tmp_path / "out"), "--to", to, *option]) == 1
+    assert f"{option[0].replace('no-', '')} is for fsdp_dtensor" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_main_weights_are_not_the_rounded_ones(golden, tmp_path):
     path = tmp_path / "converted"
     torch_dist.convert_fsdp_dtensor(
