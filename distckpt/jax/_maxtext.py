@@ -301,24 +301,24 @@ def check_supported(config: Config) -> None:
         why = "dense layers among sparse ones"
     if kind == "gemma3_text" and not _alternates(config):
         why = "another order of layers than five with a window and one without"
-    if kind == "gemma3_text" and not _has_usual_scale(config):
-        why = "another scale of attention than by the size of a head"
-    if kind == "deepseek_v3" and config("rope_interleave", default=True) is not True:
-        why = "a rotation of halves"
+    why = why or _unusual_attention(config)
     if why:
         raise CheckpointingException(
             f"The configuration of model_type {kind!r} asks for {why}, which MaxText does not have."
         )
 
 
-def _has_usual_scale(config: Config) -> bool:
-    """Whether MaxText computes the scale of the attention of Gemma 3 as well.
-
-    That is by the size of a head; for 27B, by the width for each head.
-    """
-    heads, _, size = config.heads
-    scalar = config("query_pre_attn_scalar", default=size)
-    return scalar in (size, config.number_of("hidden_size", most=_MAX_SIZE) // heads)
+def _unusual_attention(config: Config) -> str | None:
+    """Return in words what MaxText computes otherwise in attention."""
+    if config("model_type") == "deepseek_v3" and not config("rope_interleave", default=True):
+        return "a rotation of halves"
+    if config("model_type") == "gemma3_text":
+        # MaxText scales by the size of a head; for 27B, by the width for each head.
+        heads, _, size = config.heads
+        scalar = config("query_pre_attn_scalar", default=size)
+        if scalar not in (size, config.number_of("hidden_size", most=_MAX_SIZE) // heads):
+            return "another scale of attention than by the size of a head"
+    return None
 
 
 def _alternates(config: Config) -> bool:

@@ -108,22 +108,28 @@ def _check_moments(states: _States) -> None:
 
 def _check_facts(parameters: Collection[str], names: FsdpNames) -> None:
     """Check that texts among the facts are in names of Megatron-FSDP's parameters."""
+    halves = []
+    for name in parameters:
+        if name.endswith("_w"):
+            halves.append("." + name.removeprefix(MODEL_PREFIX))
     unknown = []
-    for old, new in names.rename.items():
-        if not any(new in name for name in parameters):
-            unknown.append(f"rename={{{old!r}: {new!r}}}")
+    for new in names.rename.values():
+        unknown += _without(new, parameters, "rename")
     for end in names.sizes:
-        if not any(end in name for name in parameters):
-            unknown.append(f"sizes={{{end!r}: ...}}")
-    halves = [name.removeprefix(MODEL_PREFIX) for name in parameters if name.endswith("_w")]
-    for begin in () if isinstance(names.gated, bool) else names.gated or ():
-        if not any(name.startswith(f"{begin}.") for name in halves):
-            unknown.append(f"gated=[{begin!r}]")
+        unknown += _without(end, parameters, "sizes")
+    if isinstance(names.gated, Sequence):
+        for begin in names.gated:
+            unknown += _without(f".{begin}.", halves, "gated")
     if unknown:
         raise LoadMismatchError(
-            f"No parameter of Megatron-FSDP has the name of {', '.join(unknown)}: correct it, or "
+            f"No name of Megatron-FSDP's parameters has {', '.join(unknown)}: correct it, or "
             f"leave it out. There are {summarize_keys(parameters)}."
         )
+
+
+def _without(text: str, parameters: Iterable[str], option: str) -> list[str]:
+    """Return the text and its option in words, if no name has it."""
+    return [] if any(text in name for name in parameters) else [f"{text!r} of `{option}`"]
 
 
 # --- To Megatron-FSDP -----------------------------------------------------------------------------
