@@ -71,6 +71,17 @@ def _print_report(doing: str, report: ReshardReport, output: Output) -> int:
 
 # --- Formats of other programs --------------------------------------------------------------------
 
+_FSDP_DEFAULTS: dict[str, Any] = {
+    "gated": None,
+    "rename": [],
+    "local_experts": False,
+    "expert_parallel": False,
+    "fuse": False,
+    "wrappers": 3,
+    "without_optimizer": False,
+}
+"""Options that only conversions of `fsdp_dtensor` have."""
+
 
 def _convert(arguments: Namespace, output: Output) -> int:
     if arguments.megatron_types:
@@ -80,6 +91,7 @@ def _convert(arguments: Namespace, output: Output) -> int:
         megatron.register_types()
     if arguments.names or arguments.to == "fsdp_dtensor":
         return _convert_fsdp(arguments, output)
+    _refuse_options_of_fsdp(arguments)
     if arguments.to == "torch_dist":
         return _export(arguments, output)
     values = {
@@ -89,6 +101,15 @@ def _convert(arguments: Namespace, output: Output) -> int:
         "overwrite": arguments.overwrite,
     }
     return _reshard(arguments, output, values, "converting")
+
+
+def _refuse_options_of_fsdp(arguments: Namespace) -> None:
+    for name, default in _FSDP_DEFAULTS.items():
+        if getattr(arguments, name) != default:
+            raise CheckpointingException(
+                f"--{name.replace('_', '-')} is for fsdp_dtensor: give --from or --to fsdp_dtensor "
+                "as well, or leave it out."
+            )
 
 
 def _convert_fsdp(arguments: Namespace, output: Output) -> int:

@@ -57,10 +57,12 @@ class Config(NamedTuple):
             )
         return value
 
-    def number_of(self, *names: str, default: int | None = None, most: int = _MAX_LAYERS) -> int:
-        """Return a number of layers, experts and so on, at most `most`."""
+    def number_of(
+        self, *names: str, default: int | None = None, least: int = 0, most: int = _MAX_LAYERS
+    ) -> int:
+        """Return a number of layers, experts and so on, from `least` to `most`."""
         value = self(*names, default=default)
-        if type(value) is int and 0 <= value <= most:
+        if type(value) is int and least <= value <= most:
             return value
         raise CheckpointingException(
             f"{names[0]} is {value!r:.99} in the configuration, which no model has."
@@ -82,12 +84,12 @@ class Config(NamedTuple):
     @property
     def heads(self) -> tuple[int, int, int]:
         """Query heads, key-value heads, size of a head."""
-        num = self.number_of("num_attention_heads", most=_MAX_SIZE)
+        num = self.number_of("num_attention_heads", least=1, most=_MAX_SIZE)
         size = self.values.get("head_dim") or self.number_of("hidden_size", most=_MAX_SIZE) // num
         return (
             num,
-            self.number_of("num_key_value_heads", default=num, most=_MAX_SIZE),
-            self.number_of("head_dim", default=size, most=_MAX_SIZE),
+            self.number_of("num_key_value_heads", default=num, least=1, most=_MAX_SIZE),
+            self.number_of("head_dim", default=size, least=1, most=_MAX_SIZE),
         )
 
 

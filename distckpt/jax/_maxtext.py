@@ -133,13 +133,13 @@ class MaxTextModel:
         self._width = self._size("hidden_size")
         self._is_gemma = self._kind == "gemma3_text"
         self._is_deepseek = self._kind == "deepseek_v3"
-        self.num_layers = config.number_of("num_hidden_layers")
+        self.num_layers = config.number_of("num_hidden_layers", least=1)
         self.is_tied = bool(config("tie_word_embeddings", default=self._is_gemma))
         self.vocab_size = self._size("vocab_size")
         self.num_rows = min(self.vocab_size, num_stored)
 
     def _size(self, name: str, *others: str) -> int:
-        return self._config.number_of(name, *others, most=_MAX_SIZE)
+        return self._config.number_of(name, *others, least=1, most=_MAX_SIZE)
 
     def tensors(self, *, is_stacked: bool, axis: int = 1) -> dict[str, MappedTensor]:
         """Return all parameters by name, without a prefix.
@@ -301,10 +301,24 @@ def check_supported(config: Config) -> None:
         why = "dense layers among sparse ones"
     if kind == "gemma3_text" and not _alternates(config):
         why = "another order of layers than five with a window and one without"
+    why = why or _unusual_attention(config)
     if why:
         raise CheckpointingException(
             f"The configuration of model_type {kind!r} asks for {why}, which MaxText does not have."
         )
+
+
+def _unusual_attention(config: Config) -> str | None:
+    """Return in words what MaxText computes otherwise in attention."""
+    if config("model_type") == "deepseek_v3" and not config("rope_interleave", default=True):
+        return "a rotation of halves"
+    if config("model_type") == "gemma3_text":
+        # MaxText scales by the size of a head; for 27B, by the width for each head.
+        heads, _, size = config.heads
+        scalar = config("query_pre_attn_scalar", default=size)
+        if scalar not in (size, config.number_of("hidden_size", most=_MAX_SIZE) // heads):
+            return "another scale of attention than by the size of a head"
+    return None
 
 
 def _alternates(config: Config) -> bool:

@@ -107,6 +107,12 @@ def export_rules(
     shapes = {key: spec.shape for key, spec in selected.items()}
     if layout is None:
         return from_maxtext(config, shapes)
+    if any(map(_ROOT.fullmatch, shapes)):
+        raise CheckpointingException(
+            f"layout={layout!r} is for a Hugging Face directory, or names of transformers or "
+            "Megatron Core: the checkpoint has MaxText's names already. To stack its layers or "
+            "take them apart, export it to a Hugging Face directory first, without `layout`."
+        )
     rules = to_maxtext(config, layout)
     if shapes.keys() >= set(rules[-1].reads):
         # Of a Hugging Face directory, where names of transformers in memory may differ.

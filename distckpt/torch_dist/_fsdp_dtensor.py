@@ -42,7 +42,7 @@ from distckpt.torch_dist._fsdp_names import (
     FsdpNames,
     core_tensors,
     fsdp_tensors,
-    is_bucket,
+    is_weight,
 )
 
 Layout = Literal["fsdp_dtensor", "torch_dist"]
@@ -143,7 +143,10 @@ def convert_fsdp_dtensor(
     names = FsdpNames(
         gated, rename or {}, local_experts, expert_parallel, fuse, sizes or {}, wrappers
     )
-    with ranks.phase("check the arguments", decision=True):
+    same = {"to": to, "dtype": dtype, "with_optimizer": with_optimizer, **vars(names)}
+    with ranks.phase("check the arguments", decision=True, same=same):
+        if isinstance(gated, str):
+            raise TypeError(f"gated is True, False or a list of names, got {gated!r:.100}.")
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype is a torch.dtype, such as torch.bfloat16, got {dtype!r:.100}.")
         if to not in ("fsdp_dtensor", "torch_dist"):
@@ -207,11 +210,11 @@ def plan_conversion(
     for key, place in manifest.key_index.items():
         if manifest.dtypes[place] != OBJECT and key not in manifest.aliases:
             tensors[key] = TensorSpec(manifest.global_shapes[place], manifest.dtypes[place])
+    if not with_optimizer:
+        tensors = {key: spec for key, spec in tensors.items() if is_weight(key)}
     common = common_state_to_write(stored)
     if to == "torch_dist":
         mapped = core_tensors(tensors, names)
-        if not with_optimizer:
-            mapped = _without_optimizer(mapped)
         has_state = any(key.startswith("optimizer.") for key in mapped)
         return Conversion(mapped, core_common(common, has_state, names.expert_parallel))
     return _to_fsdp(tensors, common, names, with_optimizer)
@@ -242,7 +245,6 @@ def _to_fsdp(
     if names.gated is None:
         names = replace(names, gated=gated_of(common))
     if not with_optimizer:
-        tensors = {key: spec for key, spec in tensors.items() if not is_bucket(key)}
         common = {key: value for key, value in common.items() if key != "optimizer"}
     mapped, trained, prefix = fsdp_tensors(tensors, names)
     num_axes = {}
@@ -250,14 +252,7 @@ def _to_fsdp(
         key = MODEL_PREFIX + name
         half = mapped.get(f"{key}_w")
         num_axes[name] = len((half or mapped[key]).shape)
-    new_common = fsdp_common(common, trained, num_axes, prefix)
-    if not with_optimizer:
-        mapped = _without_optimizer(mapped)
-    return Conversion(mapped, new_common)
-
-
-def _without_optimizer(mapped: Mapping[str, MappedTensor]) -> dict[str, MappedTensor]:
-    return {key: value for key, value in mapped.items() if not key.startswith("optimizer.")}
+    return Conversion(mapped, fsdp_common(common, trained, num_axes, prefix))
 
 
 def _pieces_of(tensors: Mapping[str, MappedTensor], dtype: torch.dtype | None) -> Iterator[_Piece]:

@@ -92,6 +92,46 @@ class _States:
     of_optimizer: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
 
 
+def _check_moments(states: _States) -> None:
+    """Check that Adam has both moments of the same parameters, and that those are there."""
+    known = set(states.weights)
+    for state in _MAIN_WEIGHTS:
+        known.update(states.of_optimizer.get(state, ()))
+    first = states.of_optimizer.get("exp_avg", {})
+    second = states.of_optimizer.get("exp_avg_sq", {})
+    _check_complete(sorted({*first, *second}), known)
+    if first and second:
+        moments = {f"{name}.exp_avg" for name in first} | {f"{name}.exp_avg_sq" for name in second}
+        for name in sorted({*first, *second}):
+            _check_complete([f"{name}.exp_avg", f"{name}.exp_avg_sq"], moments)
+
+
+def _check_facts(parameters: Collection[str], names: FsdpNames) -> None:
+    """Check that texts among the facts are in names of Megatron-FSDP's parameters."""
+    halves = []
+    for name in parameters:
+        if name.endswith("_w"):
+            halves.append("." + name.removeprefix(MODEL_PREFIX))
+    unknown = []
+    for new in names.rename.values():
+        unknown += _without(new, parameters, "rename")
+    for end in names.sizes:
+        unknown += _without(end, parameters, "sizes")
+    if isinstance(names.gated, Sequence):
+        for begin in names.gated:
+            unknown += _without(f".{begin}.", halves, "gated")
+    if unknown:
+        raise LoadMismatchError(
+            f"No name of Megatron-FSDP's parameters has {', '.join(unknown)}: correct it, or "
+            f"leave it out. There are {summarize_keys(parameters)}."
+        )
+
+
+def _without(text: str, parameters: Iterable[str], option: str) -> list[str]:
+    """Return the text and its option in words, if no name has it."""
+    return [] if any(text in name for name in parameters) else [f"{text!r} of `{option}`"]
+
+
 # --- To Megatron-FSDP -----------------------------------------------------------------------------
 
 
@@ -102,6 +142,7 @@ def fsdp_tensors(tensors: Tensors, names: FsdpNames) -> tuple[Mapped, list[str],
         CheckpointingException: the optimizer's state is in buckets, or names collide.
     """
     states = _states_of(tensors)
+    _check_moments(states)
     prefix = "module." * names.wrappers
     main: dict[str, str] = {}
     for state in _MAIN_WEIGHTS:
@@ -109,6 +150,7 @@ def fsdp_tensors(tensors: Tensors, names: FsdpNames) -> tuple[Mapped, list[str],
     result: Mapped = {}
     for name, mapped in _parameters(tensors, {**states.weights, **main}, names):
         _add(result, MODEL_PREFIX + name, mapped)
+    _check_facts(result, names)
     trained: set[str] = set()
     for state, keys in states.of_optimizer.items():
         for name, mapped in _parameters(tensors, keys, names):
@@ -129,9 +171,15 @@ def _states_of(tensors: Collection[str]) -> _States:
             "The checkpoint has Megatron-FSDP's names already: its tensors begin with "
             f"{MODEL_PREFIX!r}."
         )
+    if prefixed := [key for key in tensors if key.startswith(("model.", "module."))]:
+        raise CheckpointingException(
+            f"{summarize_keys(prefixed)}: Megatron Core's names do not begin with 'model.' or "
+            "'module.'. Take that off (distckpt.reshard with rules=[Rename('module.**', '{0}')]), "
+            "and convert the result."
+        )
     for key in tensors:
         match = _STATE.fullmatch(key)
-        if is_bucket(key):
+        if _BUCKETS.match(key):
             buckets.append(key)
         elif match is not None:
             states.of_optimizer[match[1]][match[2]] = key
@@ -146,9 +194,12 @@ def _states_of(tensors: Collection[str]) -> _States:
     return states
 
 
-def is_bucket(key: str) -> bool:
-    """Return whether a tensor is a piece of the optimizer's buckets."""
-    return _BUCKETS.match(key) is not None
+def is_weight(key: str) -> bool:
+    """Return whether a tensor has a model's weights, in 16 bits or in 32."""
+    match = _STATE.fullmatch(key)
+    if match is not None:
+        return match[1] in _MAIN_WEIGHTS
+    return not key.startswith("optimizer.") and not _BUCKETS.match(key)
 
 
 def _add(result: Mapped, name: str, mapped: MappedTensor) -> None:
@@ -234,6 +285,8 @@ def core_tensors(tensors: Tensors, names: FsdpNames) -> Mapped:
         CheckpointingException: the tensors are not Megatron-FSDP's.
     """
     states = _states_of_fsdp(tensors)
+    _check_facts(states.weights, names)
+    _check_moments(states)
     result = _core_names(tensors, states.weights, names)
     if states.of_optimizer:
         trained: set[str] = set()

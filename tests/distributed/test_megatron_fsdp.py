@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 
 import pytest
 import torch
 
+import distckpt
 from distckpt import torch_dist
 from tests.support import harness
 from tests.support import megatron_fsdp as fsdp
@@ -50,6 +52,29 @@ def train_and_save(rank, folder, options):
     fsdp.train(model, optimizer, 3)
     fsdp.save_fsdp(f"{folder}/fsdp", model, optimizer, num_experts=num_experts)
     return in_core, fsdp.train(model, optimizer, 3, first=3)
+
+
+def convert_differently(rank, folder):
+    text = {}
+    for option, value in (
+        ("gated", rank == 0),
+        ("wrappers", 2 + rank),
+        ("with_optimizer", rank == 0),
+    ):
+        values = {"gated": False, option: value}
+        convert = partial(torch_dist.convert_fsdp_dtensor, to="fsdp_dtensor", **values)
+        text[option] = str(harness.error_of(convert, f"{folder}/core", f"{folder}/{option}"))
+    return text
+
+
+def test_ranks_that_give_other_facts_are_refused(tmp_path):
+    key = "decoder.layers.mlp.linear_fc1.weight"
+    weight = distckpt.ShardedTensor.from_rank_offsets(key, torch.ones(2, 4, 4))
+    distckpt.save({"weight": weight}, tmp_path / "core")
+    for text in harness.run(convert_differently, 2, str(tmp_path)):
+        for option, message in text.items():
+            assert f"must give the same {option}" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["core"]
 
 
 def convert_both(rank, folder, options):

@@ -241,6 +241,10 @@ def test_untied_values_of_a_tied_configuration_are_not_left_out(tmp_path):
         ({"attention_bias": True}, "biases"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "dense layers"),
         ({"model_type": "gemma3_text", "layer_types": ["full_attention"] * 2}, "another order"),
+        ({"model_type": "gemma3_text", "query_pre_attn_scalar": 100}, "another scale"),
+        ({"model_type": "deepseek_v3", "rope_interleave": False}, "halves"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
     ],
 )
 def test_models_that_maxtext_does_not_have_are_refused(changes, message):
@@ -257,6 +261,8 @@ def test_arguments_are_checked(tmp_path):
         distckpt.consolidate(hf, tmp_path / "x", layout="jax")
     with pytest.raises(ValueError, match="jax-layers"):
         distckpt.consolidate(hf, tmp_path / "x", layout="flax", family=hf)
+    with pytest.raises(CheckpointingException, match="has MaxText's names already"):
+        distckpt.consolidate(tmp_path / "jax", tmp_path / "x", layout="jax-layers", family=hf)
     with pytest.raises(CheckpointingException, match="select one model"):
         from_maxtext(hf, {"a.token_embedder.embedding": (1, 1), "token_embedder.embedding": (1, 1)})
     assert not (tmp_path / "x").exists()
@@ -293,6 +299,7 @@ def test_the_text_part_of_a_model_with_a_tower_is_exported(tmp_path):
     config = make_config("gemma3")
     for name, value in GEMMA.items():
         setattr(config.text_config, name, value)
+    config.text_config.query_pre_attn_scalar = config.text_config.head_dim
     kind = transformers.AutoModelForImageTextToText
     kind.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "hf")
     text = json.loads((tmp_path / "hf/config.json").read_text())["text_config"]

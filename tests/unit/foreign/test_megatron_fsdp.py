@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import distckpt
 from distckpt import cli, torch_dist
-from distckpt.rules import Rename
+from distckpt.rules import Drop, Rename
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "data" / "megatron_fsdp_0_16.zip"
 NORMS = {
@@ -81,6 +81,17 @@ def test_the_command_line_converts_by_way_of_a_checkpoint_of_its_own(golden, tmp
     assert cli.main(["convert", own, core, "--to", "fsdp_dtensor", "--overwrite"]) == 1
     assert "does not tell whether MLPs are gated" in capsys.readouterr().err
     assert cli.main(["convert", own, core, "--to", "fsdp_dtensor", "--part", "0/2"]) == 1
+
+
+@pytest.mark.parametrize(
+    "option", [["--no-gated"], ["--rename", "a=b"], ["--fuse"], ["--without-optimizer"]]
+)
+@pytest.mark.parametrize("to", ["distckpt", "torch_dist"])
+def test_options_of_fsdp_are_refused_for_other_conversions(golden, tmp_path, capsys, to, option):
+    source = str(golden / "torch_dist")
+    assert cli.main(["convert", source, str(tmp_path / "out"), "--to", to, *option]) == 1
+    assert f"{option[0].replace('no-', '')} is for fsdp_dtensor" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_main_weights_are_not_the_rounded_ones(golden, tmp_path):
@@ -282,9 +293,55 @@ def test_an_incomplete_checkpoint_of_fsdp_is_refused(golden, tmp_path, left_out)
         with pytest.raises(distckpt.LoadMismatchError, match=r"linear_fc1\.weight_v"):
             torch_dist.convert_fsdp_dtensor(tmp_path / "part", tmp_path / "out", "torch_dist")
     else:
+        with pytest.raises(distckpt.LoadMismatchError, match=r"layers\.1\.mlp\.linear_fc1"):
+            torch_dist.convert_fsdp_dtensor(tmp_path / "part", tmp_path / "out", "torch_dist")
         # Layers of several kinds: each keeps its number.
-        torch_dist.convert_fsdp_dtensor(tmp_path / "part", tmp_path / "out", "torch_dist")
+        torch_dist.convert_fsdp_dtensor(
+            tmp_path / "part", tmp_path / "out", "torch_dist", with_optimizer=False
+        )
         assert "decoder.layers.0.mlp.linear_fc1.weight" in distckpt.open(tmp_path / "out").tensors
+
+
+@pytest.mark.parametrize("end", [".exp_avg", ".exp_avg_sq"])
+def test_a_missing_moment_is_refused(golden, tmp_path, end):
+    keys = distckpt.open(golden / "fsdp_dtensor").tensors
+    rules = [Drop(max(key for key in keys if key.endswith(end))), Rename("**", "{0}")]
+    distckpt.reshard(golden / "fsdp_dtensor", tmp_path / "part", rules=rules)
+    with pytest.raises(distckpt.LoadMismatchError, match=rf"{end}' are missing"):
+        torch_dist.convert_fsdp_dtensor(tmp_path / "part", tmp_path / "out", "torch_dist")
+    torch_dist.convert_fsdp_dtensor(
+        tmp_path / "part", tmp_path / "out", "torch_dist", with_optimizer=False
+    )
+    assert len(distckpt.open(tmp_path / "out").tensors) == 13
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rename": {"linear_fc1": "linear_fc9"}, "gated": ["decoder"]}, "linear_fc9"),
+        ({"gated": ["encoder"]}, "encoder"),
+        ({"gated": True, "sizes": {"in_proj.weight": {"query": 2}}}, "in_proj"),
+    ],
+)
+def test_names_that_no_parameter_has_are_refused(golden, tmp_path, options, message):
+    to_fsdp = {"to": "fsdp_dtensor", **options}
+    if "linear_fc9" in message:
+        # A rename is at home in either direction.
+        to_fsdp["to"] = "torch_dist"
+    source = golden / ("fsdp_dtensor" if to_fsdp["to"] == "torch_dist" else "torch_dist")
+    with pytest.raises(distckpt.LoadMismatchError, match=message):
+        torch_dist.convert_fsdp_dtensor(source, tmp_path / "out", **to_fsdp)
+    with pytest.raises(TypeError, match="a list of names"):
+        torch_dist.convert_fsdp_dtensor(source, tmp_path / "out", to_fsdp["to"], gated="decoder")
+
+
+def test_names_behind_a_wrapper_are_refused(tmp_path):
+    for prefix in ("module", "model"):
+        (tmp_path / prefix).mkdir()
+        weights = {f"{prefix}.decoder.layers.mlp.linear_fc2.weight": numbered(2, 4, 4)}
+        source = core(tmp_path / prefix, weights)
+        with pytest.raises(distckpt.CheckpointingException, match="do not begin with"):
+            torch_dist.convert_fsdp_dtensor(source, tmp_path / "out", "fsdp_dtensor", gated=False)
 
 
 def test_a_truncated_source_leaves_nothing(golden, tmp_path):
