@@ -150,10 +150,10 @@ def read_layout(location: str) -> Layout:
 def _check_items(location: str, names: Iterable[str], found: set[str]) -> None:
     """Check that each item of a step was found, or is of a kind that is not read."""
     path = locations.join(location, _STEP_NAME)
-    described = _read_json(path)
-    handlers = described.get("item_handlers") if isinstance(described, dict) else None
-    if not isinstance(handlers, dict):
-        return
+    try:
+        handlers = dict(_read_json(path)["item_handlers"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
     for name in sorted(set(handlers) - found):
         folder = locations.join(location, name)
         if name not in names or _HANDLER_OF_READ.fullmatch(str(handlers[name])):
@@ -200,11 +200,15 @@ def _newest_step(location: str, names: Iterable[str]) -> str | None:
 
 def _trees_in(location: str, names: Iterable[str]) -> Iterator[str]:
     """Yield the folders that hold a tree."""
-    is_step = not set(_STEP_NAMES).isdisjoint(names)
+    is_marked = not set(_STEP_NAMES).isdisjoint(names)
+    is_step = is_marked
     for name in sorted(names, key=_is_like_step):
         # In the root of a run, folders with such names are steps; in a step, they are items.
-        is_other_step = _is_like_step(name) and (not is_step or _has(location, name, _STEP_NAMES))
-        if not is_other_step and _UNFINISHED not in name and _has(location, name, (TREE_NAME,)):
+        is_item = is_step or not _is_like_step(name)
+        if not is_item or _UNFINISHED in name or not _has(location, name, (TREE_NAME,)):
+            continue
+        # What old versions wrote has no such file; elsewhere, it makes a folder a checkpoint.
+        if is_marked or not _has(location, name, _STEP_NAMES):
             is_step = True
             yield name
 

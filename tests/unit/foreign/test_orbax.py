@@ -172,6 +172,27 @@ def test_an_item_of_another_kind_is_named_in_a_warning(copied, caplog):
     assert f"{step / 'iterator'}" in caplog.text
 
 
+def test_a_folder_of_checkpoints_is_not_one(made, tmp_path):
+    for name in ("standard", "plain"):
+        shutil.copytree(made / name, tmp_path / "runs" / name)
+    with pytest.raises(distckpt.CheckpointNotFoundError, match="runs"):
+        distckpt.open(tmp_path / "runs")
+
+
+def test_a_save_does_not_hide_one(copied):
+    for name in ("standard", "items/0"):
+        with pytest.raises(distckpt.CheckpointExistsError, match="holds a checkpoint of Orbax"):
+            distckpt.save({"weight": torch.ones(2)}, copied / name)
+    check(distckpt.open(copied / "standard").read_tensors(), arrays(0))
+
+
+def test_verify_of_a_sealed_one_has_checksums(copied, capsys):
+    distckpt.seal(copied / "standard")
+    report = distckpt.verify(copied / "standard")
+    assert report.is_whole and report.has_checksums
+    assert "no checksums" not in call(capsys, "verify", copied / "standard")
+
+
 def test_a_root_of_steps_names_the_newest(made):
     with pytest.raises(distckpt.CheckpointNotFoundError, match=r"The newest is .*steps/20'"):
         distckpt.load({}, made / "steps")
@@ -187,6 +208,8 @@ def test_items_whose_names_meet_are_refused(copied):
     shutil.copytree(copied / "standard", copied / "meeting/params")
     tree = copied / "meeting/params.x"
     shutil.copytree(copied / "chunks_pytree", tree)
+    (copied / "meeting/params/_CHECKPOINT_METADATA").unlink()
+    (tree / "_CHECKPOINT_METADATA").unlink()
     fields = json.loads((copied / "meeting/params/_METADATA").read_text())
     row = {"key_metadata": [{"key": "x", "key_type": 2}, {"key": "x", "key_type": 2}]}
     value = {"value_type": "jax.Array", "skip_deserialize": False}
