@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from distckpt._base.errors import CheckpointExistsError, CorruptCheckpointError
 from distckpt._commit import hidden_directories
-from distckpt._format.foreign_formats import MARKED_CHECKPOINTS, ForeignFormat
+from distckpt._format.foreign_formats import MARKED_CHECKPOINTS, ORBAX, ForeignFormat
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._storage import locations
 
@@ -146,19 +146,22 @@ def check_content(location: str, overwrite: bool) -> None:
 
 
 def check_no_model(location: str) -> None:
-    """Refuse a directory with a Hugging Face model or adapter.
+    """Refuse a directory with files of Hugging Face or Orbax.
 
-    A checkpoint would hide it.
+    A checkpoint would hide them.
     """
     # Imported when it is needed: the content is looked at only where there is one.
     from distckpt._format.hf_names import is_model_name
 
-    name = next(filter(is_model_name, names_in(location)), None)
-    if name is not None:
+    names = names_in(location)
+    found = [(name, "Hugging Face model") for name in filter(is_model_name, names)]
+    found += [(name, "checkpoint of Orbax") for name in names if name in ORBAX.names]
+    if found:
+        name, kind = found[0]
         raise CheckpointExistsError(
-            f"{location!r} holds a Hugging Face model ({name!r}), of which distckpt.load would "
+            f"{location!r} holds a {kind} ({name!r}), of which distckpt.load would "
             "find nothing any more beside a checkpoint: save to a directory of its own, or pass "
-            "overwrite=True, which leaves the files of the model there."
+            "overwrite=True, which leaves the files of it there."
         )
 
 

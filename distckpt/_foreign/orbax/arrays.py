@@ -167,7 +167,7 @@ class OrbaxArrays:
         if dtype not in STORED_NAMES:
             raise UnsupportedObjectError(
                 f"{item.key_of(leaf)!r} in {item.folder!r} has dtype {array.dtype.name}, "
-                "which torch lacks: save it with another one."
+                "which distckpt does not store: save it with another one."
             )
         shape = tuple(array.shape)
         cells = list(_cells(shape, array.chunk_layout.read_chunk.shape or shape))

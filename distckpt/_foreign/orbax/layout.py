@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -18,7 +19,8 @@ from distckpt._storage import locations
 
 TREE_NAME = "_METADATA"
 """The file of an item that names all leaves of its tree."""
-_STEP_NAMES = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
+_STEP_NAME = "_CHECKPOINT_METADATA"
+_STEP_NAMES = (_STEP_NAME, "orbax.checkpoint")
 """Files in the directory of a step, or of a single item."""
 _STRINGS_NAME = "_strings.json"
 _JSON_NAMES = ("metadata", "metrics")
@@ -29,9 +31,13 @@ _LEGACY_NAME = "checkpoint"
 _STRING = "string"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _STEP_FOLDER = re.compile(r"(?:.*_)?(\d{1,18})")
+_HANDLER_OF_READ = re.compile(r".*\b(Standard|PyTree|Array|Json)(Checkpoint)?Handler")
+"""Orbax's classes for items that are read here."""
 
 _EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
 """Values by the types of leaves without stored data."""
+
+logger = logging.getLogger(__name__)
 
 
 class Leaf(NamedTuple):
@@ -136,7 +142,31 @@ def read_layout(location: str) -> Layout:
         prefix = f"{name}." if len(trees) > 1 else ""
         items.append(_read_item(locations.join(location, name), name, prefix))
     _check_keys(location, items)
+    if _STEP_NAME in names:
+        _check_items(location, names, {*trees, *values})
     return Layout(items, values)
+
+
+def _check_items(location: str, names: Iterable[str], found: set[str]) -> None:
+    """Check that each item of a step was found, or is of a kind that is not read."""
+    path = locations.join(location, _STEP_NAME)
+    try:
+        handlers = dict(_read_json(path)["item_handlers"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
+    for name in sorted(set(handlers) - found):
+        folder = locations.join(location, name)
+        if name not in names or _HANDLER_OF_READ.fullmatch(str(handlers[name])):
+            raise CorruptCheckpointError(
+                f"{folder!r}, an item that {path!r} names, is missing or lacks its file "
+                f"{TREE_NAME!r} or 'metadata': restore it from a copy. To read another item alone, "
+                "give its directory."
+            )
+        logger.warning(
+            "%r is left out: only Orbax reads items of %r. All other items are read.",
+            folder,
+            handlers[name],
+        )
 
 
 def _nothing_to_read(location: str, names: Iterable[str]) -> CheckpointingException:
@@ -170,10 +200,21 @@ def _newest_step(location: str, names: Iterable[str]) -> str | None:
 
 def _trees_in(location: str, names: Iterable[str]) -> Iterator[str]:
     """Yield the folders that hold a tree."""
-    for name in names:
-        is_item = not _STEP_FOLDER.fullmatch(name) and _UNFINISHED not in name
-        if is_item and _has(location, name, (TREE_NAME,)):
+    is_marked = not set(_STEP_NAMES).isdisjoint(names)
+    is_step = is_marked
+    for name in sorted(names, key=_is_like_step):
+        # In the root of a run, folders with such names are steps; in a step, they are items.
+        is_item = is_step or not _is_like_step(name)
+        if not is_item or _UNFINISHED in name or not _has(location, name, (TREE_NAME,)):
+            continue
+        # What old versions wrote has no such file; elsewhere, it makes a folder a checkpoint.
+        if is_marked or not _has(location, name, _STEP_NAMES):
+            is_step = True
             yield name
+
+
+def _is_like_step(name: str) -> bool:
+    return _STEP_FOLDER.fullmatch(name) is not None
 
 
 def _has(location: str, folder: str, names: Iterable[str]) -> bool:
@@ -203,7 +244,9 @@ def _read_item(folder: str, name: str, prefix: str) -> Item:
         is_complete = bool(described.get("store_array_data_equal_to_fill_value", False))
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from error
-    if uses_ocdbt and not has_database:
+    # Orbax makes no database for a tree without arrays.
+    has_arrays = any(row.kind not in {*_EMPTY, _STRING} for row in rows)
+    if has_arrays and uses_ocdbt and not has_database:
         raise CorruptCheckpointError(
             f"{locations.join(folder, _OCDBT_NAME)!r} is missing: the save did not finish, or not "
             "all files were copied. Restore the file from a copy, or load another step."

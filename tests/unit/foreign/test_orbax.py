@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import distckpt
-from tests.data.make_orbax import DTYPES, trees
+from tests.data.make_orbax import DTYPES, arrays, trees
 from tests.support.cli_command import call
 from tests.support.disk import flip
 from tests.support.orbax_trees import check
@@ -119,6 +119,81 @@ def test_one_item_has_the_names_of_its_tree_and_several_begin_with_the_item(made
     assert items.common_state == {"params": nothing, "state": nothing, "extra": {"seen": 7}}
 
 
+def test_an_item_may_have_the_name_of_a_step(copied):
+    step = copied / "items/0"
+    (step / "state").rename(step / "ema_999")
+    marker = step / "_CHECKPOINT_METADATA"
+    marker.write_text(marker.read_text().replace('"state"', '"ema_999"'))
+    expected = {"params": arrays(1), "ema_999": arrays(2)}
+    check(distckpt.open(step).read_tensors(), expected)
+    # Versions without that file are read by the folders alone.
+    marker.unlink()
+    check(distckpt.open(step).read_tensors(), expected)
+
+
+def test_an_item_without_arrays_is_read(copied):
+    # So are states of optimizers without moments: Orbax makes no database for them.
+    step = copied / "items/0"
+    shutil.rmtree(step / "state")
+    (step / "state").mkdir()
+    path = [{"key": "0", "key_type": 1}]
+    row = {"key_metadata": path, "value_metadata": {"value_type": "None", "skip_deserialize": True}}
+    described = {"tree_metadata": {"('0',)": row}, "use_ocdbt": True, "use_zarr3": False}
+    (step / "state/_METADATA").write_text(json.dumps(described))
+    opened = distckpt.open(step)
+    check(opened.read_tensors(), {"params": arrays(1)})
+    assert opened.common_state["state"] == {"0": None}
+    assert distckpt.load({}, step / "state") == {"0": None}
+    assert distckpt.verify(step).is_whole
+    distckpt.reshard(step / "state", copied / "ours")
+    assert distckpt.load({}, copied / "ours") == {"0": None}
+
+
+@pytest.mark.parametrize("lost", ["state", "state/_METADATA", "extra", "extra/metadata"])
+def test_an_item_that_is_missing_is_an_error(copied, lost):
+    step = copied / "items/0"
+    (step / lost).rename(copied / "lost")
+    with pytest.raises(distckpt.CorruptCheckpointError, match=f"{step / lost.split('/')[0]}"):
+        distckpt.open(step)
+    assert not distckpt.verify(step).is_whole
+    check(distckpt.open(step / "params").read_tensors(), arrays(1))
+
+
+def test_an_item_of_another_kind_is_named_in_a_warning(copied, caplog):
+    step = copied / "items/0"
+    (step / "iterator").mkdir()
+    (step / "iterator/process_0-of-1").write_text("any")
+    marker = step / "_CHECKPOINT_METADATA"
+    fields = json.loads(marker.read_text())
+    fields["item_handlers"]["iterator"] = "grain.PyGrainCheckpointHandler"
+    marker.write_text(json.dumps(fields))
+    found = distckpt.open(step).read_tensors()
+    check(found, {"params": arrays(1), "state": arrays(2)})
+    assert f"{step / 'iterator'}" in caplog.text
+
+
+def test_a_folder_of_checkpoints_is_not_one(made, tmp_path):
+    for name in ("standard", "plain"):
+        shutil.copytree(made / name, tmp_path / "runs" / name)
+    with pytest.raises(distckpt.CheckpointNotFoundError, match="runs"):
+        distckpt.open(tmp_path / "runs")
+
+
+def test_a_save_does_not_hide_one(copied):
+    for name in ("standard", "items/0"):
+        with pytest.raises(distckpt.CheckpointExistsError, match="holds a checkpoint of Orbax"):
+            distckpt.save({"weight": torch.ones(2)}, copied / name)
+    check(distckpt.open(copied / "standard").read_tensors(), arrays(0))
+
+
+def test_verify_of_a_sealed_one_has_checksums(copied, capsys):
+    distckpt.seal(copied / "standard")
+    report = distckpt.verify(copied / "standard")
+    assert report.is_whole
+    assert report.has_checksums
+    assert "no checksums" not in call(capsys, "verify", copied / "standard")
+
+
 def test_a_root_of_steps_names_the_newest(made):
     with pytest.raises(distckpt.CheckpointNotFoundError, match=r"The newest is .*steps/20'"):
         distckpt.load({}, made / "steps")
@@ -134,6 +209,8 @@ def test_items_whose_names_meet_are_refused(copied):
     shutil.copytree(copied / "standard", copied / "meeting/params")
     tree = copied / "meeting/params.x"
     shutil.copytree(copied / "chunks_pytree", tree)
+    (copied / "meeting/params/_CHECKPOINT_METADATA").unlink()
+    (tree / "_CHECKPOINT_METADATA").unlink()
     fields = json.loads((copied / "meeting/params/_METADATA").read_text())
     row = {"key_metadata": [{"key": "x", "key_type": 2}, {"key": "x", "key_type": 2}]}
     value = {"value_type": "jax.Array", "skip_deserialize": False}
