@@ -170,7 +170,7 @@ def _make(stored: StoredCheckpoint, num_threads: int | None, progress: Progress 
 
 
 def _names_at(home: str, read: set[str] | None) -> list[str]:
-    """Return the names of all files to seal, those that are read among them."""
+    """Return the names of all files to seal."""
     return sorted({*list_files(home, read), *(read or ())})
 
 

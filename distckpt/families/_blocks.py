@@ -60,7 +60,7 @@ class Config(NamedTuple):
     def number_of(
         self, *names: str, default: int | None = None, least: int = 0, most: int = _MAX_LAYERS
     ) -> int:
-        """Return a number of layers, experts and so on, from `least` to `most`."""
+        """Return a number in a configuration, from `least` to `most`."""
         value = self(*names, default=default)
         if type(value) is int and least <= value <= most:
             return value

@@ -93,7 +93,7 @@ class _States:
 
 
 def _check_moments(states: _States) -> None:
-    """Check that Adam has both moments of the same parameters, and that those are there."""
+    """Check that Adam has both moments of all parameters."""
     known = set(states.weights)
     for state in _MAIN_WEIGHTS:
         known.update(states.of_optimizer.get(state, ()))
@@ -128,7 +128,7 @@ def _check_facts(parameters: Collection[str], names: FsdpNames) -> None:
 
 
 def _without(text: str, parameters: Iterable[str], option: str) -> list[str]:
-    """Return the text and its option in words, if no name has it."""
+    """Name an option and its text, if no name has it."""
     return [] if any(text in name for name in parameters) else [f"{text!r} of `{option}`"]
 
 
@@ -163,9 +163,8 @@ def fsdp_tensors(tensors: Tensors, names: FsdpNames) -> tuple[Mapped, list[str],
     return result, sorted({_unsplit(name) for name in trained}), prefix
 
 
-def _states_of(tensors: Collection[str]) -> _States:
-    states = _States()
-    buckets = []
+def _check_prefixes(tensors: Collection[str]) -> None:
+    """Refuse names that are not those of Megatron Core."""
     if any(key.startswith(MODEL_PREFIX) for key in tensors):
         raise CheckpointingException(
             "The checkpoint has Megatron-FSDP's names already: its tensors begin with "
@@ -177,6 +176,12 @@ def _states_of(tensors: Collection[str]) -> _States:
             "'module.'. Take that off (distckpt.reshard with rules=[Rename('module.**', '{0}')]), "
             "and convert the result."
         )
+
+
+def _states_of(tensors: Collection[str]) -> _States:
+    _check_prefixes(tensors)
+    states = _States()
+    buckets = []
     for key in tensors:
         match = _STATE.fullmatch(key)
         if _BUCKETS.match(key):
@@ -195,7 +200,7 @@ def _states_of(tensors: Collection[str]) -> _States:
 
 
 def is_weight(key: str) -> bool:
-    """Return whether a tensor has a model's weights, in 16 bits or in 32."""
+    """Whether a tensor has weights of the model, in 16 or 32 bits."""
     match = _STATE.fullmatch(key)
     if match is not None:
         return match[1] in _MAIN_WEIGHTS
