@@ -142,7 +142,7 @@ def _tensors_kept(module: torch.nn.Module | None) -> Iterator[None]:
 
     Any use of a parameter without storage could end the process.
     """
-    saved = []
+    saved: list[tuple[Any, str, torch.Tensor, torch.Tensor]] = []
     for part in module.modules() if module is not None else ():
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
