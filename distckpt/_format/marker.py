@@ -218,9 +218,9 @@ def first_name(key: str) -> str:
 
 
 def note_of_modules(names: Sequence[str], prefixes: Sequence[str]) -> dict[str, Any]:
-    """Return the fields for the first names in keys of `model`, and prefixes of other modules.
+    """Return the fields about modules.
 
-    A field is left out if it is empty or too long.
+    They are the first names in the keys of `model`, and the prefixes of others. A field is left out if it is empty or too long.
     """
     fields = {}
     for field, values in ((_MODULE_NAMES, names), (_MODULE_PREFIXES, prefixes)):
@@ -243,7 +243,7 @@ def names_of_module(marker: Mapping[str, Any]) -> list[str]:
 
 
 def prefixes_of_modules(marker: Mapping[str, Any]) -> list[str]:
-    """Return the beginnings of keys of modules elsewhere, as far as they are known."""
+    """Return the known prefixes of modules elsewhere than at `model`."""
     return _texts_in(marker, _MODULE_PREFIXES)
 
 

@@ -125,7 +125,7 @@ class Description:
 
     @property
     def module_prefixes(self) -> list[str]:
-        """Beginnings of the keys of modules that have a path in them, with a dot."""
+        """Prefixes of modules elsewhere than at `model`, with a dot."""
         prefixes = set()
         for place in self.places:
             if place.kind is Kind.MODULE and place.prefix:

@@ -138,16 +138,13 @@ def record_loader(
 
 @contextlib.contextmanager
 def _tensors_kept(module: torch.nn.Module | None) -> Iterator[None]:
-    """Give a module back what the loader has replaced, if it cannot be recorded.
+    """Restore replaced tensors of a module where recording fails.
 
     Any use of a parameter without storage could end the process.
     """
     saved: list[tuple[Any, str, torch.Tensor, torch.Tensor]] = []
-    for part in module.modules() if module is not None else ():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    saved.append((tensors, name, tensor, tensor.detach()))
+    if module is not None:
+        saved += _own_tensors(module)
     try:
         yield
     except BaseException:
@@ -156,6 +153,17 @@ def _tensors_kept(module: torch.nn.Module | None) -> Iterator[None]:
             if is_recorded(tensor):
                 tensor.data = values
         raise
+
+
+def _own_tensors(
+    module: torch.nn.Module,
+) -> Iterator[tuple[Any, str, torch.Tensor, torch.Tensor]]:
+    """Yield the dict, name, tensor and values of each tensor of a module."""
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    yield tensors, name, tensor, tensor.detach()
 
 
 def _run(load_weights: Callable[..., Any], recording: Recording) -> None:
