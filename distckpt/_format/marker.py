@@ -220,7 +220,8 @@ def first_name(key: str) -> str:
 def note_of_modules(names: Sequence[str], prefixes: Sequence[str]) -> dict[str, Any]:
     """Return the fields about modules.
 
-    They are the first names in the keys of `model`, and the prefixes of others. A field is left out if it is empty or too long.
+    They are the first names in the keys of `model`, and the prefixes of others. A field is left
+    out if it is empty or too long.
     """
     fields = {}
     for field, values in ((_MODULE_NAMES, names), (_MODULE_PREFIXES, prefixes)):
