@@ -13,7 +13,7 @@ from distckpt._checkpoint.opening import find_reader
 from distckpt._checkpoint.stored_values import load_common_state
 from distckpt._format.foreign_formats import is_export
 from distckpt._format.manifest import OBJECT, Manifest
-from distckpt._format.marker import first_name, names_of_module
+from distckpt._format.marker import first_name, names_of_module, prefixes_of_modules
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.selection import check_patterns, divided, matches
 
@@ -156,9 +156,12 @@ def _named_as_optimizers(stored: StoredCheckpoint, keys: Iterable[str]) -> set[s
         # A model alone; or PyTorch's state dict, in which an optimizer has parameter groups.
         return set()
     module_names = names_of_module(stored.marker)
+    prefixes = tuple(prefixes_of_modules(stored.marker))
     named: set[str] = set()
     for key in keys:
-        if _BY_NAME.fullmatch(key) and first_name(key) not in module_names:
+        if first_name(key) in module_names or key.startswith(prefixes):
+            continue
+        if _BY_NAME.fullmatch(key):
             named.add(key)
     return named
 

@@ -31,6 +31,7 @@ _CHECKSUM = "checksum"
 _NO_DIGITS = "0" * 16
 """Placeholder of the checksum while it is computed."""
 _MODULE_NAMES = "module_names"
+_MODULE_PREFIXES = "module_prefixes"
 _SCHEDULERS = "scheduler_classes"
 _MAX_NAMES = 4096
 _MAX_MARKER_BYTES = 4 << 20
@@ -216,14 +217,22 @@ def first_name(key: str) -> str:
     return first
 
 
-def note_of_module(names: Sequence[str]) -> dict[str, Any]:
-    """Return the field for the first names in a module's keys.
+def note_of_modules(names: Sequence[str], prefixes: Sequence[str]) -> dict[str, Any]:
+    """Return the fields about modules.
 
-    The module is the one at `model`; there is no field if the names are too many.
+    They are the first names in the keys of `model`, and the prefixes of others. A field is left
+    out if it is empty or too long.
     """
-    if not 0 < len(names) <= _MAX_NAMES:
-        return {}
-    return {_MODULE_NAMES: list(names)}
+    fields = {}
+    for field, values in ((_MODULE_NAMES, names), (_MODULE_PREFIXES, prefixes)):
+        if 0 < len(values) <= _MAX_NAMES:
+            fields[field] = list(values)
+    return fields
+
+
+def copied_note_of_modules(marker: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that another checkpoint of the same modules gets."""
+    return note_of_modules(names_of_module(marker), prefixes_of_modules(marker))
 
 
 def names_of_module(marker: Mapping[str, Any]) -> list[str]:
@@ -231,10 +240,19 @@ def names_of_module(marker: Mapping[str, Any]) -> list[str]:
 
     The list is empty if they are unknown.
     """
-    names = marker.get(_MODULE_NAMES)
-    if not isinstance(names, list):
+    return _texts_in(marker, _MODULE_NAMES)
+
+
+def prefixes_of_modules(marker: Mapping[str, Any]) -> list[str]:
+    """Return the known prefixes of modules elsewhere than at `model`."""
+    return _texts_in(marker, _MODULE_PREFIXES)
+
+
+def _texts_in(marker: Mapping[str, Any], field: str) -> list[str]:
+    texts = marker.get(field)
+    if not isinstance(texts, list):
         return []
-    return [name for name in names if isinstance(name, str)]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def note_of_schedulers(classes: Mapping[str, str]) -> dict[str, Any]:

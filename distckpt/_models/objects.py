@@ -124,6 +124,15 @@ class Description:
         return classes
 
     @property
+    def module_prefixes(self) -> list[str]:
+        """Prefixes of modules elsewhere than at `model`, with a dot."""
+        prefixes = set()
+        for place in self.places:
+            if place.kind is Kind.MODULE and place.prefix:
+                prefixes.add(f"{place.prefix}.")
+        return sorted(prefixes)
+
+    @property
     def has_stateful(self) -> bool:
         """Whether there are objects whose states all ranks have in common."""
         return any(place.kind is Kind.STATEFUL for place in self.places)

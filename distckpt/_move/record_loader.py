@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -114,11 +115,12 @@ def record_loader(
     """
     specs = _specs_of(metadata)
     recording = Recording(specs)
-    with recording:
-        _run(load_weights, recording)
     own = getattr(load_weights, "__self__", None)
     module = module or (own if isinstance(own, torch.nn.Module) else None)
-    tensors = _tensors_of(module)
+    with _tensors_kept(module):
+        with recording:
+            _run(load_weights, recording)
+        tensors = _tensors_of(module)
     _refuse_copies_of_threads(tensors.values(), recording)
     target = LoaderTarget(_state_of(recording))
     filled = set()
@@ -132,6 +134,36 @@ def record_loader(
     target.unfilled = _unfilled(tensors, recording)
     _log(target)
     return target
+
+
+@contextlib.contextmanager
+def _tensors_kept(module: torch.nn.Module | None) -> Iterator[None]:
+    """Restore replaced tensors of a module where recording fails.
+
+    Any use of a parameter without storage could end the process.
+    """
+    saved: list[tuple[Any, str, torch.Tensor, torch.Tensor]] = []
+    if module is not None:
+        saved += _own_tensors(module)
+    try:
+        yield
+    except BaseException:
+        for tensors, name, tensor, values in saved:
+            tensors[name] = tensor
+            if is_recorded(tensor):
+                tensor.data = values
+        raise
+
+
+def _own_tensors(
+    module: torch.nn.Module,
+) -> Iterator[tuple[Any, str, torch.Tensor, torch.Tensor]]:
+    """Yield the dict, name, tensor and values of each tensor of a module."""
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    yield tensors, name, tensor, tensor.detach()
 
 
 def _run(load_weights: Callable[..., Any], recording: Recording) -> None:

@@ -112,6 +112,8 @@ def _advice(
     foreign_format = (stored.manifest.origin or {}).get("format")
     if _lack_optimizer(absent, known):
         return "", _optimizer_advice(absent, known) + _OF_TRAINERS * is_export(foreign_format)
+    if removed := _states_removed(absent, known):
+        return "", removed
     if prefix := other_prefix(absent, known):
         return prefix, (
             "Correct the prefix: a module at 'model' of the state dict has none, one at another "
@@ -160,6 +162,21 @@ def _lack_optimizer(absent: Sequence[str], known: Iterable[str]) -> bool:
     """Whether absent keys belong to an optimizer of which nothing is stored."""
     are_of_optimizer = all(key.endswith(".settings") or ".state." in key for key in absent)
     return are_of_optimizer and not any(key.endswith(".settings") for key in known)
+
+
+def _states_removed(absent: Sequence[str], known: Collection[str]) -> str:
+    """Name optimizers of which the settings are stored, and no tensor."""
+    names = {key.partition(".state.")[0] for key in absent}
+    for name in names:
+        if f"{name}.settings" not in known:
+            return ""
+        if any(key.startswith(f"{name}.state.") for key in known):
+            return ""
+    return (
+        f"The settings of {summarize_keys(sorted(names))} are stored, and none of its tensors: "
+        "they were removed (keep_optimizer), or it had made no step. Load another step, or leave "
+        "the optimizer out of the state dict."
+    )
 
 
 def _optimizer_advice(absent: Sequence[str], known: Iterable[str]) -> str:

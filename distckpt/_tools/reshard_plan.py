@@ -22,8 +22,7 @@ from distckpt._commit import posix
 from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._format.manifest import OBJECT, Manifest, needs_checksum_files, take_figures
 from distckpt._format.marker import (
-    names_of_module,
-    note_of_module,
+    copied_note_of_modules,
     note_of_schedulers,
     schedulers_of,
 )
@@ -204,7 +203,7 @@ def _notes_of(stored: StoredCheckpoint, options: ReshardOptions) -> dict[str, An
     notes = note_of_schedulers(schedulers_of(stored.marker))
     if options.rules or options.rename:
         return notes
-    return {**notes, **note_of_module(names_of_module(stored.marker))}
+    return {**notes, **copied_note_of_modules(stored.marker)}
 
 
 # --- Content --------------------------------------------------------------------------------------

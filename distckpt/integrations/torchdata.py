@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler, get_worker_info
@@ -17,6 +18,13 @@ __all__ = ["DataProgress", "Shards"]
 
 _NUM_CELLS = 1 << 14
 """Length of the axis on which any number of ranks stores positions."""
+
+
+_BEGINS: MutableMapping[Any, int] = WeakKeyDictionary()
+"""Position at which the iteration of a loader after a load begins.
+
+It belongs to the loader: each save may make another `DataProgress` of it.
+"""
 
 
 class Shards(IterableDataset[Any]):
@@ -153,8 +161,6 @@ class DataProgress:
         self._name = name
         if not hasattr(loader, "next_iter_state"):
             raise self._refused("it has no state: use torchdata's StatefulDataLoader")
-        self._begin = 0
-        """Position at which the iteration after a load begins."""
         self._mark = loader.snapshot_every_n_steps << 32
         """Number from which on that iteration counts its batches: others begin with 0."""
         self._counter: Any = None
@@ -277,7 +283,7 @@ class DataProgress:
             return len(loader.sampler) * self._place[1]
         begin = 0
         if batches >= self._mark:
-            begin = self._begin
+            begin = _BEGINS.get(loader, 0)
             batches -= self._mark
         return int(begin + batches * loader.batch_size * self._place[1])
 
@@ -346,7 +352,7 @@ class DataProgress:
         if "sampler_state" in main["_sampler_iter_state"]:
             main["_sampler_iter_state"]["sampler_state"] = {"yielded": begins[rank]}
         loader.load_state_dict(fresh)
-        self._begin = position
+        _BEGINS[loader] = position
 
     def _resume_shards(self, state: Mapping[str, Any]) -> None:
         """Begin in the middle of data shards."""

@@ -160,6 +160,23 @@ def test_the_global_order_goes_on(kind, chain, tmp_path):
     assert place == 60
 
 
+@pytest.mark.parametrize("kind", ["torch", "torchdata", "counting"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_later_save_may_make_another_progress(kind, steps, tmp_path):
+    job = Job(kind, 2, 0, 2, 24)
+    place = len(joined(job.steps(2)))
+    job.save(tmp_path / "step")
+    other = Job(kind, 1, 0, 2, 24)
+    other.load(tmp_path / "step")
+    if steps:
+        place += len(joined(other.steps(steps)))
+    other.progress = [DataProgress(other.loaders[0], 0, 1)]
+    other.save(tmp_path / "later")
+    last = Job(kind, 2, 0, 2, 24)
+    last.load(tmp_path / "later")
+    assert sorted(joined(last.steps())) == sorted(order_of(kind, 24)[place:])
+
+
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_each_data_shard_goes_on(chain, tmp_path):
     examples = []

@@ -102,7 +102,7 @@ def test_a_step_without_optimizer_is_loaded_for_its_weights(root, caplog):
     save_steps(root, range(1, 4), keep_optimizer=1)
     state = trained(9)
     manager = CheckpointManager(root)
-    with pytest.raises(LoadMismatchError, match="optimizer"):
+    with pytest.raises(LoadMismatchError, match="settings of 'optimizer' are stored, and none of"):
         manager.load(state, step=1)
     assert "holds weights only" in caplog.text
     model = trained(9)["model"]
@@ -237,3 +237,23 @@ def test_prune_removes_optimizer_states(root, capsys):
     assert outcome["kept"] == [1, 2, 3]
     assert [has_optimizer(step_of(root, step)) for step in (1, 2, 3)] == [False, True, True]
     assert call_json(capsys, *arguments)["optimizer_removed"] == []
+
+
+@pytest.mark.parametrize("entry", ["optim", "optimizer"])
+def test_a_module_with_the_name_of_an_optimizer_stays_whole(root, entry):
+    for step in (1, 2):
+        torch.manual_seed(step)
+        learned = torch.nn.ModuleDict({"state": torch.nn.Linear(2, 2), "exp_avg": torch.nn.Tanh()})
+        learned.register_buffer("momentum", torch.rand(3))
+        state = trained(step)
+        state["adam"] = state.pop("optimizer")
+        state[entry] = learned
+        with CheckpointManager(root, keep_optimizer=1) as manager:
+            manager.save(step, state).result(PATIENCE)
+    left = keys_of(step_of(root, 1))
+    assert {f"{entry}.{name}" for name in learned.state_dict()} <= left
+    if root.startswith("memory:"):
+        # A file with an optimizer's name holds tensors of both, and stays.
+        assert "adam.state.exp_avg.weight" in left
+        return
+    assert not any(key.startswith("adam.") for key in left)

@@ -354,3 +354,24 @@ def test_metadata_in_several_forms(form, tmp_path):
     model = Single(into_weight(lambda tensor: tensor), 4, 4)
     distckpt.load(distckpt.record_loader(model.load_weights, metadata), tmp_path)
     assert torch.equal(model.weight, values["w"])
+
+
+@pytest.mark.parametrize("replaces", ["data", "parameter"])
+def test_a_model_whose_parameters_were_replaced_has_its_own_again(replaces):
+    model = nn.Linear(4, 2, bias=False)
+    weight = model.weight
+    expected = weight.detach().numpy().copy()
+
+    def load_weights(weights):
+        for name, tensor in weights:
+            if replaces == "data":
+                model.get_parameter(name).data = tensor.clone()
+            else:
+                setattr(model, name, nn.Parameter(tensor.clone(), requires_grad=False))
+
+    specs = {"weight": ((2, 4), F32)}
+    with pytest.raises(InvalidShardingError, match="makes a stored tensor the parameter 'weight'"):
+        distckpt.record_loader(load_weights, specs, module=model)
+    assert model.weight is weight
+    assert type(model.weight) is nn.Parameter
+    np.testing.assert_array_equal(model(torch.eye(4)).detach().numpy(), expected.T)
