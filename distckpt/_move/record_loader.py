@@ -158,7 +158,7 @@ def _tensors_kept(module: torch.nn.Module | None) -> Iterator[None]:
 def _own_tensors(
     module: torch.nn.Module,
 ) -> Iterator[tuple[Any, str, torch.Tensor, torch.Tensor]]:
-    """Yield the dict, name, tensor and values of each tensor of a module."""
+    """Yield dict, name, tensor and values of each tensor."""
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():

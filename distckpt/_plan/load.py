@@ -112,8 +112,6 @@ def _advice(
     foreign_format = (stored.manifest.origin or {}).get("format")
     if _lack_optimizer(absent, known):
         return "", _optimizer_advice(absent, known) + _OF_TRAINERS * is_export(foreign_format)
-    if removed := _states_removed(absent, known):
-        return "", removed
     if prefix := other_prefix(absent, known):
         return prefix, (
             "Correct the prefix: a module at 'model' of the state dict has none, one at another "
@@ -137,9 +135,10 @@ def _advice(
 
 
 def _stored_otherwise(stored: StoredCheckpoint, absent: Sequence[str]) -> str:
-    """Explain absent keys whose values a forgotten file or codes hold."""
+    """Explain absent keys that a forgotten file or codes hold, or that were removed."""
     about_codes = filter(None, (undecoded(stored, key) for key in absent))
-    return forgotten(stored, absent) or next(about_codes, "")
+    about_files = forgotten(stored, absent) or next(about_codes, "")
+    return about_files or _states_removed(absent, stored.manifest.key_index)
 
 
 def forgotten(stored: StoredCheckpoint, absent: Collection[str]) -> str:

@@ -181,12 +181,13 @@ def remove_optimizer(root: str, step: int, save: str) -> bool:
     manifest = stored.manifest
     keys = optimizer_keys(stored)
     tensors = [key for key in keys if manifest.dtypes[manifest.key_index[key]] != OBJECT]
-    if not tensors:
+    if not keys:
         raise CheckpointingException(
             "no tensor has the key of an optimizer: save the optimizer itself, or a sharded state "
             "dict whose keys begin with optimizer.state"
         )
-    remove_tensors(stored, tensors, {steps.NOTE: {**note, steps.OPTIMIZER_REMOVED: True}})
+    if tensors:  # an optimizer without states has settings only
+        remove_tensors(stored, tensors, {steps.NOTE: {**note, steps.OPTIMIZER_REMOVED: True}})
     return True
 
 

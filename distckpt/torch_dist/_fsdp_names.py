@@ -200,7 +200,7 @@ def _states_of(tensors: Collection[str]) -> _States:
 
 
 def is_weight(key: str) -> bool:
-    """Whether a tensor has weights of the model, in 16 or 32 bits."""
+    """Whether a tensor has weights of the model, of any precision."""
     match = _STATE.fullmatch(key)
     if match is not None:
         return match[1] in _MAIN_WEIGHTS

@@ -257,3 +257,14 @@ def test_a_module_with_the_name_of_an_optimizer_stays_whole(root, entry):
         assert "adam.state.exp_avg.weight" in left
         return
     assert not any(key.startswith("adam.") for key in left)
+
+
+def test_an_optimizer_without_states_has_nothing_to_remove(root, caplog):
+    model = torch.nn.Linear(8, 4)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    with CheckpointManager(root, keep_optimizer=1) as manager:
+        for step in (1, 2):
+            manager.save(step, state).result(PATIENCE)
+        manager.wait()
+        assert not manager.not_removed
+    assert "cannot be removed" not in caplog.text
