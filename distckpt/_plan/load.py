@@ -135,7 +135,7 @@ def _advice(
 
 
 def _stored_otherwise(stored: StoredCheckpoint, absent: Sequence[str]) -> str:
-    """Explain keys that a forgotten file or codes hold, or that were removed."""
+    """Explain keys in forgotten files or codes, and removed ones."""
     about_codes = filter(None, (undecoded(stored, key) for key in absent))
     about_files = forgotten(stored, absent) or next(about_codes, "")
     return about_files or _states_removed(absent, stored.manifest.key_index)

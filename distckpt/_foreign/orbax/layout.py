@@ -148,7 +148,7 @@ def read_layout(location: str) -> Layout:
 
 
 def _check_items(location: str, names: Iterable[str], found: set[str]) -> None:
-    """Check that each item of a step was found, if it can be read."""
+    """Check that each readable item of a step was found."""
     path = locations.join(location, _STEP_NAME)
     try:
         handlers = dict(_read_json(path)["item_handlers"])
