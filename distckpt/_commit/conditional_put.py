@@ -229,7 +229,7 @@ class Transaction:
             self._location,
         )
 
-    def _strays(self, named: Container[str], present: Sequence[str]) -> list[str]:
+    def _strays(self, named: Collection[str], present: Sequence[str]) -> list[str]:
         """Return the files that can be removed when the marker is there.
 
         `named` are the files of the checkpoint.
@@ -239,8 +239,12 @@ class Transaction:
         if not self._is_conditional:
             # Other saves may still be committed, whenever they began: only replaced files go.
             with contextlib.suppress(CorruptCheckpointError):
-                present = _files_named_by(read_marker(self._location) or {}, self._earlier)
-                return sorted(name for name in present if name not in named)
+                old = read_marker(self._location) or {}
+                manifest = _manifest_named_by(old)
+                # After a removal of tensors, files of the save before are named as well.
+                nonces = {old.get(SAVE, ""), *_nonces_in(self._location, manifest)}
+                old_files = self._earlier.difference(named)
+                return [n for n in old_files if n == manifest or _nonce_of(n) in nonces]
             return []
         return [name for name in present if name not in named and not self._is_own(name)]
 
@@ -266,14 +270,8 @@ class Transaction:
         nonce = _nonce_of(name)
         if nonce is not None:
             return nonce == self._nonce
-        folders: set[bytes] = set()
-        if name == MANIFEST_NAME:
-            with contextlib.suppress(FileNotFoundError):
-                folders.update(
-                    _FOLDER.findall(locations.read_bytes(locations.join(self._location, name)))
-                )
-        if folders:
-            return self._nonce.encode() in folders
+        if name == MANIFEST_NAME and (nonces := _nonces_in(self._location, name)):
+            return self._nonce in nonces
         # A file of a strategy that does not know of folders.
         return name not in self._earlier
 
@@ -290,11 +288,13 @@ def _manifest_named_by(marker: Mapping[str, Any]) -> str:
     return str(manifest.get("name", ""))
 
 
-def _files_named_by(marker: Mapping[str, Any], present: Collection[str]) -> list[str]:
-    """Return the files of the save that put a marker."""
-    nonce = marker.get(SAVE, "")
-    manifest = _manifest_named_by(marker)
-    return [name for name in present if name == manifest or _nonce_of(name) == nonce]
+def _nonces_in(location: str, manifest: str) -> set[str]:
+    """Return the nonces of the folders that a manifest names."""
+    content = b""
+    with contextlib.suppress(FileNotFoundError):
+        if manifest:
+            content = locations.read_bytes(locations.join(location, manifest))
+    return set(map(bytes.decode, _FOLDER.findall(content)))
 
 
 def _nonce_of(name: str) -> str | None:

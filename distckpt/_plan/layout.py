@@ -160,9 +160,8 @@ def lay_out_files(
 def _divided(groups: Iterable[list[PlannedChunk]]) -> Iterator[list[PlannedChunk]]:
     """Yield the chunks of optimizers apart from the others of a group."""
     for group in groups:
-        apart = [chunk for chunk in group if _OF_OPTIMIZER.search(chunk.key)]
-        yield [chunk for chunk in group if not _OF_OPTIMIZER.search(chunk.key)]
-        yield apart
+        for is_apart in (False, True):
+            yield [chunk for chunk in group if bool(_OF_OPTIMIZER.search(chunk.key)) == is_apart]
 
 
 def _groups_for_files(chunks: Iterable[tuple[int, PlannedChunk]]) -> list[list[PlannedChunk]]:
