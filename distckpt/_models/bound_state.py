@@ -32,7 +32,7 @@ class BoundState(dict[str, ShardedTensor]):
         moved = []
         for name, old in self.memory.items():
             # The same memory: its storage may have been freed and made anew.
-            if name not in now or _place_of(old) != _place_of(now[name]):
+            if name not in now or place_of(old) != place_of(now[name]):
                 moved.append(name)
         if moved:
             raise InvalidShardingError(
@@ -52,5 +52,6 @@ def named_tensors(module: torch.nn.Module | None) -> Iterator[tuple[str, torch.T
             yield name, value
 
 
-def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what tells a tensor's memory, and its layout there, from others."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device

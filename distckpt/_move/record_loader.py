@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,9 +15,9 @@ from distckpt._base.dtypes import is_lossless_cast
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
 from distckpt._geometry.region import Region
-from distckpt._models.bound_state import BoundState, named_tensors
+from distckpt._models.bound_state import BoundState, named_tensors, place_of
 from distckpt._move.loader_memory import Layout, Memory, Piece, Step, boxes, overlaps
-from distckpt._move.recorder import Recording, identity, is_recorded
+from distckpt._move.recorder import Recorded, Recording, identity
 from distckpt._operations.checkpoint import open as open_checkpoint
 from distckpt.mapping._base import OpenReplicaId, ReplicaId
 from distckpt.mapping._sharded_tensor import ShardedTensor
@@ -65,11 +66,12 @@ class LoaderTarget(BoundState):
 
 
 def _all_tensors(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters, buffers and further tensors of modules that have memory."""
-    for prefix, module in root.named_modules():
-        for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
-            if isinstance(value, torch.Tensor) and not is_recorded(value):
-                yield f"{prefix}.{name}".lstrip("."), value
+    """Yield the parameters, buffers and further tensors of modules."""
+    for prefix, part in root.named_modules():
+        for owner in _tensor_dicts(part):
+            for name, value in owner.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{prefix}.{name}".lstrip("."), value
 
 
 def record_loader(
@@ -117,10 +119,10 @@ def record_loader(
     recording = Recording(specs)
     own = getattr(load_weights, "__self__", None)
     module = module or (own if isinstance(own, torch.nn.Module) else None)
-    with _tensors_kept(module):
-        with recording:
-            _run(load_weights, recording)
-        tensors = _tensors_of(module)
+    with _tensors_kept(module, recording), recording:
+        _run(load_weights, recording)
+    _refuse_kept(recording)
+    tensors = dict(named_tensors(module))
     _refuse_copies_of_threads(tensors.values(), recording)
     target = LoaderTarget(_state_of(recording))
     filled = set()
@@ -137,33 +139,80 @@ def record_loader(
 
 
 @contextlib.contextmanager
-def _tensors_kept(module: torch.nn.Module | None) -> Iterator[None]:
-    """Restore replaced tensors of a module where recording fails.
+def _tensors_kept(module: torch.nn.Module | None, recording: Recording) -> Iterator[None]:
+    """Give modules back the tensors that a loader replaces, and refuse it.
 
-    Any use of a parameter without storage could end the process.
+    A use of recorded tensors would fail, and memory that is not filled yet has no values.
     """
-    saved: list[tuple[Any, str, torch.Tensor, torch.Tensor]] = []
-    if module is not None:
-        saved += _own_tensors(module)
+    saved = []
+    for part in _modules(module):
+        for owner in _tensor_dicts(part):
+            saved.append((type(part).__name__, owner, dict(_with_aliases(owner))))
     try:
         yield
     except BaseException:
-        for tensors, name, tensor, values in saved:
-            tensors[name] = tensor
-            if is_recorded(tensor):
-                tensor.data = values
+        list(_restore(saved, recording))
         raise
+    replaced = list(_restore(saved, recording))
+    if replaced:
+        raise InvalidShardingError(
+            f"The loader replaces {summarize_keys(replaced)} instead of copying into the memory "
+            "that the model has: there is nothing to record, and the model is as it was. Let the "
+            "loader copy (`parameter.data.copy_(tensor)`)."
+        )
 
 
-def _own_tensors(
-    module: torch.nn.Module,
-) -> Iterator[tuple[Any, str, torch.Tensor, torch.Tensor]]:
-    """Yield dict, name, tensor and values of each tensor."""
-    for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    yield tensors, name, tensor, tensor.detach()
+def _modules(module: torch.nn.Module | None) -> Iterable[torch.nn.Module]:
+    """Return a module with its parts, and all others of this process.
+
+    Functions, too, fill modules, of which they tell nothing.
+    """
+    found = []
+    if module is not None:
+        found += module.modules()  # which may be frozen, so that `gc` does not list them
+    for value in gc.get_objects():
+        if issubclass(type(value), torch.nn.Module):
+            found.append(value)
+    return {id(part): part for part in found}.values()
+
+
+def _tensor_dicts(part: torch.nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the dicts in which a module has tensors."""
+    own = vars(part)
+    yield own
+    for name in ("_parameters", "_buffers"):
+        yield own.get(name, {})
+
+
+def _with_aliases(
+    owner: Mapping[str, Any],
+) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor | None]]]:
+    """Yield the tensors of a dict, each with another one of the same memory."""
+    for name, value in owner.items():
+        if isinstance(value, torch.Tensor):
+            alias = None
+            with contextlib.suppress(Exception):  # not yet initialized, or a subclass
+                alias = value.detach()
+            yield name, (value, alias)
+
+
+def _restore(saved: Iterable[tuple[str, Any, Any]], recording: Recording) -> Iterator[str]:
+    """Put the tensors of modules back that were replaced by stored elements, and name them."""
+    for kind, owner, before in saved:
+        for name, value in list(owner.items()):
+            if not isinstance(value, torch.Tensor) or not recording.has_written(value):
+                continue
+            tensor, alias = before.get(name, (None, None))
+            is_stand_in = isinstance(value, Recorded)
+            if tensor is None and is_stand_in:
+                del owner[name]
+            elif is_stand_in or (alias is not None and place_of(value) != place_of(alias)):
+                owner[name] = tensor
+                if alias is not None:
+                    tensor.data = alias
+            else:
+                continue
+            yield f"{kind}.{name}"
 
 
 def _run(load_weights: Callable[..., Any], recording: Recording) -> None:
@@ -181,6 +230,22 @@ def _run(load_weights: Callable[..., Any], recording: Recording) -> None:
     if recording.refusal is not None:
         # The loader has caught it, and has gone on without that tensor.
         raise recording.refusal
+
+
+def _refuse_kept(recording: Recording) -> None:
+    """Refuse a loader that keeps stored tensors, to use them later."""
+    if recording.alive:
+        gc.collect()
+    names: list[str] = []
+    for tensor in list(recording.alive.values()):
+        names += tensor.memory.names()
+    if names:
+        raise InvalidShardingError(
+            f"The loader keeps the stored tensor {summarize_keys(names)} after it has returned, in "
+            "an attribute, a list or a running thread, so that a later use of it would not be "
+            "recorded. Let it copy into memory of the model; if it needs the tensor itself, leave "
+            "the name out of `metadata`, and give it to the loader after each update."
+        )
 
 
 def _refuse_copies_of_threads(tensors: Iterable[torch.Tensor], recording: Recording) -> None:
@@ -217,18 +282,6 @@ def _spec_of(name: str | None, entry: Any) -> tuple[str, tuple[tuple[int, ...], 
     if name is None:
         name = getattr(entry, "name", None) or entry.key
     return name, (tuple(shape), dtype)
-
-
-def _tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and persistent buffers after the loader's run."""
-    tensors = dict(named_tensors(module))
-    for name, value in tensors.items():
-        if is_recorded(value):
-            raise InvalidShardingError(
-                f"The loader makes a stored tensor the parameter {name!r} of the model, instead of "
-                "copying into memory of the model: there is nothing to record."
-            )
-    return tensors
 
 
 def _state_of(recording: Recording) -> Iterator[tuple[str, ShardedTensor]]:

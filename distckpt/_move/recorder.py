@@ -8,10 +8,12 @@ elements must be a copy, too.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,6 +42,15 @@ _SHAPED_ALIKE = {
 _WRITES = {aten.copy_, aten.fill_, aten.zero_}
 
 
+def _refusing(name: str) -> Any:
+    """Make a method of recorded tensors that refuses to give values or memory."""
+
+    def refuse(self: Recorded, *_: Any, **__: Any) -> NoReturn:
+        self.recording.refuse(name, [self])
+
+    return refuse
+
+
 class Recorded(torch.Tensor):
     """A stored tensor, or a view or copy of some, without storage."""
 
@@ -52,35 +63,37 @@ class Recorded(torch.Tensor):
 
     @staticmethod
     def __new__(cls, recording: Recording, memory: Memory, meta: torch.Tensor) -> Recorded:
-        """Make a tensor that looks like `meta` on the CPU."""
+        """Make a tensor that looks like `meta` on the CPU.
+
+        Its storage is on the meta device: torch refuses `parameter.data = recorded`, whose use
+        would end the process.
+        """
         made: Recorded = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
-            device=torch.device("cpu"),
+            device=torch.device("meta"),
+            dispatch_device=True,
         )
         made.recording = recording
         made.memory = memory
         made.meta = meta
+        recording.alive[id(made)] = made
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Name the stored tensors whose elements it has."""
         return f"<recorded {', '.join(self.memory.names())} {tuple(self.shape)} {self.dtype}>"
 
-    def numpy(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to give values, which torch's dispatcher would not see."""
-        self.recording.refuse("numpy", [self])
-
-    def tolist(self) -> NoReturn:
-        """Refuse to give values, see `numpy`."""
-        self.recording.refuse("tolist", [self])
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to give values, see `numpy`."""
-        self.recording.refuse("numpy.asarray", [self])
+    # Torch's dispatcher does not see these.
+    numpy = _refusing("numpy")
+    tolist = _refusing("tolist")
+    data_ptr = _refusing("data_ptr")
+    untyped_storage = _refusing("untyped_storage")
+    __array__ = _refusing("numpy.asarray")
+    __dlpack__ = _refusing("from_dlpack")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -98,6 +111,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stored: the memories of stored tensors, by name.
         real: the memories of real tensors that the loader has written to.
         current: the stored tensor that the loader has taken last.
+        alive: the recorded tensors that something refers to, by `id`.
         written_by_threads: the real memories that a thread started by the loader has copied stored
             elements to. Later operations of that thread on real tensors are not seen.
         refusal: the first error about an operation that cannot be recorded; the loader may catch
@@ -110,6 +124,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.real: dict[tuple[Any, ...], Memory] = {}
         self.written_by_threads: list[Memory] = []
         self.current = ""
+        self.alive: MutableMapping[int, Recorded] = WeakValueDictionary()
         self.refusal: InvalidShardingError | None = None
         self._lock = threading.RLock()
         self._thread = threading.get_ident()
@@ -129,6 +144,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation, or record its copy."""
+        if func is torch.ops.prim.device.default and isinstance(args[0], Recorded):
+            return torch.device("cpu")
         with self._lock:
             packet = func.overloadpacket
             if packet in _WRITES:
@@ -268,6 +285,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return []
         return memory.names()
 
+    def has_written(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is recorded, or in memory that the loader has written to."""
+        return isinstance(tensor, Recorded) or self.memory_of(tensor) is not None
+
     def memory_of(self, tensor: torch.Tensor) -> Memory | None:
         """Return the known contents of a real tensor's memory, or None."""
         return self.real.get(identity(tensor))
@@ -309,17 +330,6 @@ def _zero_what_is_not_stored(tensor: torch.Tensor, reads: Iterable[Read]) -> Non
             tensor.as_strided(place.shape, place.strides, place.offset).zero_()
 
 
-def is_recorded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for a stored one, even behind `tensor.data`."""
-    if isinstance(tensor, Recorded):
-        return True
-    try:
-        tensor.untyped_storage().data_ptr()
-    except RuntimeError:
-        return True
-    return False
-
-
 def _tensors_in(arguments: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
@@ -340,8 +350,12 @@ def _meta_of(value: Any) -> Any:
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that identifies the memory of a real tensor."""
-    return tensor.device, tensor.untyped_storage().data_ptr(), tensor.dtype.itemsize
+    """Return a key that identifies the memory of a tensor that is not recorded."""
+    place = None
+    # Subclasses such as DTensor have none of their own.
+    with contextlib.suppress(RuntimeError, ValueError):
+        place = tensor.untyped_storage().data_ptr()
+    return tensor.device, place, tensor.dtype.itemsize
 
 
 def _bit_steps(source: torch.dtype, target: torch.dtype) -> list[Step]:

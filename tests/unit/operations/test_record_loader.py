@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 import distckpt
 from distckpt import InvalidShardingError
 from tests.support.engine_loaders import MODELS, EngineModel, stored_values, tensors_of
+from tests.support.programs import run_program
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -96,20 +98,6 @@ def compute_from_the_parameter(model, name, tensor):
 def test_computing_with_what_was_loaded_is_refused(load):
     with pytest.raises(distckpt.InvalidShardingError, match=r"'odd\.weight'"):
         distckpt.record_loader(Single(load, 4, 4).load_weights, {"odd.weight": ((4, 4), F32)})
-
-
-def replace_parameter(model, name, tensor):
-    model.weight = nn.Parameter(tensor, requires_grad=False)
-
-
-def replace_data(model, name, tensor):
-    model.weight.data = tensor
-
-
-@pytest.mark.parametrize("load", [replace_parameter, replace_data])
-def test_a_loader_that_replaces_a_parameter_is_refused(load):
-    with pytest.raises(distckpt.InvalidShardingError, match=r"parameter 'weight'"):
-        distckpt.record_loader(Single(load, 4, 4).load_weights, {"w": ((4, 4), F32)})
 
 
 def catch_and_skip(model, name, tensor):
@@ -356,22 +344,72 @@ def test_metadata_in_several_forms(form, tmp_path):
     assert torch.equal(model.weight, values["w"])
 
 
-@pytest.mark.parametrize("replaces", ["data", "parameter"])
-def test_a_model_whose_parameters_were_replaced_has_its_own_again(replaces):
-    model = nn.Linear(4, 2, bias=False)
-    weight = model.weight
-    expected = weight.detach().numpy().copy()
+REPLACE = """
+import sys, threading
+import numpy as np, torch
+from torch import nn
+import distckpt
 
-    def load_weights(weights):
-        for name, tensor in weights:
-            if replaces == "data":
-                model.get_parameter(name).data = tensor.clone()
-            else:
-                setattr(model, name, nn.Parameter(tensor.clone(), requires_grad=False))
+model = nn.Linear(4, 2, bias=False)
+free = nn.Parameter(torch.ones(2, 4))
+weight = model.weight
+expected = weight.detach().numpy().copy()
 
-    specs = {"weight": ((2, 4), F32)}
-    with pytest.raises(InvalidShardingError, match="makes a stored tensor the parameter 'weight'"):
-        distckpt.record_loader(load_weights, specs, module=model)
-    assert model.weight is weight
-    assert type(model.weight) is nn.Parameter
+def in_a_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+def replace(tensor):
+    make = nn.Parameter
+    if how == "parameter": model.weight = make(tensor)
+    if how == "copy": setattr(model, "weight", make(tensor.clone()))
+    if how == "written memory": model.weight = make(torch.empty_like(tensor).copy_(tensor))
+    if how == "data of memory": model.weight.data = torch.empty_like(tensor).copy_(tensor)
+    if how == "data": model.weight.data = tensor
+    if how == "data of free": free.data = tensor[:]
+    if how == "swap": torch.utils.swap_tensors(model.weight, make(tensor))
+    if how == "new": model.register_buffer("more", tensor)
+    if how == "assign": model.load_state_dict({"weight": tensor}, assign=True)
+    if how == "kept": model.listed = [tensor]
+    if how == "thread": in_a_thread(lambda: setattr(model, "weight", make(tensor)))
+    if how == "pointer": tensor.data_ptr()
+
+def load_weights(weights):
+    for _, tensor in weights:
+        replace(tensor)
+
+how = sys.argv[1]
+for module in (model, None):
+    try:
+        specs = {"w": ((2, 4), torch.float32)}
+        distckpt.record_loader(lambda weights: load_weights(weights), specs, module=module)
+    except distckpt.InvalidShardingError as error:
+        print(error)
+    assert model.weight is weight and type(weight) is nn.Parameter, weight
+    assert len(model.state_dict()) == 1
     np.testing.assert_array_equal(model(torch.eye(4)).detach().numpy(), expected.T)
+    assert torch.equal(free, torch.ones(2, 4))
+"""
+REPLACED = {
+    "parameter": "replaces 'Linear.weight'",
+    "copy": "replaces 'Linear.weight'",
+    "written memory": "replaces 'Linear.weight'",
+    "data of memory": "replaces 'Linear.weight'",
+    "data": "stored tensor 'w'",
+    "data of free": "stored tensor 'w'",
+    "swap": "stored tensor 'w'",
+    "new": "replaces 'Linear.more'",
+    "assign": "replaces 'Linear.weight'",
+    "kept": "keeps the stored tensor 'w'",
+    "thread": "replaces 'Linear.weight'",
+    "pointer": "calls data_ptr on the stored tensor 'w'",
+}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+def test_a_loader_that_replaces_tensors_is_refused_and_leaves_the_model_as_it_was(how):
+    """In a process of its own, which parameters without memory would end."""
+    ended = run_program(["-c", REPLACE, how], os.environ)
+    assert ended.returncode == 0, ended
+    assert ended.stdout.count(REPLACED[how]) == 2
