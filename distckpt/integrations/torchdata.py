@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
@@ -19,6 +21,8 @@ __all__ = ["DataProgress", "Shards"]
 _NUM_CELLS = 1 << 14
 """Length of the axis on which any number of ranks stores positions."""
 
+_ORIGINS = ("torch.utils.data.distributed", "torchdata.stateful_dataloader.sampler")
+"""Modules with samplers in the order of torch's `DistributedSampler`."""
 
 _BEGINS: MutableMapping[Any, int] = WeakKeyDictionary()
 """Position at which the iteration of a loader after a load begins.
@@ -42,8 +46,8 @@ class Shards(IterableDataset[Any]):
         size: number of data parallel ranks, at most the number of data shards.
 
     Raises:
-        ValueError: it has too few data shards, is split already, or loses examples when it is
-            resumed (a shuffle buffer), or divided (`take`, `skip`).
+        ValueError: it has too few data shards or is split already, has no examples (a format of
+            tables), or does not read each once when resumed (a shuffle buffer) or divided (`take`).
     """
 
     def __init__(self, dataset: Any, rank: int, size: int) -> None:
@@ -51,20 +55,21 @@ class Shards(IterableDataset[Any]):
         self.rank = rank
         self.size = size
         self.num_shards = dataset.num_shards
-        name = type(dataset).__name__
+        fault = _fault_of(getattr(dataset, "_ex_iterable", None))
         if self.num_shards < size:
-            raise ValueError(
-                f"The {name} has {self.num_shards} data shards for {size} ranks, and a data shard "
-                "is read by one rank: store it in more files, or make more by reshard()."
+            fault = (
+                f"{self.num_shards} data shards for {size} ranks, and a data shard is read by one "
+                "rank: store it in more files, or make more by reshard()"
             )
         if getattr(dataset, "_distributed", None) is not None:
-            raise ValueError(
-                f"The {name} is split by split_dataset_by_node, whose division depends on the "
-                "number of ranks: give Shards the whole dataset."
+            fault = (
+                "a part made by split_dataset_by_node, which depends on the number of ranks: give "
+                "Shards the whole dataset"
             )
-        fault = _fault_of(getattr(dataset, "_ex_iterable", None))
+        if getattr(getattr(dataset, "_formatting", None), "is_table", False):
+            fault = "a format of tables instead of examples: call with_format() with another one"
         if fault:
-            raise ValueError(f"The {name} has {fault}.")
+            raise ValueError(f"The {type(dataset).__name__} has {fault}.")
         self._places: dict[int, Any] = {}
         self._is_resumed = False
         self._part: tuple[int, Any] | None = None
@@ -114,6 +119,8 @@ _FAULTS = {
     "before the dataset is stored, or leave shuffle() out",
     "Take": "a part made by take(), which takes other examples of each data shard: store that part",
     "Skip": "a part made by skip(), which skips other examples of each data shard: store the rest",
+    "Repeat": "a repeat() without end, so that each rank reads its first data shard only: iterate "
+    "over the loader again instead",
 }
 """Beginnings of names of classes in datasets, and their faults."""
 
@@ -121,7 +128,8 @@ _FAULTS = {
 def _fault_of(iterable: Any) -> str:
     """Describe why an iterable cannot be divided, or return ""."""
     for beginning, fault in _FAULTS.items():
-        if type(iterable).__name__.startswith(beginning):
+        has_end = getattr(iterable, "num_times", None) is not None
+        if type(iterable).__name__.startswith(beginning) and not has_end:
             return fault
     inner = [getattr(iterable, "ex_iterable", None), *getattr(iterable, "ex_iterables", ())]
     faults = map(_fault_of, filter(None, inner))
@@ -172,6 +180,8 @@ class DataProgress:
     def _order_of_data(self) -> dict[str, Any]:
         """Describe the order, which must be the same for a load; ValueError if ranks change it."""
         loader = self._loader
+        if loader.num_workers and not getattr(loader, "in_order", True):
+            raise self._refused("workers give batches in any order: leave out in_order=False")
         if isinstance(loader.dataset, Shards):
             self._check_size(loader.dataset.rank, loader.dataset.size)
             if loader.num_workers and loader.snapshot_every_n_steps != 1:
@@ -185,20 +195,24 @@ class DataProgress:
 
     def _order_of_sampler(self) -> dict[str, Any]:
         """Describe the order of a sampler, see `_order_of_data`."""
-        sampler = self._loader.sampler
+        sampler = self._counter or self._loader.sampler
+        name = type(sampler).__name__
         if self._counter is not None:
-            if hasattr(self._counter, "data_sharding"):
+            if hasattr(sampler, "data_sharding"):
                 raise self._refused("its sampler shuffles buckets that depend on the ranks")
-            return {"sampler": type(self._counter).__name__}
-        if not type(self._loader.batch_sampler).__module__.startswith("torchdata."):
+            if _counts_itself(sampler):
+                raise self._refused(f"its {name} changes consumed_samples while it is iterated")
+            return {"sampler": name}
+        if self._loader.batch_size is None:
             raise self._refused("its batch sampler does not count (`consumed_samples`)")
-        if isinstance(sampler, DistributedSampler):
+        # Subclasses may have orders of their own.
+        origin = type(sampler).__iter__.__module__
+        if isinstance(sampler, DistributedSampler) and origin in _ORIGINS:
             self._check_size(sampler.rank, sampler.num_replicas)
             if sampler.shuffle:
                 return {"sampler": "DistributedSampler", "seed": sampler.seed}
-        elif not isinstance(sampler, SequentialSampler) or self._place[1] > 1:
-            name = type(sampler).__name__
-            raise self._refused(f"each rank has its own {name}: use a DistributedSampler")
+        elif type(sampler) is not SequentialSampler or self._place[1] > 1:
+            raise self._refused(f"it has the order of its own {name}: use a DistributedSampler")
         return {"sampler": "sequential"}
 
     def _check_size(self, *place: int) -> None:
@@ -255,8 +269,8 @@ class DataProgress:
     def _cells(self, state: Any, is_finished: bool) -> list[ShardedObject]:
         """Describe the places in data shards as cells."""
         places: dict[int, Any] = {}
-        for each in _workers(state) if state is not None else ():
-            places.update(each["dataset_state"]["places"])
+        for each in _snapshot_of(state or {})["_worker_snapshots"].values():
+            places.update(each.get("dataset_state", {}).get("places", ()))
         cells = []
         count = self._loader.dataset.num_shards
         for number in self._loader.dataset.own:
@@ -270,15 +284,13 @@ class DataProgress:
         """Return the number of examples that all ranks together have read."""
         loader = self._loader
         later = state.get("_steps_since_snapshot", 0)
-        batches = state.get("_num_yielded", 0)
-        main = state
-        if "_snapshot" in state:
-            batches = state["_snapshot"]["_snapshot_step"] + later
-            main = state["_snapshot"]["_main_snapshot"]
+        snapshot = _snapshot_of(state)
+        batches = snapshot["_snapshot_step"] + later
         if self._counter is not None:
             each = getattr(self._counter, "micro_batch_size", loader.batch_size)
             return int(self._counter.consumed_samples + batches * each * self._place[1])
-        read = main["_sampler_iter_state"]["samples_yielded"] + later * loader.batch_size
+        read = snapshot["_main_snapshot"]["_sampler_iter_state"]["samples_yielded"]
+        read += later * loader.batch_size
         if read >= len(loader.sampler):
             return len(loader.sampler) * self._place[1]
         begin = 0
@@ -342,15 +354,13 @@ class DataProgress:
                 f"{size * loader.batch_size} divides, or take another batch size",
             )
         fresh = self._fresh_state()
-        main = fresh
-        if "_snapshot" in fresh:
-            main = fresh["_snapshot"]["_main_snapshot"]
-            fresh["_snapshot"]["_snapshot_step"] = self._mark
-        else:
-            fresh["_num_yielded"] = self._mark
-        main["_sampler_iter_state"]["samples_yielded"] = begins[rank]
-        if "sampler_state" in main["_sampler_iter_state"]:
-            main["_sampler_iter_state"]["sampler_state"] = {"yielded": begins[rank]}
+        snapshot = _snapshot_of(fresh)
+        fresh["_num_yielded"] = self._mark  # without workers
+        snapshot["_snapshot_step"] = self._mark
+        of_sampler = snapshot["_main_snapshot"]["_sampler_iter_state"]
+        of_sampler["samples_yielded"] = begins[rank]
+        if "sampler_state" in of_sampler:
+            of_sampler["sampler_state"] = {"yielded": begins[rank]}
         loader.load_state_dict(fresh)
         _BEGINS[loader] = position
 
@@ -363,7 +373,7 @@ class DataProgress:
         own = self._loader.dataset.own
         places = [[number, cell["place"]] for number, cell in zip(own, cells, strict=True)]
         fresh = self._fresh_state()
-        for each in _workers(fresh):
+        for each in _snapshot_of(fresh)["_worker_snapshots"].values():
             each["dataset_state"] = {"places": places}
         self._loader.load_state_dict(fresh)
 
@@ -375,8 +385,20 @@ class DataProgress:
         return fresh
 
 
-def _workers(state: Mapping[str, Any]) -> list[Any]:
-    """Return the states of the workers; of the loader itself if it has none."""
-    if "_snapshot" in state:
-        return list(state["_snapshot"]["_worker_snapshots"].values())
-    return [state]
+def _snapshot_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the snapshot in a loader's state, in one form with and without workers."""
+    own = {
+        "_snapshot_step": state.get("_num_yielded", 0),
+        "_main_snapshot": state,
+        "_worker_snapshots": {"": state},
+    }
+    return state.get("_snapshot", own)  # type: ignore[no-any-return]
+
+
+def _counts_itself(sampler: Any) -> bool:
+    """Whether a sampler moves its own beginning; the loader takes batches in advance."""
+    begin = sampler.consumed_samples
+    probe = copy.copy(sampler)
+    with torch.random.fork_rng(devices=[]):
+        list(itertools.islice(probe, 2))
+    return bool(probe.consumed_samples != begin)

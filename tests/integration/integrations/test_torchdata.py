@@ -19,7 +19,7 @@ from tests.support.harness import error_of, run
 pytest.importorskip("torchdata.stateful_dataloader")
 
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+from torchdata.stateful_dataloader.sampler import BatchSampler, StatefulDistributedSampler
 
 from distckpt.integrations.torchdata import DataProgress, Shards
 
@@ -43,6 +43,22 @@ class Counting(Sampler):
 
     def __len__(self):
         return (self.num - self.consumed_samples) // (self.micro_batch_size * self.size)
+
+
+class CountingAsItGoes(Counting):
+    """Its next iteration begins after what was taken from it, not after what was read."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            self.consumed_samples += len(batch)
+            yield batch
+
+
+class Blocks(DistributedSampler):
+    """An order of its own: each rank has a block of neighbors."""
+
+    def __iter__(self):
+        return iter(range(self.rank * self.num_samples, (self.rank + 1) * self.num_samples))
 
 
 def numbers(shards):
@@ -298,6 +314,8 @@ def test_loaders_whose_order_depends_on_ranks_are_refused():
     data = range(8)
     sharded = Counting(8, 2, 0, 1)
     sharded.data_sharding = True
+    counting = CountingAsItGoes(8, 2, 0, 1)
+    own_batches = BatchSampler(RandomSampler(data), 2, drop_last=False)
     cases = [
         (DataLoader(data), (0, 1), "use torchdata's StatefulDataLoader"),
         (StatefulDataLoader(data, shuffle=True), (0, 1), "RandomSampler"),
@@ -306,6 +324,10 @@ def test_loaders_whose_order_depends_on_ranks_are_refused():
         (StatefulDataLoader(data, batch_sampler=[[0, 1]]), (0, 1), "batch sampler"),
         (StatefulDataLoader(data, batch_sampler=sharded), (0, 1), "buckets"),
         (StatefulDataLoader(data, sampler=RandomSampler(data)), (0, 1), "RandomSampler"),
+        (StatefulDataLoader(data, sampler=Blocks(data, 2, 0)), (0, 2), "Blocks"),
+        (StatefulDataLoader(data, batch_sampler=own_batches), (0, 1), "batch sampler"),
+        (StatefulDataLoader(data, batch_sampler=counting), (0, 1), "CountingAsItGoes"),
+        (StatefulDataLoader(data, num_workers=2, in_order=False), (0, 1), "in_order"),
     ]
     for loader, place, reason in cases:
         with pytest.raises(ValueError, match=f"'train' cannot go on .*{reason}"):
@@ -320,6 +342,8 @@ def test_data_that_cannot_be_resumed_is_refused():
         (dataset.shuffle(seed=1, buffer_size=8).map(dict), 2, "shuffle buffer"),
         (dataset.take(9).map(dict), 2, r"take\(\)"),
         (dataset.skip(2), 2, r"skip\(\)"),
+        (dataset.repeat(None).map(dict), 2, r"repeat\(\)"),
+        (dataset.with_format("arrow"), 2, "tables"),
         (split, 2, "split_dataset_by_node"),
         (dataset, 5, "4 data shards for 5 ranks"),
     ]
