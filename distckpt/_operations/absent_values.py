@@ -23,6 +23,7 @@ from distckpt._base.tree import (
     on_the_way,
 )
 from distckpt._models.objects import Kind
+from distckpt._models.whole import way_to_read
 from distckpt._operations.load_request import Differences, Targets
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.strictness import StrictHandling
@@ -63,7 +64,8 @@ def refuse_absent(targets: Targets, loaded: StateDict) -> None:
             f"The tensors {summarize_keys(lost)} of the state dict are not sharded, and the "
             f"common state of the checkpoint {targets.location!r} has none there: nothing can be "
             "loaded for them. Give load the module itself, {'model': model}, or its "
-            "sharded_state_dict(model), in the place of model.state_dict().",
+            "sharded_state_dict(model), in the place of model.state_dict()."
+            + _ways_to_read(targets, lost),
             unexpected=lost,
         )
     if request.warns_of_values:
@@ -77,9 +79,18 @@ def refuse_absent(targets: Targets, loaded: StateDict) -> None:
         raise LoadMismatchError(
             f"{holder} holds no value for {summarize_keys(absent)}, which the "
             "state dict asks for: leave that out of the state dict, and set it yourself "
-            "afterwards.",
+            "afterwards." + _ways_to_read(targets, absent),
             unexpected=absent,
         )
+
+
+def _ways_to_read(targets: Targets, absent: Iterable[str]) -> str:
+    """Name the call that reads a stored tensor at or below a name, for an error."""
+    for name in absent:
+        for key in targets.stored:
+            if f"{key}.".startswith(f"{name}."):
+                return f" {way_to_read(targets.location, key)}"
+    return ""
 
 
 def report_absent_values(ranks: Ranks, targets: Targets, loaded: StateDict) -> frozenset[str]:

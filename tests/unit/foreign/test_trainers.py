@@ -84,6 +84,30 @@ def test_training_goes_on_with_what_a_trainer_saved(made, name):
     assert values.get(name, lambda: loaded["mine"]["tokens"] == 12)()
 
 
+class TrainState:
+    """As torchtitan's trainer."""
+
+    def state_dict(self):
+        return {"step": torch.tensor(0, dtype=torch.int32)}
+
+    def load_state_dict(self, state):
+        raise AssertionError(state)
+
+
+REQUESTS = {"value": {"step": 0}, "tensor": TrainState().state_dict(), "object": TrainState()}
+
+
+@pytest.mark.parametrize("asked", REQUESTS.values(), ids=REQUESTS)
+def test_a_tensor_beside_the_model_is_refused_with_the_call_that_reads_it(made, asked):
+    path = made / "torchtitan"
+    _, _, request = request_for("torchtitan")
+    with pytest.raises(distckpt.LoadMismatchError, match="train_state") as caught:
+        distckpt.load({**request, "train_state": asked}, path)
+    call = f"distckpt.open({str(path)!r}).read('train_state.step')"
+    assert call in str(caught.value)
+    assert eval(call) == 3
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_trainers_weights_become_a_hugging_face_directory(made, tmp_path, name):
     distckpt.consolidate(made / name, tmp_path / "export")
