@@ -171,10 +171,9 @@ class DataProgress:
             raise self._refused("it has no state: use torchdata's StatefulDataLoader")
         self._mark = loader.snapshot_every_n_steps << 32
         """Number from which on that iteration counts its batches: others begin with 0."""
-        self._counter: Any = None
-        for candidate in (loader.batch_sampler, loader.sampler):
-            if hasattr(candidate, "consumed_samples"):
-                self._counter = candidate
+        samplers = (loader.sampler, loader.batch_sampler)
+        counters = (each for each in samplers if hasattr(each, "consumed_samples"))
+        self._counter: Any = next(counters, None)
         self._order = self._order_of_data()
 
     def _order_of_data(self) -> dict[str, Any]:
@@ -195,14 +194,9 @@ class DataProgress:
 
     def _order_of_sampler(self) -> dict[str, Any]:
         """Describe the order of a sampler, see `_order_of_data`."""
-        sampler = self._counter or self._loader.sampler
-        name = type(sampler).__name__
+        sampler = self._loader.sampler
         if self._counter is not None:
-            if hasattr(sampler, "data_sharding"):
-                raise self._refused("its sampler shuffles buckets that depend on the ranks")
-            if _counts_itself(sampler):
-                raise self._refused(f"its {name} changes consumed_samples while it is iterated")
-            return {"sampler": name}
+            return self._order_of_counter()
         if self._loader.batch_size is None:
             raise self._refused("its batch sampler does not count (`consumed_samples`)")
         # Subclasses may have orders of their own.
@@ -212,8 +206,23 @@ class DataProgress:
             if sampler.shuffle:
                 return {"sampler": "DistributedSampler", "seed": sampler.seed}
         elif type(sampler) is not SequentialSampler or self._place[1] > 1:
+            name = type(sampler).__name__
             raise self._refused(f"it has the order of its own {name}: use a DistributedSampler")
         return {"sampler": "sequential"}
+
+    def _order_of_counter(self) -> dict[str, Any]:
+        """Describe the order of a sampler that counts, see `_order_of_data`."""
+        name = type(self._counter).__name__
+        if hasattr(self._counter, "data_sharding"):
+            raise self._refused("its sampler shuffles buckets that depend on the ranks")
+        probe = copy.copy(self._counter)
+        begin = probe.consumed_samples
+        with torch.random.fork_rng(devices=[]):
+            list(itertools.islice(probe, 2))
+        if probe.consumed_samples != begin:
+            # The loader takes batches in advance.
+            raise self._refused(f"its {name} changes consumed_samples while it is iterated")
+        return {"sampler": name}
 
     def _check_size(self, *place: int) -> None:
         if place != self._place:
@@ -229,17 +238,15 @@ class DataProgress:
     def state_dict(self) -> dict[str, Any]:
         """Return the common position of all ranks, or places in data shards."""
         loader = self._loader
-        state = loader.next_iter_state
+        state = loader.next_iter_state or {}
         if loader._iterator is not None:
             state = loader.state_dict()
-        is_finished = state is not None and state["_iterator_finished"]
+        is_finished = state.get("_iterator_finished", False)
         if isinstance(loader.dataset, Shards):
             return {"shards": self._cells(state, is_finished)}
         # After the end of an epoch, the next iteration is another one.
         position = 0
-        if self._counter is not None:
-            position = self._counter.consumed_samples
-        if state is not None and (self._counter is not None or not is_finished):
+        if self._counter is not None or (state and not is_finished):
             position = self._position(state)
         epoch = None
         if not is_finished:
@@ -247,37 +254,28 @@ class DataProgress:
         rank, size = self._place
         # Ranks have read as many examples each: a load compares their positions.
         begin = _NUM_CELLS * rank // size
-        positions = torch.full((_NUM_CELLS * (rank + 1) // size - begin,), position)
-        shard = ShardedTensor(
-            f"{self._name}.positions",
-            positions,
-            positions.dtype,
-            tuple(positions.shape),
-            (_NUM_CELLS,),
-            (begin,),
-            None,
-            OpenReplicaId((0,)),
-        )
+        cells = torch.full((_NUM_CELLS * (rank + 1) // size - begin,), position)
+        shape = tuple(cells.shape)
+        place = (f"{self._name}.positions", cells, cells.dtype, shape, (_NUM_CELLS,), (begin,))
         return {
             "order": self._order,
             "size": size,
             "epoch": epoch,
             "position": position,
-            "positions": shard,
+            "positions": ShardedTensor(*place, None, OpenReplicaId((0,))),
         }
 
     def _cells(self, state: Any, is_finished: bool) -> list[ShardedObject]:
         """Describe the places in data shards as cells."""
         places: dict[int, Any] = {}
-        for each in _snapshot_of(state or {})["_worker_snapshots"].values():
+        for each in _snapshot_of(state)["_worker_snapshots"].values():
             places.update(each.get("dataset_state", {}).get("places", ()))
         cells = []
         count = self._loader.dataset.num_shards
+        key = f"{self._name}.places_in_{count}_shards"
         for number in self._loader.dataset.own:
             place = {"place": places.get(number), "is_finished": is_finished}
-            copy = OpenReplicaId((0,))
-            key = f"{self._name}.places_in_{count}_shards"
-            cells.append(ShardedObject(key, place, (count,), (number,), copy))
+            cells.append(ShardedObject(key, place, (count,), (number,), OpenReplicaId((0,))))
         return cells
 
     def _position(self, state: Mapping[str, Any]) -> int:
@@ -287,8 +285,8 @@ class DataProgress:
         snapshot = _snapshot_of(state)
         batches = snapshot["_snapshot_step"] + later
         if self._counter is not None:
-            each = getattr(self._counter, "micro_batch_size", loader.batch_size)
-            return int(self._counter.consumed_samples + batches * each * self._place[1])
+            size = getattr(self._counter, "micro_batch_size", loader.batch_size) * self._place[1]
+            return int(self._counter.consumed_samples + batches * size)
         read = snapshot["_main_snapshot"]["_sampler_iter_state"]["samples_yielded"]
         read += later * loader.batch_size
         if read >= len(loader.sampler):
@@ -354,10 +352,9 @@ class DataProgress:
                 f"{size * loader.batch_size} divides, or take another batch size",
             )
         fresh = self._fresh_state()
-        snapshot = _snapshot_of(fresh)
-        fresh["_num_yielded"] = self._mark  # without workers
-        snapshot["_snapshot_step"] = self._mark
-        of_sampler = snapshot["_main_snapshot"]["_sampler_iter_state"]
+        fresh["_num_yielded"] = self._mark
+        fresh.get("_snapshot", {})["_snapshot_step"] = self._mark
+        of_sampler = _snapshot_of(fresh)["_main_snapshot"]["_sampler_iter_state"]
         of_sampler["samples_yielded"] = begins[rank]
         if "sampler_state" in of_sampler:
             of_sampler["sampler_state"] = {"yielded": begins[rank]}
@@ -368,8 +365,7 @@ class DataProgress:
         """Begin in the middle of data shards."""
         cells = state["shards"]
         if all(cell["is_finished"] for cell in cells):
-            # The next iteration is another epoch.
-            return
+            return  # The next iteration is another epoch.
         own = self._loader.dataset.own
         places = [[number, cell["place"]] for number, cell in zip(own, cells, strict=True)]
         fresh = self._fresh_state()
@@ -387,18 +383,5 @@ class DataProgress:
 
 def _snapshot_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the snapshot in a loader's state, in one form with and without workers."""
-    own = {
-        "_snapshot_step": state.get("_num_yielded", 0),
-        "_main_snapshot": state,
-        "_worker_snapshots": {"": state},
-    }
-    return state.get("_snapshot", own)  # type: ignore[no-any-return]
-
-
-def _counts_itself(sampler: Any) -> bool:
-    """Whether a sampler moves its own beginning; the loader takes batches in advance."""
-    begin = sampler.consumed_samples
-    probe = copy.copy(sampler)
-    with torch.random.fork_rng(devices=[]):
-        list(itertools.islice(probe, 2))
-    return bool(probe.consumed_samples != begin)
+    own = {"_snapshot_step": state.get("_num_yielded", 0), "_main_snapshot": state}
+    return {"_worker_snapshots": {"": state}, **own, **state.get("_snapshot", {})}
