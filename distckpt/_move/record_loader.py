@@ -142,18 +142,19 @@ def record_loader(
 def _tensors_kept(module: torch.nn.Module | None, recording: Recording) -> Iterator[None]:
     """Give modules back the tensors that a loader replaces, and refuse it.
 
-    A use of recorded tensors would fail, and memory that is not filled yet has no values.
+    Functions tell nothing of the modules that they fill: all of this process are watched.
     """
+    # `gc` does not list a frozen module.
+    modules = list(module.modules()) if module else []
+    modules += [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
     saved = []
-    for part in _modules(module):
+    for part in modules:
         for owner in _tensor_dicts(part):
-            saved.append((type(part).__name__, owner, dict(_with_aliases(owner))))
+            saved.append((type(part).__name__, owner, _with_aliases(owner)))
     try:
         yield
-    except BaseException:
-        list(_restore(saved, recording))
-        raise
-    replaced = list(_restore(saved, recording))
+    finally:
+        replaced = list(_restore(saved, recording))
     if replaced:
         raise InvalidShardingError(
             f"The loader replaces {summarize_keys(replaced)} instead of copying into the memory "
@@ -162,57 +163,48 @@ def _tensors_kept(module: torch.nn.Module | None, recording: Recording) -> Itera
         )
 
 
-def _modules(module: torch.nn.Module | None) -> Iterable[torch.nn.Module]:
-    """Return a module with its parts, and all others of this process.
-
-    Functions, too, fill modules, of which they tell nothing.
-    """
-    found = []
-    if module is not None:
-        found += module.modules()  # which may be frozen, so that `gc` does not list them
-    for value in gc.get_objects():
-        if issubclass(type(value), torch.nn.Module):
-            found.append(value)
-    return {id(part): part for part in found}.values()
-
-
-def _tensor_dicts(part: torch.nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield the dicts in which a module has tensors."""
+def _tensor_dicts(part: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return the dicts in which a module has tensors."""
     own = vars(part)
-    yield own
-    for name in ("_parameters", "_buffers"):
-        yield own.get(name, {})
+    return [own, own.get("_parameters", {}), own.get("_buffers", {})]
 
 
-def _with_aliases(
-    owner: Mapping[str, Any],
-) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor | None]]]:
-    """Yield the tensors of a dict, each with another one of the same memory."""
+_Aliases: TypeAlias = dict[str, tuple[torch.Tensor, torch.Tensor | None]]
+"""Tensors of a module by name, each with another one of the same memory."""
+
+
+def _with_aliases(owner: Mapping[str, Any]) -> _Aliases:
+    found: _Aliases = {}
     for name, value in owner.items():
         if isinstance(value, torch.Tensor):
-            alias = None
+            found[name] = (value, None)
             with contextlib.suppress(Exception):  # not yet initialized, or a subclass
-                alias = value.detach()
-            yield name, (value, alias)
+                found[name] = (value, value.detach())
+    return found
 
 
-def _restore(saved: Iterable[tuple[str, Any, Any]], recording: Recording) -> Iterator[str]:
+def _restore(
+    saved: Iterable[tuple[str, dict[str, Any], _Aliases]], recording: Recording
+) -> Iterator[str]:
     """Put the tensors of modules back that were replaced by stored elements, and name them."""
     for kind, owner, before in saved:
         for name, value in list(owner.items()):
-            if not isinstance(value, torch.Tensor) or not recording.has_written(value):
-                continue
             tensor, alias = before.get(name, (None, None))
-            is_stand_in = isinstance(value, Recorded)
-            if tensor is None and is_stand_in:
+            if not _is_replaced(value, alias, recording):
+                continue
+            if tensor is None:
                 del owner[name]
-            elif is_stand_in or (alias is not None and place_of(value) != place_of(alias)):
+            else:
                 owner[name] = tensor
                 if alias is not None:
                     tensor.data = alias
-            else:
-                continue
             yield f"{kind}.{name}"
+
+
+def _is_replaced(value: Any, alias: torch.Tensor | None, recording: Recording) -> bool:
+    if isinstance(value, Recorded) or alias is None or not isinstance(value, torch.Tensor):
+        return isinstance(value, Recorded)
+    return recording.memory_of(value) is not None and place_of(value) != place_of(alias)
 
 
 def _run(load_weights: Callable[..., Any], recording: Recording) -> None:

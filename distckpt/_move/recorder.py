@@ -285,10 +285,6 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return []
         return memory.names()
 
-    def has_written(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is recorded, or in memory that the loader has written to."""
-        return isinstance(tensor, Recorded) or self.memory_of(tensor) is not None
-
     def memory_of(self, tensor: torch.Tensor) -> Memory | None:
         """Return the known contents of a real tensor's memory, or None."""
         return self.real.get(identity(tensor))

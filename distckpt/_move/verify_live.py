@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import operator
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,16 +75,15 @@ class LiveReport(VerifyReport):
 
     def table(self) -> str:
         """Return a line for each tensor that differs or was not compared."""
-        rows: dict[str, tuple[int, set[int], str]] = {}
+        groups: dict[str, list[Problem]] = {}
         for problem in self.problems:
-            count, ranks, text = rows.get(problem.key or "", (0, set(), problem.message))
-            if isinstance(problem, Difference):
-                count += problem.num_differing
-                ranks.add(problem.rank)
-            rows[problem.key or ""] = (count, ranks, text)
+            groups.setdefault(problem.key or "", []).append(problem)
         lines = [f"{'differing':>12}  {'ranks':<8}  tensor: first difference"]
-        for key, (count, ranks, text) in rows.items():
-            lines.append(f"{count:>12}  {sorted(ranks)!s:<8}  {key}: {text}")
+        for key, problems in groups.items():
+            found = [problem for problem in problems if isinstance(problem, Difference)]
+            count = sum(problem.num_differing for problem in found)
+            ranks = sorted({problem.rank for problem in found})
+            lines.append(f"{count:>12}  {ranks!s:<8}  {key}: {problems[0].message}")
         for problem in self.not_compared:
             lines.append(f"{'?':>12}  {'':<8}  {problem.key}: not compared: {problem.message}")
         return "\n".join(lines)
@@ -109,26 +110,22 @@ class _Window(NamedTuple):
     loaded: _Loaded | None
 
 
-_Extents: TypeAlias = set[tuple[tuple[int, ...], tuple[int, ...]]]
-"""Offsets and shapes of regions."""
-
-
 class _Found(NamedTuple):
-    """The results of a comparison on one rank, or on all.
+    """The results of a comparison on one rank, or on all: lists of JSON's values.
 
     Attributes:
-        held: compared regions by the name of the tensor in memory; empty for plain tensors.
-        problems: the differences.
+        held: names of compared tensors in memory with offset and shape of a part, or None.
+        problems: the fields of the differences.
         num_bytes: number of bytes that were read.
         taken: stored tensors that recorded loaders were given.
-        unfilled: the tensors of their models that hold nothing that is stored, with a text.
+        unfilled: the tensors of their models with a number of elements that hold nothing stored.
     """
 
-    held: dict[str, _Extents]
-    problems: list[Difference]
+    held: list[tuple[str, Region | None]]
+    problems: list[dict[str, Any]]
     num_bytes: int
-    taken: set[str]
-    unfilled: set[tuple[str, str]]
+    taken: list[str]
+    unfilled: list[tuple[str, int]]
 
 
 @collective()
@@ -162,30 +159,34 @@ def compare_with_memory(
                 if own.problems:
                     attempt.check_is_there()
             absent = _absent_in_memory(ranks, stored, described)
-    results = _of_all_ranks(ranks, own)
-    if not results.held:
+    messages = ranks.all_gather(json.dumps(own).encode())
+    columns = zip(*map(json.loads, messages), strict=True)
+    results = _Found(*(functools.reduce(operator.add, column) for column in columns))
+    held = _regions_held(results)
+    if not held:
         raise ValueError(
             "`live` holds no tensor that could be compared on any rank: the checkpoint has no "
             "plain tensors at their places in the state dict. Give it the module itself, such as "
             "{'model': model}."
         )
     manifest = stored.manifest
-    in_part = _held_in_part(stored, results)
+    problems: list[Problem] = [Difference(**fields) for fields in results.problems]
+    in_part = _held_in_part(stored, held, {problem.key for problem in problems})
     not_compared = []
     if results.taken:
-        not_compared = _not_compared(stored, results)
-        if ranks.size == 1:
-            not_compared += in_part
-    if ranks.size == 1:
+        not_compared = _not_compared(stored, held, results)
+    if ranks.size > 1:
+        problems += in_part
+    elif results.taken:
         # A single process may have a part.
-        in_part = []
+        not_compared += in_part
     return LiveReport(
         location,
         "live",
-        problems=(*results.problems, *in_part, *absent),
+        problems=(*problems, *absent),
         has_checksums=manifest.has_checksums,
-        num_keys=len(results.held),
-        num_tensors=len(results.held),
+        num_keys=len(held),
+        num_tensors=len(held),
         num_files=len(manifest.files),
         num_chunks=len(manifest.key_ids),
         num_bytes=results.num_bytes,
@@ -194,37 +195,27 @@ def compare_with_memory(
     )
 
 
-def _of_all_ranks(ranks: Ranks, own: _Found) -> _Found:
-    """Collect the results of all ranks.
-
-    Collective operation: all ranks must call it.
-    """
-    extents = {key: list(regions) for key, regions in own.held.items()}
-    problems = list(map(dataclasses.asdict, own.problems))
-    sent = [extents, problems, own.num_bytes, list(own.taken), list(own.unfilled)]
-    messages = [json.loads(data) for data in ranks.all_gather(json.dumps(sent).encode())]
-    united = _Found({}, [], sum(message[2] for message in messages), set(), set())
-    for extents, problems, _, taken, unfilled in messages:
-        for key, regions in extents.items():
-            extents_of_key = united.held.setdefault(key, set())
-            extents_of_key.update((tuple(offset), tuple(shape)) for offset, shape in regions)
-        for fields in problems:
-            united.problems.append(Difference(**fields))
-        united.taken.update(taken)
-        united.unfilled.update(map(tuple, unfilled))
-    return united
+def _regions_held(results: _Found) -> dict[str, set[Region]]:
+    """Return the regions of each compared tensor; none for a plain one."""
+    held: dict[str, set[Region]] = {}
+    for key, region in results.held:
+        regions = held.setdefault(key, set())
+        if region:
+            regions.add(Region(*map(tuple, region)))
+    return held
 
 
-def _held_in_part(stored: StoredCheckpoint, results: _Found) -> list[Problem]:
+def _held_in_part(
+    stored: StoredCheckpoint, held: Mapping[str, Iterable[Region]], differing: Container[str | None]
+) -> list[Problem]:
     """Name tensors of which the ranks together have only a part."""
     problems = []
-    differing = {problem.key for problem in results.problems}
-    for key, regions in results.held.items():
+    for key, regions in held.items():
         if key in differing or key not in stored.manifest.key_index:
             continue
         left = [whole(stored.global_shape(key))]
-        for extent in sorted(regions):
-            _, left = divide(left, Region(*extent))
+        for region in sorted(regions):
+            _, left = divide(left, region)
         size = 0
         missing = 0
         for chunk in map(stored.manifest.chunk_region, stored.chunks_of(key)) if left else ():
@@ -238,22 +229,12 @@ def _held_in_part(stored: StoredCheckpoint, results: _Found) -> list[Problem]:
     return problems
 
 
-def _loaded(targets: Iterable[LoaderTarget]) -> dict[int, _Loaded]:
-    """Return the origins of the shards of recorded loaders by `id`."""
-    loaded = {}
-    for target in targets:
-        places = target.places()
-        for name, shard in target.items():
-            loaded[id(shard)] = _Loaded(target.specs[shard.key][1], places.get(name))
-    return loaded
-
-
-def _not_compared(stored: StoredCheckpoint, results: _Found) -> list[Problem]:
+def _not_compared(stored: StoredCheckpoint, held: Iterable[str], results: _Found) -> list[Problem]:
     """Name stored tensors and tensors of models that loaders leave out."""
     aliases = stored.manifest.aliases
-    compared = {aliases.get(key, key) for key in results.held}
+    compared = {aliases.get(key, key) for key in held}
     found = []
-    for key in sorted(results.taken.union(stored.manifest.key_index)):
+    for key in sorted({*results.taken, *stored.manifest.key_index}):
         if aliases.get(key, key) in compared:
             continue
         text = "no loader was recorded with it"
@@ -262,7 +243,8 @@ def _not_compared(stored: StoredCheckpoint, results: _Found) -> list[Problem]:
         elif stored.is_object(key):
             continue
         found.append(Problem(stored.location, text, key))
-    for name, text in sorted(results.unfilled):
+    for name, count in sorted(set(map(tuple, results.unfilled))):
+        text = f"{count} elements of the model's tensor hold nothing that is stored"
         found.append(Problem(stored.location, text, name))
     return found
 
@@ -299,74 +281,62 @@ def _compare(
     """Compare the tensors of this rank."""
     problems: list[Difference] = []
 
-    def note(
-        text: str | None, key: str, region: Region | None = None, num_differing: int = 0
-    ) -> None:
+    def note(text: str | None, key: str, region: Region | None = None, count: int = 0) -> None:
         if text is not None:
-            place = None
-            if region is not None:
-                place = str(region)
+            place = str(region) if region else None
+            text = f"{text} (rank {ranks.rank})"
             problem = Difference(
-                stored.location,
-                f"{text} (rank {ranks.rank})",
-                key,
-                place,
-                rank=ranks.rank,
-                num_differing=num_differing,
+                stored.location, text, key, place, rank=ranks.rank, num_differing=count
             )
             problems.append(problem)
 
-    compared: dict[str, _Extents] = {}
+    found = _Found([], [], 0, [], [])
     for name, text in _compare_plain(stored, described.common):
         if text != _NOT_STORED:
-            compared[name] = set()
+            found.held.append((name, None))
         note(text, name)
     windows: list[_Window] = []
-    for shard, origin in _tensors_to_compare(stored, described, _loaded(targets)):
-        regions = compared.setdefault(shard.key, set())
+    for shard, origin in _tensors_to_compare(stored, described, targets):
+        found.held.append((shard.key, None))
         text = _fault_of(stored, shard, origin)
         note(text, shard.key)
         if text is None:
-            windows.extend(_windows_of(stored, shard, regions, origin))
+            windows.extend(_windows_of(stored, shard, found.held, origin))
     num_bytes = sum(window.values.nbytes for window in windows)
     counter = ProgressCounter(progress, num_bytes)
 
     def compare(window: _Window) -> None:
-        text, count = _fault_of_window(stored, window)
-        note(text, window.key, window.region, count)
+        note(*_fault_of_window(stored, window))
         counter.add(window.values.nbytes)
 
     run_threads(compare, windows, num_threads or num_threads_at(stored.location))
     problems.sort(key=lambda problem: (problem.key or "", problem.region or ""))
-    return _Found(compared, problems, num_bytes, *_of_loaders(targets))
-
-
-def _of_loaders(targets: Iterable[LoaderTarget]) -> tuple[set[str], set[tuple[str, str]]]:
-    """Return the fields `taken` and `unfilled` of `_Found`."""
-    taken: set[str] = set()
-    unfilled = set()
+    found.problems.extend(map(dataclasses.asdict, problems))
     for target in targets:
-        taken.update(target.specs)
-        for name, count in target.unfilled.items():
-            text = f"{count} elements of the model's tensor hold nothing that is stored"
-            unfilled.add((name, text))
-    return taken, unfilled
+        found.taken.extend(target.specs)
+        found.unfilled.extend(target.unfilled.items())
+    return found._replace(num_bytes=num_bytes)
 
 
 def _tensors_to_compare(
-    stored: StoredCheckpoint, described: LocalSave, loaded: Mapping[int, _Loaded]
+    stored: StoredCheckpoint, described: LocalSave, targets: Iterable[LoaderTarget]
 ) -> Iterator[tuple[ShardedTensor, _Loaded | None]]:
     """Yield the tensors without further names of tensors that exports store once.
 
     Memory that a loader has copied through, and that is not its model's, is left out.
     """
+    origins = {}
+    for target in targets:
+        places = target.places()
+        for name, shard in target.items():
+            origins[id(shard)] = _Loaded(target.specs[shard.key][1], places.get(name))
     tensors = []
-    for shard in described.shards:
-        if isinstance(shard, ShardedTensor):
-            tensors.append(shard)
+    for each in described.shards:
+        if isinstance(each, ShardedTensor):
+            tensors.append(each)
     absent = absent_ties(tensors, find_ties(tensors), stored.manifest.key_index)
     for number, shard in enumerate(tensors):
-        origin = loaded.get(id(shard))
+        origin = origins.get(id(shard))
         if number not in absent and (origin is None or origin.place is not None):
             yield shard, origin
 
@@ -385,7 +355,8 @@ def _compare_plain(stored: StoredCheckpoint, common: Any) -> Iterator[tuple[str,
         text: str | None = _NOT_STORED
         if isinstance(content, torch.Tensor):
             kinds = [(_name_of(tensor.dtype), tuple(tensor.shape)) for tensor in (values, content)]
-            text = _difference_of_kinds(*kinds) or _difference(content, values)[0]
+            offset = (0,) * values.ndim
+            text = _difference_of_kinds(*kinds) or _difference(content, values, offset)[0]
         yield dotted(path), text
 
 
@@ -425,25 +396,27 @@ def _difference_of_kinds(
 
 
 def _windows_of(
-    stored: StoredCheckpoint, shard: ShardedTensor, extents: _Extents, origin: _Loaded | None
+    stored: StoredCheckpoint, shard: ShardedTensor, held: list[Any], origin: _Loaded | None
 ) -> Iterator[_Window]:
-    """Cut the stored parts of a shard, and note their extents."""
+    """Cut the stored parts of a shard, and note their regions."""
     shape = stored.global_shape(shard.key)
     if shard.allow_shape_mismatch:
         # It is not checked which ranks have stored values, and which only padding.
-        extents.add(((0,) * len(shape), shape))
+        held.append((shard.key, whole(shape)))
     for region in shard_regions(shard):
         within = intersect(region, whole(shape))
         if within is None:
             continue
-        extents.add((within.offset, within.shape))
+        held.append((shard.key, within))
         values = region_view(shard, region)
         for part in cut_region(within, WINDOW_ELEMENTS):
             local = part.relative_to(region.offset).slices()
             yield _Window(shard.key, part, values[local] if local else values, origin)
 
 
-def _fault_of_window(stored: StoredCheckpoint, window: _Window) -> tuple[str | None, int]:
+def _fault_of_window(
+    stored: StoredCheckpoint, window: _Window
+) -> tuple[str | None, str, Region, int]:
     """Describe and count the values of a window that differ."""
     dtype = FROM_NAME[stored.dtype_name(window.key)]
     content = scratch("stored window", window.region.shape, dtype)
@@ -451,24 +424,21 @@ def _fault_of_window(stored: StoredCheckpoint, window: _Window) -> tuple[str | N
     try:
         read_requests(stored, [request], [content])
     except CorruptCheckpointError as error:
-        return str(error), 0
+        return str(error), window.key, window.region, 0
     origin = window.loaded
-    if origin is None:
-        return _difference(content, window.values, window.region.offset)
-    loaded = content.to(origin.dtype).to(window.values.dtype)
-    text, count = _difference(
-        loaded, window.values, window.region.offset, is_converted=loaded.dtype != dtype
-    )
-    if text is not None and origin.place:
+    if origin is not None:
+        content = content.to(origin.dtype).to(window.values.dtype)
+    is_converted = content.dtype != dtype
+    text, count = _difference(content, window.values, window.region.offset, is_converted)
+    if text is not None and origin is not None and origin.place:
         text += f", in the model's {origin.place!r}"
-    return text, count
+    return text, window.key, window.region, count
 
 
 def _difference(
     content: torch.Tensor,
     values: torch.Tensor,
-    offset: tuple[int, ...] | None = None,
-    *,
+    offset: tuple[int, ...],
     is_converted: bool = False,
 ) -> tuple[str | None, int]:
     """Describe and count the values in memory that differ from stored values.
@@ -477,7 +447,8 @@ def _difference(
     ways: in converted values each equals each.
     """
     values = values.detach().cpu()
-    differs = (_item_bytes(content) != _item_bytes(values)).any(dim=1)
+    bits = (flat_bytes(content) != flat_bytes(values)).view(-1, values.itemsize)
+    differs = bits.any(dim=1)
     if is_converted and values.is_floating_point():
         both = content.float().isnan() & values.float().isnan()
         differs &= ~both.flatten()
@@ -485,14 +456,8 @@ def _difference(
     if not count:
         return None, 0
     first = torch.unravel_index(differs.nonzero()[0, 0], tuple(content.shape) or (1,))
-    starts = (0,) * content.dim() if offset is None else offset
-    places = [int(i) + start for i, start in zip(first, starts, strict=False)]
+    places = [int(i) + start for i, start in zip(first, offset, strict=False)]
     text = (
         f"{count} of {values.numel()} elements differ from those in memory, the first at {places}"
     )
     return text, count
-
-
-def _item_bytes(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of values, of shape (elements, bytes)."""
-    return flat_bytes(values).view(-1, values.dtype.itemsize)
