@@ -125,12 +125,12 @@ def record_loader(
     tensors = dict(named_tensors(module))
     _refuse_copies_of_threads(tensors.values(), recording)
     target = LoaderTarget(_state_of(recording))
-    filled = set()
+    target.module = module
+    filled = {}
     for name, tensor in tensors.items():
         if recording.memory_of(tensor) is not None:
-            filled.add(name)
-    target.module = module
-    target.memory = {name: tensors[name].detach() for name in filled}
+            filled[name] = tensor.detach()
+    target.memory = filled
     target.specs = specs
     target.unused = frozenset(recording.stored) - {shard.key for shard in target.values()}
     target.unfilled = _unfilled(tensors, recording)
@@ -247,7 +247,7 @@ def _refuse_copies_of_threads(tensors: Iterable[torch.Tensor], recording: Record
     """
     module_memories = [recording.memory_of(tensor) for tensor in tensors]
     for memory in recording.written_by_threads:
-        if not any(memory is own_memory for own_memory in module_memories):
+        if memory not in module_memories:
             raise InvalidShardingError(
                 f"The loader copies the stored tensor {summarize_keys(memory.names())} in a thread "
                 "of its own, into memory that is no parameter or persistent buffer of the model, "
@@ -262,18 +262,15 @@ def _specs_of(metadata: Any) -> Specs:
         metadata = open_checkpoint(metadata, as_stored=True)
     tensors = getattr(metadata, "tensors", metadata)
     entries = tensors.items() if isinstance(tensors, Mapping) else ((None, e) for e in tensors)
-    return dict(_spec_of(*entry) for entry in entries)
-
-
-def _spec_of(name: str | None, entry: Any) -> tuple[str, tuple[tuple[int, ...], torch.dtype]]:
-    if isinstance(entry, tuple) and len(entry) == 2:
-        shape, dtype = entry
-    else:
-        shape = entry.shape
-        dtype = entry.dtype
-    if name is None:
-        name = getattr(entry, "name", None) or entry.key
-    return name, (tuple(shape), dtype)
+    specs: Specs = {}
+    for name, entry in entries:
+        if isinstance(entry, tuple) and len(entry) == 2:
+            shape, dtype = entry
+        else:
+            shape = entry.shape
+            dtype = entry.dtype
+        specs[name or getattr(entry, "name", None) or entry.key] = (tuple(shape), dtype)
+    return specs
 
 
 def _state_of(recording: Recording) -> Iterator[tuple[str, ShardedTensor]]:
@@ -300,14 +297,10 @@ def _places(memory: Memory, piece: Piece, stored: Memory) -> Iterator[tuple[Regi
     """Yield the regions of a stored tensor with their memory."""
     assert memory.tensor is not None
     tensor = _typed(memory.tensor, stored, piece.steps)
-    for region, view in boxes(stored.shape, piece.layout, _layout_in(memory, piece.region)):
-        yield region, tensor.as_strided(view.shape, view.strides, view.offset)
-
-
-def _layout_in(memory: Memory, region: Region) -> Layout:
-    """Return the view of a region of a row-major memory."""
     strides = torch.empty(memory.shape, device="meta").stride()
-    return Layout(0, memory.shape, tuple(strides)).part(region)
+    layout = Layout(0, memory.shape, tuple(strides)).part(piece.region)
+    for region, view in boxes(stored.shape, piece.layout, layout):
+        yield region, tensor.as_strided(view.shape, view.strides, view.offset)
 
 
 def _typed(tensor: torch.Tensor, stored: Memory, steps: Iterable[Step]) -> torch.Tensor:

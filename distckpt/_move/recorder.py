@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
-from distckpt._move.loader_memory import Layout, Memory, Read, Step, factored, num_elements
+from distckpt._move.loader_memory import Layout, Memory, factored, num_elements
 
 aten = torch.ops.aten
 
@@ -150,7 +150,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             packet = func.overloadpacket
             if packet in _WRITES:
                 return self._write(func, args, kwargs)
-            known = self._stored_tensors((args, kwargs))
+            known = [leaf for leaf in _tensors_in((args, kwargs)) if self._names(leaf)]
             if not known:
                 return func(*args, **kwargs)
             with self:
@@ -170,10 +170,6 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return self._repeat(*args)
             return self.refuse(func, known)
 
-    def _stored_tensors(self, arguments: Any) -> list[torch.Tensor]:
-        """Return the tensors among arguments that have stored elements."""
-        return [leaf for leaf in _tensors_in(arguments) if self._names(leaf)]
-
     def _repeat(self, source: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
         """Copy several times along each axis, by views and joins."""
         new_axes = (1,) * (len(repeats) - source.ndim)
@@ -188,8 +184,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(source, Recorded):
             return func(*args, **kwargs)
         seen = func(source.meta, *args[1:], **kwargs)
-        if not all(_is_view_of(view, source.meta) for view in tree_leaves(seen)):
-            self.refuse(func, [source])
+        storage = source.meta.untyped_storage()._cdata
+        for view in tree_leaves(seen):
+            # Elements must have the same size in both.
+            if view.untyped_storage()._cdata != storage or view.itemsize != source.itemsize:
+                self.refuse(func, [source])
         return tree_map(lambda meta: Recorded(self, source.memory, meta), seen)
 
     def _copy(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -246,35 +245,27 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, target: torch.Tensor, value: torch.Tensor, func: Any) -> None:
         """Write down that a tensor gets the elements of another one."""
         memory = self._memory(target)
-        known = bool(self._names(value))
-        if not known and isinstance(target, Recorded):
-            self.refuse(func, [target])
-        if not known:
+        if not self._names(value):
+            if isinstance(target, Recorded):
+                self.refuse(func, [target])
             return
         if threading.get_ident() != self._thread and not isinstance(target, Recorded):
             self.written_by_threads.append(memory)
         source = self._memory(value)
         place = Layout.of(_meta_of(target))
-        reads = self._reads(source, value, target, func)
-        steps = [*_bit_steps(source.dtype, value.dtype), ("to", target.dtype)]
+        meta = _meta_of(value).expand(target.shape)
+        reads = list(source.read(Layout.of(meta), place))
         if not isinstance(value, Recorded):
             memory.fill(place)  # with values that are not stored
-        elif memory.tensor is not None:
-            _zero_what_is_not_stored(memory.tensor, reads)
-        memory.write(reads, (*steps, *_bit_steps(target.dtype, memory.dtype)))
-
-    def _reads(
-        self, source: Memory, value: torch.Tensor, target: torch.Tensor, func: Any
-    ) -> list[Read]:
-        """Return the reads that fill a tensor from a memory.
-
-        All of it must be known.
-        """
-        meta = _meta_of(value).expand(target.shape)
-        reads = list(source.read(Layout.of(meta), Layout.of(_meta_of(target))))
-        if isinstance(value, Recorded) and num_elements(reads) != target.numel():
+        elif num_elements(reads) != target.numel():
             self.refuse(func, [value])
-        return reads
+        elif memory.tensor is not None:
+            for read in reads:
+                if read.stored is None:
+                    part = read.partner
+                    memory.tensor.as_strided(part.shape, part.strides, part.offset).zero_()
+        steps = (("as", value.dtype), ("to", target.dtype), ("as", memory.dtype))
+        memory.write(reads, steps)
 
     def _names(self, tensor: torch.Tensor) -> list[str]:
         """Name the stored tensors with elements in a tensor or its memory."""
@@ -319,24 +310,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise self.refusal
 
 
-def _zero_what_is_not_stored(tensor: torch.Tensor, reads: Iterable[Read]) -> None:
-    for read in reads:
-        if read.stored is None:
-            place = read.partner
-            tensor.as_strided(place.shape, place.strides, place.offset).zero_()
-
-
 def _tensors_in(arguments: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-
-
-def _is_view_of(view: torch.Tensor, meta: torch.Tensor) -> bool:
-    """Whether a meta tensor has elements of another one.
-
-    Elements have the same size in both.
-    """
-    storages = view.untyped_storage(), meta.untyped_storage()
-    return storages[0]._cdata == storages[1]._cdata and view.itemsize == meta.itemsize
 
 
 def _meta_of(value: Any) -> Any:
@@ -352,12 +327,6 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     with contextlib.suppress(RuntimeError, ValueError):
         place = tensor.untyped_storage().data_ptr()
     return tensor.device, place, tensor.dtype.itemsize
-
-
-def _bit_steps(source: torch.dtype, target: torch.dtype) -> list[Step]:
-    if source == target:
-        return []
-    return [("as", target)]
 
 
 def _parts(
