@@ -29,11 +29,9 @@ class BoundState(dict[str, ShardedTensor]):
             InvalidShardingError: it has. Loaded values would not reach the module.
         """
         now = dict(named_tensors(self.module))
-        moved = []
-        for name, old in self.memory.items():
-            # The same memory: its storage may have been freed and made anew.
-            if name not in now or place_of(old) != place_of(now[name]):
-                moved.append(name)
+        # The same memory: its storage may have been freed and made anew.
+        before = {name: place_of(tensor) for name, tensor in self.memory.items()}
+        moved = [name for name in before if name not in now or before[name] != place_of(now[name])]
         if moved:
             raise InvalidShardingError(
                 f"The module has replaced the memory of {summarize_keys(moved)} since its loader "
@@ -53,5 +51,5 @@ def named_tensors(module: torch.nn.Module | None) -> Iterator[tuple[str, torch.T
 
 
 def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what tells a tensor's memory, and its layout there, from others."""
+    """Return a key of a tensor's memory, and its layout there."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device

@@ -152,11 +152,6 @@ def refuse_left_out(
     return frozenset([*of_optimizers, *unclaimed])
 
 
-def way_to_read(location: str, key: str) -> str:
-    """Name the call that reads a tensor apart, for an error."""
-    return f"A tensor alone is read by distckpt.open({location!r}).read({key!r})."
-
-
 def _left_out_of_modules(
     left_out: list[str], absent: list[str], location: str
 ) -> LoadMismatchError:
@@ -175,7 +170,8 @@ def _left_out_of_modules(
         f"The checkpoint {location!r} holds {summarize_keys(left_out)}, which the objects of the "
         f"state dict do not have{besides}: was a larger model saved{or_quantized}? Create the "
         "objects that were saved; to leave the rest out, pass strict='report' ('raise_unexpected' "
-        f"in distckpt.megatron). {way_to_read(location, left_out[0])}{other_names}",
+        f"in distckpt.megatron). A tensor alone is read by "
+        f"distckpt.open({location!r}).read({left_out[0]!r}).{other_names}",
         left_out,
         absent,
     )
@@ -191,8 +187,7 @@ def _warn_of_left_out(of_optimizers: list[str], unclaimed: list[str], location: 
     if unclaimed:
         logger.warning(
             "the checkpoint %r holds %s, which no module of the state dict has: was a larger model "
-            "saved? %s",
+            "saved?",
             location,
             summarize_keys(unclaimed),
-            way_to_read(location, unclaimed[0]),
         )

@@ -170,7 +170,7 @@ def _tensor_dicts(part: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 _Aliases: TypeAlias = dict[str, tuple[torch.Tensor, torch.Tensor | None]]
-"""Tensors of a module by name, each with another one of the same memory."""
+"""Tensors of a module, each with another one of the same memory."""
 
 
 def _with_aliases(owner: Mapping[str, Any]) -> _Aliases:
@@ -186,7 +186,7 @@ def _with_aliases(owner: Mapping[str, Any]) -> _Aliases:
 def _restore(
     saved: Iterable[tuple[str, dict[str, Any], _Aliases]], recording: Recording
 ) -> Iterator[str]:
-    """Put the tensors of modules back that were replaced by stored elements, and name them."""
+    """Put replaced tensors of modules back, and name them."""
     for kind, owner, before in saved:
         for name, value in list(owner.items()):
             tensor, alias = before.get(name, (None, None))

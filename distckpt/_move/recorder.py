@@ -43,7 +43,7 @@ _WRITES = {aten.copy_, aten.fill_, aten.zero_}
 
 
 def _refusing(name: str) -> Any:
-    """Make a method of recorded tensors that refuses to give values or memory."""
+    """Make a method that refuses to give values or memory."""
 
     def refuse(self: Recorded, *_: Any, **__: Any) -> NoReturn:
         self.recording.refuse(name, [self])
@@ -147,28 +147,31 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default and isinstance(args[0], Recorded):
             return torch.device("cpu")
         with self._lock:
-            packet = func.overloadpacket
-            if packet in _WRITES:
-                return self._write(func, args, kwargs)
-            known = [leaf for leaf in _tensors_in((args, kwargs)) if self._names(leaf)]
-            if not known:
-                return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        packet = func.overloadpacket
+        if packet in _WRITES:
+            return self._write(func, args, kwargs)
+        known = list(filter(self._names, _tensors_in((args, kwargs))))
+        if not known:
+            return func(*args, **kwargs)
+        with self:
+            # `reshape`, say: a view, or a view of a copy.
+            made = func.decompose(*args, **kwargs)
+        if made is not NotImplemented:
+            return made
+        if func.is_view or packet in _ALSO_VIEWS:
+            return self._view(func, args, kwargs)
+        if packet in _SHAPED_ALIKE:
+            kwargs = {"device": known[0].device, **kwargs}
+            return func(*tree_map(_meta_of, args), **kwargs)
+        if packet in _COPIES:
+            return self._copy(func, args, kwargs)
+        if packet is aten.repeat:
             with self:
-                # `reshape`, say: a view, or a view of a copy.
-                made = func.decompose(*args, **kwargs)
-            if made is not NotImplemented:
-                return made
-            if func.is_view or packet in _ALSO_VIEWS:
-                return self._view(func, args, kwargs)
-            if packet in _SHAPED_ALIKE:
-                kwargs = {"device": known[0].device, **kwargs}
-                return func(*tree_map(_meta_of, args), **kwargs)
-            if packet in _COPIES:
-                return self._copy(func, args, kwargs)
-            if packet is aten.repeat:
-                with self:
-                    return self._repeat(*args)
-            return self.refuse(func, known)
+                return self._repeat(*args)
+        return self.refuse(func, known)
 
     def _repeat(self, source: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
         """Copy several times along each axis, by views and joins."""
@@ -321,7 +324,7 @@ def _meta_of(value: Any) -> Any:
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that identifies the memory of a tensor that is not recorded."""
+    """Return a key that identifies the memory of a real tensor."""
     place = None
     # Subclasses such as DTensor have none of their own.
     with contextlib.suppress(RuntimeError, ValueError):

@@ -7,7 +7,7 @@ import functools
 import json
 import operator
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -147,10 +147,8 @@ def compare_with_memory(
         path=location, process_group=process_group, has_target=False, verb="verify"
     )
     described = describe_shards(ranks, live, request)
-    targets = []
-    for _, leaf in listed(live, (LoaderTarget,)):
-        if isinstance(leaf, LoaderTarget):
-            targets.append(leaf)
+    objects = (leaf for _, leaf in listed(live, (LoaderTarget,)))
+    targets = [leaf for leaf in objects if isinstance(leaf, LoaderTarget)]
     for attempt in read_attempts(ranks, location):
         with attempt:
             stored = open_checkpoint(ranks, location, attempt=attempt)
@@ -159,9 +157,7 @@ def compare_with_memory(
                 if own.problems:
                     attempt.check_is_there()
             absent = _absent_in_memory(ranks, stored, described)
-    messages = ranks.all_gather(json.dumps(own).encode())
-    columns = zip(*map(json.loads, messages), strict=True)
-    results = _Found(*(functools.reduce(operator.add, column) for column in columns))
+    results = _joined(ranks, own)
     held = _regions_held(results)
     if not held:
         raise ValueError(
@@ -171,10 +167,8 @@ def compare_with_memory(
         )
     manifest = stored.manifest
     problems: list[Problem] = [Difference(**fields) for fields in results.problems]
-    in_part = _held_in_part(stored, held, {problem.key for problem in problems})
-    not_compared = []
-    if results.taken:
-        not_compared = _not_compared(stored, held, results)
+    in_part = _held_in_part(stored, held, results)
+    not_compared = _not_compared(stored, held, results)
     if ranks.size > 1:
         problems += in_part
     elif results.taken:
@@ -195,6 +189,16 @@ def compare_with_memory(
     )
 
 
+def _joined(ranks: Ranks, own: _Found) -> _Found:
+    """Join the results of all ranks.
+
+    Collective operation: all ranks must call it.
+    """
+    messages = ranks.all_gather(json.dumps(own).encode())
+    columns = zip(*map(json.loads, messages), strict=True)
+    return _Found(*(functools.reduce(operator.add, column) for column in columns))
+
+
 def _regions_held(results: _Found) -> dict[str, set[Region]]:
     """Return the regions of each compared tensor; none for a plain one."""
     held: dict[str, set[Region]] = {}
@@ -206,10 +210,11 @@ def _regions_held(results: _Found) -> dict[str, set[Region]]:
 
 
 def _held_in_part(
-    stored: StoredCheckpoint, held: Mapping[str, Iterable[Region]], differing: Container[str | None]
+    stored: StoredCheckpoint, held: Mapping[str, Iterable[Region]], results: _Found
 ) -> list[Problem]:
     """Name tensors of which the ranks together have only a part."""
     problems = []
+    differing = {fields["key"] for fields in results.problems}
     for key, regions in held.items():
         if key in differing or key not in stored.manifest.key_index:
             continue
@@ -231,6 +236,8 @@ def _held_in_part(
 
 def _not_compared(stored: StoredCheckpoint, held: Iterable[str], results: _Found) -> list[Problem]:
     """Name stored tensors and tensors of models that loaders leave out."""
+    if not results.taken:
+        return []
     aliases = stored.manifest.aliases
     compared = {aliases.get(key, key) for key in held}
     found = []
@@ -243,7 +250,7 @@ def _not_compared(stored: StoredCheckpoint, held: Iterable[str], results: _Found
         elif stored.is_object(key):
             continue
         found.append(Problem(stored.location, text, key))
-    for name, count in sorted(set(map(tuple, results.unfilled))):
+    for name, count in sorted({(name, count) for name, count in results.unfilled}):
         text = f"{count} elements of the model's tensor hold nothing that is stored"
         found.append(Problem(stored.location, text, name))
     return found
@@ -257,10 +264,7 @@ def _absent_in_memory(
     Collective operation: all ranks must call it.
     """
     entries = entries_of(stored)
-    tensors = []
-    for key, entry in entries.items():
-        if entry.dtype is not None:
-            tensors.append(key)
+    tensors = [key for key, entry in entries.items() if entry.dtype is not None]
     in_memory = {shard.key for shard in described.shards}
     codes = {shard.key for shard in filter(may_be_codes, described.shards)}
     names = names_of_module(stored.marker)
@@ -280,15 +284,13 @@ def _compare(
 ) -> _Found:
     """Compare the tensors of this rank."""
     problems: list[Difference] = []
+    rank = ranks.rank
 
     def note(text: str | None, key: str, region: Region | None = None, count: int = 0) -> None:
         if text is not None:
             place = str(region) if region else None
-            text = f"{text} (rank {ranks.rank})"
-            problem = Difference(
-                stored.location, text, key, place, rank=ranks.rank, num_differing=count
-            )
-            problems.append(problem)
+            text = f"{text} (rank {rank})"
+            problems.append(Difference(stored.location, text, key, place, None, None, rank, count))
 
     found = _Found([], [], 0, [], [])
     for name, text in _compare_plain(stored, described.common):
@@ -330,10 +332,7 @@ def _tensors_to_compare(
         places = target.places()
         for name, shard in target.items():
             origins[id(shard)] = _Loaded(target.specs[shard.key][1], places.get(name))
-    tensors = []
-    for each in described.shards:
-        if isinstance(each, ShardedTensor):
-            tensors.append(each)
+    tensors = [shard for shard in described.shards if isinstance(shard, ShardedTensor)]
     absent = absent_ties(tensors, find_ties(tensors), stored.manifest.key_index)
     for number, shard in enumerate(tensors):
         origin = origins.get(id(shard))
@@ -343,10 +342,7 @@ def _tensors_to_compare(
 
 def _compare_plain(stored: StoredCheckpoint, common: Any) -> Iterator[tuple[str, str | None]]:
     """Yield the name of each plain tensor, and how it differs."""
-    plain = []
-    for pair in leaves(common):
-        if isinstance(pair[1], torch.Tensor):
-            plain.append(pair)
+    plain = [pair for pair in leaves(common) if isinstance(pair[1], torch.Tensor)]
     stored_common = {}
     if plain:
         stored_common = load_common_state(stored)

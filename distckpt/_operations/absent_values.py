@@ -23,7 +23,6 @@ from distckpt._base.tree import (
     on_the_way,
 )
 from distckpt._models.objects import Kind
-from distckpt._models.whole import way_to_read
 from distckpt._operations.load_request import Differences, Targets
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.strictness import StrictHandling
@@ -65,7 +64,7 @@ def refuse_absent(targets: Targets, loaded: StateDict) -> None:
             f"common state of the checkpoint {targets.location!r} has none there: nothing can be "
             "loaded for them. Give load the module itself, {'model': model}, or its "
             "sharded_state_dict(model), in the place of model.state_dict()."
-            + _ways_to_read(targets, lost),
+            + _way_to_read(targets, lost),
             unexpected=lost,
         )
     if request.warns_of_values:
@@ -77,19 +76,19 @@ def refuse_absent(targets: Targets, loaded: StateDict) -> None:
         if targets.source.is_live:
             holder = "What is given"
         raise LoadMismatchError(
-            f"{holder} holds no value for {summarize_keys(absent)}, which the "
-            "state dict asks for: leave that out of the state dict, and set it yourself "
-            "afterwards." + _ways_to_read(targets, absent),
+            f"{holder} holds no value for {summarize_keys(absent)}, which the state dict asks for: "
+            "leave that out of the state dict, and set it yourself afterwards."
+            + _way_to_read(targets, absent),
             unexpected=absent,
         )
 
 
-def _ways_to_read(targets: Targets, absent: Iterable[str]) -> str:
-    """Name the call that reads a stored tensor at or below a name, for an error."""
-    for name in absent:
-        for key in targets.stored:
-            if f"{key}.".startswith(f"{name}."):
-                return f" {way_to_read(targets.location, key)}"
+def _way_to_read(targets: Targets, absent: Iterable[str]) -> str:
+    """Name the call that reads a stored tensor of an absent name."""
+    names = tuple(f"{name}." for name in absent)
+    for key in targets.stored:
+        if f"{key}.".startswith(names):
+            return f" A tensor is there: distckpt.open({targets.location!r}).read({key!r})."
     return ""
 
 
@@ -101,10 +100,9 @@ def report_absent_values(ranks: Ranks, targets: Targets, loaded: StateDict) -> f
     request = targets.request
     if request.mode is not StrictHandling.LOG_ALL and not request.warns_of_values:
         return frozenset()
-    objects = set()
-    for place in targets.described.places:
-        if request.asks_for_all or place.kind is not Kind.STATEFUL:
-            objects.add(place.path)
+    places = targets.described.places
+    takes_all = request.asks_for_all
+    objects = {each.path for each in places if takes_all or each.kind is not Kind.STATEFUL}
     values = targets.split.common
     paths = itertools.chain(tensor_paths(values), _value_paths(values, objects))
     absent = united(ranks, _absent(paths, loaded))
@@ -124,18 +122,12 @@ def united(ranks: Ranks, names: Iterable[str]) -> frozenset[str]:
 
 
 def _absent(paths: Iterable[Position], loaded: StateDict) -> list[str]:
-    absent = []
-    for path in paths:
-        if at(loaded, path, HOLE) is HOLE:
-            absent.append(dotted(path))
-    return absent
+    return [dotted(path) for path in paths if at(loaded, path, HOLE) is HOLE]
 
 
 def tensor_paths(tree: Any) -> Iterator[Position]:
-    """Yield the position of each tensor in nested dicts."""
-    for path, leaf in leaves(tree, is_dict):
-        if isinstance(leaf, torch.Tensor):
-            yield path
+    """Return the position of each tensor in nested dicts."""
+    return (path for path, leaf in leaves(tree, is_dict) if isinstance(leaf, torch.Tensor))
 
 
 def _value_paths(tree: Any, objects: Collection[Position]) -> Iterator[Position]:
@@ -147,13 +139,10 @@ def _value_paths(tree: Any, objects: Collection[Position]) -> Iterator[Position]
     holders = set(map(id, filter(is_container, above)))
 
     def is_holder(node: Any) -> bool:
-        return id(node) in holders or _holds_shards(node)
+        holds_shards = isinstance(node, list | tuple) and any(item is HOLE for item in node)
+        return id(node) in holders or holds_shards
 
     for position, value in leaves(tree, is_holder):
         is_value = value is not None and value is not HOLE
         if is_value and position not in objects and id(value) not in holders:
             yield position
-
-
-def _holds_shards(node: Any) -> bool:
-    return isinstance(node, list | tuple) and any(item is HOLE for item in node)

@@ -382,6 +382,6 @@ class DataProgress:
 
 
 def _snapshot_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the snapshot in a loader's state, in one form with and without workers."""
+    """Return the snapshot in a loader's state, also without workers."""
     own = {"_snapshot_step": state.get("_num_yielded", 0), "_main_snapshot": state}
     return {"_worker_snapshots": {"": state}, **own, **state.get("_snapshot", {})}
