@@ -28,10 +28,9 @@ class BoundState(dict[str, ShardedTensor]):
         Raises:
             InvalidShardingError: it has. Loaded values would not reach the module.
         """
-        now = dict(named_tensors(self.module))
         # The same memory: its storage may have been freed and made anew.
-        before = {name: place_of(tensor) for name, tensor in self.memory.items()}
-        moved = [name for name in before if name not in now or before[name] != place_of(now[name])]
+        now = {name: place_of(tensor) for name, tensor in named_tensors(self.module)}
+        moved = [name for name, old in self.memory.items() if now.get(name) != place_of(old)]
         if moved:
             raise InvalidShardingError(
                 f"The module has replaced the memory of {summarize_keys(moved)} since its loader "
@@ -43,11 +42,9 @@ class BoundState(dict[str, ShardedTensor]):
 
 def named_tensors(module: torch.nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and persistent buffers of a module; nothing where it is not known."""
-    if module is None:
-        return
-    for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor):
-            yield name, value
+    if module is not None:
+        values = module.state_dict(keep_vars=True).items()
+        yield from (pair for pair in values if isinstance(pair[1], torch.Tensor))
 
 
 def place_of(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -145,7 +145,7 @@ def _tensors_kept(module: torch.nn.Module | None, recording: Recording) -> Itera
     Functions tell nothing of the modules that they fill: all of this process are watched.
     """
     # `gc` does not list a frozen module.
-    modules = list(module.modules()) if module else []
+    modules = [] if module is None else list(module.modules())
     modules += [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
     saved = []
     for part in modules:

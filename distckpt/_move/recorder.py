@@ -344,7 +344,4 @@ def _parts(
         parts = meta.unbind(dim)
     if not isinstance(made, Recorded):
         return list(parts)
-    views: list[torch.Tensor] = []
-    for part in parts:
-        views.append(Recorded(made.recording, made.memory, part))
-    return views
+    return [Recorded(made.recording, made.memory, part) for part in parts]
