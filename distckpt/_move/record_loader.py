@@ -150,7 +150,9 @@ def _tensors_kept(module: torch.nn.Module | None, recording: Recording) -> Itera
     saved = []
     for part in modules:
         for owner in _tensor_dicts(part):
-            saved.append((type(part).__name__, owner, _with_aliases(owner)))
+            tensors = [pair for pair in owner.items() if isinstance(pair[1], torch.Tensor)]
+            before = {name: (tensor, _alias(tensor)) for name, tensor in tensors}
+            saved.append((type(part).__name__, owner, before))
     try:
         yield
     finally:
@@ -169,22 +171,15 @@ def _tensor_dicts(part: torch.nn.Module) -> list[dict[str, Any]]:
     return [own, own.get("_parameters", {}), own.get("_buffers", {})]
 
 
-_Aliases: TypeAlias = dict[str, tuple[torch.Tensor, torch.Tensor | None]]
-"""Tensors of a module, each with another one of the same memory."""
-
-
-def _with_aliases(owner: Mapping[str, Any]) -> _Aliases:
-    found: _Aliases = {}
-    for name, value in owner.items():
-        if isinstance(value, torch.Tensor):
-            found[name] = (value, None)
-            with contextlib.suppress(Exception):  # not yet initialized, or a subclass
-                found[name] = (value, value.detach())
-    return found
+def _alias(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return another tensor of the same memory, if it has some."""
+    with contextlib.suppress(Exception):  # not yet initialized, or a subclass
+        return tensor.detach()
+    return None
 
 
 def _restore(
-    saved: Iterable[tuple[str, dict[str, Any], _Aliases]], recording: Recording
+    saved: Iterable[tuple[str, dict[str, Any], dict[str, Any]]], recording: Recording
 ) -> Iterator[str]:
     """Put replaced tensors of modules back, and name them."""
     for kind, owner, before in saved:
@@ -192,12 +187,11 @@ def _restore(
             tensor, alias = before.get(name, (None, None))
             if not _is_replaced(value, alias, recording):
                 continue
+            owner[name] = tensor
             if tensor is None:
                 del owner[name]
-            else:
-                owner[name] = tensor
-                if alias is not None:
-                    tensor.data = alias
+            elif alias is not None:
+                tensor.data = alias
             yield f"{kind}.{name}"
 
 

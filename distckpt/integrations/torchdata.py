@@ -248,9 +248,7 @@ class DataProgress:
         position = 0
         if self._counter is not None or (state and not is_finished):
             position = self._position(state)
-        epoch = None
-        if not is_finished:
-            epoch = getattr(loader.sampler, "epoch", None)
+        epoch = None if is_finished else getattr(loader.sampler, "epoch", None)
         rank, size = self._place
         # Ranks have read as many examples each: a load compares their positions.
         begin = _NUM_CELLS * rank // size
@@ -338,12 +336,9 @@ class DataProgress:
         position = min(state["position"], num * size)
         if position >= self._order["examples"]:
             position = num * size
-        begins = []
-        lengths = set()
-        for each in range(size):
-            begins.append(min(num, position // size + (each < position % size)))
-            batches = (num - begins[-1]) / loader.batch_size
-            lengths.add(math.floor(batches) if loader.drop_last else math.ceil(batches))
+        begins = [min(num, position // size + (each < position % size)) for each in range(size)]
+        rounded = math.floor if loader.drop_last else math.ceil
+        lengths = {rounded((num - begin) / loader.batch_size) for begin in begins}
         if len(lengths) > 1:
             raise self._mismatch(
                 state,
