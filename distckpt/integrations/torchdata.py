@@ -264,16 +264,20 @@ class DataProgress:
         }
 
     def _cells(self, state: Any, is_finished: bool) -> list[ShardedObject]:
-        """Describe the places in data shards as cells."""
+        """Describe the places in data shards as cells.
+
+        Those of other ranks are copies: a load looks in them whether all ranks had finished.
+        """
         places: dict[int, Any] = {}
         for each in _snapshot_of(state)["_worker_snapshots"].values():
             places.update(each.get("dataset_state", {}).get("places", ()))
         cells = []
         count = self._loader.dataset.num_shards
         key = f"{self._name}.places_in_{count}_shards"
-        for number in self._loader.dataset.own:
+        for number in range(count):
+            copy_id = OpenReplicaId((int(number not in self._loader.dataset.own),))
             place = {"place": places.get(number), "is_finished": is_finished}
-            cells.append(ShardedObject(key, place, (count,), (number,), OpenReplicaId((0,))))
+            cells.append(ShardedObject(key, place, (count,), (number,), copy_id))
         return cells
 
     def _position(self, state: Mapping[str, Any]) -> int:
@@ -361,8 +365,7 @@ class DataProgress:
         cells = state["shards"]
         if all(cell["is_finished"] for cell in cells):
             return  # The next iteration is another epoch.
-        own = self._loader.dataset.own
-        places = [[number, cell["place"]] for number, cell in zip(own, cells, strict=True)]
+        places = [[number, cells[number]["place"]] for number in self._loader.dataset.own]
         fresh = self._fresh_state()
         for each in _snapshot_of(fresh)["_worker_snapshots"].values():
             each["dataset_state"] = {"places": places}

@@ -206,6 +206,18 @@ def test_each_data_shard_goes_on(chain, tmp_path):
     assert sorted(examples) == sorted(example["x"] for example in hugging_face(5))
 
 
+@pytest.mark.parametrize(("size", "workers"), [(4, 0), (4, 1), (2, 0)])
+def test_a_rank_that_has_read_its_data_shards_waits_for_the_others(size, workers, tmp_path):
+    """The third of four ranks has 8 of 57 examples, and ends before the others."""
+    job = Job("shards", 4, 0, 4, 6)
+    examples = joined(job.steps(3))
+    job.save(tmp_path / "step")
+    other = Job("shards", size, workers, 2, 6)
+    other.load(tmp_path / "step")
+    examples += joined(other.steps())
+    assert sorted(examples) == sorted(example["x"] for example in hugging_face(6))
+
+
 @pytest.mark.parametrize("kind", ["torch", "torchdata", "shards"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_epoch_that_has_ended_is_followed_by_a_whole_one(kind, workers, tmp_path):
