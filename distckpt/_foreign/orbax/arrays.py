@@ -7,29 +7,23 @@ near each other.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import importlib
 import itertools
+import json
 import math
-import re
 import threading
-import urllib.parse
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
 from distckpt._base.dtypes import ITEM_BYTES, STORED_NAMES
-from distckpt._base.errors import (
-    CheckpointingException,
-    CorruptCheckpointError,
-    UnsupportedObjectError,
-)
+from distckpt._base.errors import CorruptCheckpointError, UnsupportedObjectError
 from distckpt._base.memory import Bytes, copy_into
 from distckpt._foreign.orbax.layout import Item, Layout, Leaf, read_layout
+from distckpt._foreign.orbax.values import Database, Memory, Value, import_tensorstore, naming
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import Span, spans_within
 from distckpt._storage import locations
@@ -43,6 +37,7 @@ DECODED_BYTES = 64 << 20
 """Memory for decoded chunks; a larger one is alone."""
 _MOST_DECODED_BYTES = 1 << 30
 """Memory for chunks side by side, all of which each row needs."""
+_MAX_HEAD_BYTES = 1 << 20
 
 _WIDER = {
     "int2": "int8",
@@ -54,53 +49,51 @@ _WIDER = {
     "float8_e4m3b11fnuz": "bfloat16",
 }
 """Dtypes that hold the values of dtypes that torch lacks."""
-_FILE_IN_ERROR = re.compile(r'local file "([^"]+)"')
-
-
-def import_tensorstore() -> Any:
-    """Import tensorstore.
-
-    Raises:
-        CheckpointingException: it is not installed.
-    """
-    try:
-        return importlib.import_module("tensorstore")
-    except ImportError as error:
-        raise CheckpointingException(
-            "Checkpoints of Orbax are read with tensorstore: pip install 'distckpt[orbax]'."
-        ) from error
 
 
 class StoredArray(NamedTuple):
     """An opened array.
 
     Attributes:
-        array: the array of tensorstore.
+        array: the array of tensorstore, whose chunks come from `memory`.
+        memory: its metadata, and chunks while they are decoded.
         shape: its shape.
         dtype: the safetensors name of the dtype that its values are read as.
         numpy_dtype: that dtype; it is another one than that of the array where torch lacks it.
+        chunk: the shape of its chunks, which may reach beyond it.
         cells: the regions of its chunks, in the order of their bytes.
+        sizes: the bytes of each cell.
+        naming: what the names of its chunks begin with, and what is between their indices.
     """
 
     array: tensorstore.TensorStore
+    memory: Memory
     shape: tuple[int, ...]
     dtype: str
     numpy_dtype: Any
+    chunk: tuple[int, ...]
     cells: list[Region]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Return the bytes of each cell."""
-        return [cell.num_elements * ITEM_BYTES[self.dtype] for cell in self.cells]
+    sizes: list[int]
+    naming: tuple[list[str], str]
 
     @property
     def bytes_side_by_side(self) -> int:
         """Return the bytes of the chunks that the first row goes through."""
-        num_elements = math.prod([*self.cells[0].shape[:1], *self.shape[1:]])
-        return num_elements * ITEM_BYTES[self.dtype]
+        return math.prod([*self.cells[0].shape[:1], *self.shape[1:]]) * ITEM_BYTES[self.dtype]
+
+    @property
+    def max_encoded_bytes(self) -> int:
+        """Return a size that no chunk exceeds, even if it cannot be compressed."""
+        return 2 * math.prod(self.chunk) * ITEM_BYTES[self.dtype] + _MAX_HEAD_BYTES
+
+    def name_of(self, cell: int) -> str:
+        """Return the name of a chunk."""
+        first, separator = self.naming
+        offsets = zip(self.cells[cell].offset, self.chunk, strict=True)
+        return separator.join([*first, *(str(start // step) for start, step in offsets)]) or "0"
 
     def decode(self, cell: int) -> Bytes:
-        """Return the values of a cell."""
+        """Return the values of a cell, whose chunk is in memory."""
         values = self.array[self.cells[cell].slices()].read().result()
         values = np.ascontiguousarray(values.astype(self.numpy_dtype, copy=False))
         return values.reshape(-1).view(np.uint8)
@@ -111,11 +104,9 @@ class OrbaxArrays:
 
     def __init__(self, location: str) -> None:
         self._location = location
-        self._lock = threading.Lock()
         self._arrays: dict[str, StoredArray] = {}
-        self._sizes: dict[str, list[int]] = {}
+        self._databases: dict[str, Database] = {}
         self._cells = DecodedCells()
-        self._context: Any = None
 
     @cached_property
     def layout(self) -> Layout:
@@ -138,31 +129,25 @@ class OrbaxArrays:
 
     def open(self, file: str) -> StoredArray:
         """Open an array, unless that has been done."""
-        with self._lock:
-            if file not in self._arrays:
-                item, leaf = self.files[file]
-                try:
-                    self._arrays[file] = self._open(item, leaf)
-                except ValueError as error:
-                    raise _undecodable(repr(item.key_of(leaf)), item, leaf, error) from error
-                self._sizes[file] = self._arrays[file].sizes
-            return self._arrays[file]
+        if file not in self._arrays:
+            self._arrays[file] = self._open(*self.files[file])
+        return self._arrays[file]
 
     def _open(self, item: Item, leaf: Leaf) -> StoredArray:
         ts = import_tensorstore()
-        # Chunks are kept here, not by tensorstore: it keeps none that exceeds its limit.
-        self._context = self._context or ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-        store: dict[str, Any] = {"driver": "file", "path": f"{item.folder}/{leaf.name}/"}
-        if item.uses_ocdbt:
-            base = {"driver": "file", "path": f"{item.folder}/"}
-            store = {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
-        driver = "zarr3" if item.uses_zarr3 else "zarr"
+        memory = Memory()
+        driver, name = ("zarr3", "zarr.json") if item.uses_zarr3 else ("zarr", ".zarray")
         spec = {
             "driver": driver,
-            "kvstore": store,
+            "kvstore": {"driver": "memory"},
             "fill_missing_data_reads": not item.is_complete,
         }
-        array = ts.open(spec, open=True, read=True, context=self._context).result()
+        value = self._value(item, leaf, name)
+        with naming(repr(item.key_of(leaf)), value.file):
+            content = value.read()
+            memory.put(name, content)
+            array = ts.open(spec, open=True, read=True, context=memory.context).result()
+            named = _naming_of(json.loads(content))
         dtype = _WIDER.get(array.dtype.name, array.dtype.name)
         if dtype not in STORED_NAMES:
             raise UnsupportedObjectError(
@@ -170,8 +155,19 @@ class OrbaxArrays:
                 "which distckpt does not store: save it with another one."
             )
         shape = tuple(array.shape)
-        cells = list(_cells(shape, array.chunk_layout.read_chunk.shape or shape))
-        return StoredArray(array, shape, STORED_NAMES[dtype], ts.dtype(dtype).numpy_dtype, cells)
+        chunk = tuple(array.chunk_layout.write_chunk.shape or shape)
+        cells = list(_cells(shape, chunk))
+        stored = STORED_NAMES[dtype]
+        sizes = [cell.num_elements * ITEM_BYTES[stored] for cell in cells]
+        numpy_dtype = ts.dtype(dtype).numpy_dtype
+        return StoredArray(array, memory, shape, stored, numpy_dtype, chunk, cells, sizes, named)
+
+    def _value(self, item: Item, leaf: Leaf, name: str) -> Value:
+        """Return the place of the metadata, or of a chunk, of an array."""
+        key = f"{leaf.name}/{name}"
+        if not item.uses_ocdbt:
+            return Value(locations.join(item.folder, *key.split("/")))
+        return self._databases.setdefault(item.folder, Database(item.folder)).find(key)
 
     def read_scalar(self, file: str) -> Any:
         """Return the number that an array of one element holds."""
@@ -190,24 +186,44 @@ class OrbaxArrays:
         """Fill buffers from a position of a file on; return the bytes."""
         array = self.open(file)
         stop = start + sum(map(len, buffers))
-        spans = spans_within(self._sizes[file], start, stop)
+        spans = spans_within(array.sizes, start, stop)
         return _scatter((self._decoded(file, array, span) for span in spans), buffers)
 
     def _decoded(self, file: str, array: StoredArray, span: Span) -> Bytes:
         """Return some bytes of a cell."""
-
-        def decode() -> Bytes:
-            try:
-                return array.decode(span.chunk)
-            except ValueError as error:
-                item, leaf = self.files[file]
-                where = f"{item.key_of(leaf)!r}, {array.cells[span.chunk]}"
-                raise _undecodable(where, item, leaf, error) from error
-
         max_bytes = max(DECODED_BYTES, min(array.bytes_side_by_side, _MOST_DECODED_BYTES))
-        size = self._sizes[file][span.chunk]
+        size = array.sizes[span.chunk]
+        decode = partial(self._decode, file, array, span.chunk)
         cell = self._cells.get((file, span.chunk), size, span.num_bytes, max_bytes, decode)
         return cell[span.start : span.stop]
+
+    def _decode(self, file: str, array: StoredArray, cell: int) -> Bytes:
+        """Read and decode a chunk."""
+        item, leaf = self.files[file]
+        name = array.name_of(cell)
+        value = self._value(item, leaf, name)
+        with naming(f"{item.key_of(leaf)!r}, {array.cells[cell]}", value.file):
+            try:
+                array.memory.put(name, value.read(array.max_encoded_bytes))
+            except FileNotFoundError:
+                # A chunk of zeros need not be stored; files of a database must be there.
+                if item.is_complete or value.num_bytes is not None:
+                    raise
+            try:
+                return array.decode(cell)
+            finally:
+                array.memory.put(name, None)
+
+
+def _naming_of(metadata: Any) -> tuple[list[str], str]:
+    """Return the beginning of the names of chunks, and their separator."""
+    encoding = metadata.get("chunk_key_encoding")
+    if encoding is None:
+        return [], metadata.get("dimension_separator", ".")
+    separator = encoding.get("configuration", {}).get("separator")
+    if encoding["name"] == "default":
+        return ["c"], separator or "/"
+    return [], separator or "."
 
 
 def _cells(shape: tuple[int, ...], chunk: Sequence[int]) -> Iterator[Region]:
@@ -219,37 +235,6 @@ def _cells(shape: tuple[int, ...], chunk: Sequence[int]) -> Iterator[Region]:
     for offset in itertools.product(*starts):
         limits = zip(shape, offset, chunk, strict=True)
         yield Region(offset, tuple(min(size - first, step) for size, first, step in limits))
-
-
-def _undecodable(where: str, item: Item, leaf: Leaf, error: Exception) -> CorruptCheckpointError:
-    """Return the error about an array that tensorstore does not read."""
-    # The specification of the array is of no use to users.
-    text = str(error).partition(" [tensorstore_spec=")[0]
-    file = [item.folder, *_FILE_IN_ERROR.findall(text)][-1]
-    if item.uses_ocdbt and locations.isdir(file):
-        file = _file_in_database(item.folder, leaf.name, text) or file
-    return CorruptCheckpointError(
-        f"{where} cannot be read from {file!r}: {text:.600}. Restore the file from a copy, load "
-        "another step, or update tensorstore if it does not know a dtype."
-    )
-
-
-def _file_in_database(folder: str, name: str, text: str) -> str | None:
-    """Return the file of the value that an error names, or None."""
-    named = re.search(re.escape(name) + r'/[^"]+', text)
-    # This is only for the message, and the database is damaged.
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        ts = import_tensorstore()
-        store = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
-        key = (named[0] if named else "").encode()
-        place = ts.ocdbt.dump(store).result()["versions"][-1]["root"]["location"]
-        while place.startswith("btreenode:"):
-            entries = ts.ocdbt.dump(store, place).result()["entries"]
-            entry = [entry for entry in entries if entry["key"] <= key][-1]
-            place = entry.get("location") or entry["indirect_value"]
-        base, path = place.split(":")[1:3]
-        return f"{folder}/{urllib.parse.unquote(base + path)}"
-    return None
 
 
 def _scatter(contents: Iterable[Bytes], buffers: Sequence[Bytes]) -> int:

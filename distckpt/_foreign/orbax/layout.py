@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -13,6 +14,7 @@ from distckpt._base.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
+from distckpt._foreign.orbax.values import OCDBT_NAME
 from distckpt._format.manifest import MAX_TABLE_BYTES
 from distckpt._format.marker import read_file
 from distckpt._storage import locations
@@ -25,11 +27,11 @@ _STEP_NAMES = (_STEP_NAME, "orbax.checkpoint")
 _STRINGS_NAME = "_strings.json"
 _JSON_NAMES = ("metadata", "metrics")
 """Files of items that hold JSON."""
-_OCDBT_NAME = "manifest.ocdbt"
 _LEGACY_NAME = "checkpoint"
 """File of versions before 0.4, which holds arrays itself."""
 _STRING = "string"
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_MAX_LOOKS = 8
 _STEP_FOLDER = re.compile(r"(?:.*_)?(\d{1,18})")
 _HANDLER_OF_READ = re.compile(r".*\b(Standard|PyTree|Array|Json)(Checkpoint)?Handler")
 """Orbax's classes for items that are read here."""
@@ -101,13 +103,13 @@ def is_checkpoint(location: str) -> bool:
     if not locations.isdir(location):
         return False
     names = locations.list_names(location)
-    if not {TREE_NAME, _OCDBT_NAME, *_STEP_NAMES}.isdisjoint(names):
+    if not {TREE_NAME, OCDBT_NAME, *_STEP_NAMES}.isdisjoint(names):
         return True
-    # On an object store, each look would take a request.
-    if not locations.is_local(location):
-        return False
+    # On an object store, each look takes a request, and a step has few items.
+    if not locations.is_local(location) and len(names) > _MAX_LOOKS:
+        return _newest_step(location, names) is not None
     if _LEGACY_NAME in names:
-        return any(_has(location, name, (".zarray",)) for name in names)
+        return any(_find(location, name, (".zarray",)) for name in names)
     return _newest_step(location, names) is not None or any(_trees_in(location, names))
 
 
@@ -119,11 +121,6 @@ def read_layout(location: str) -> Layout:
         CorruptCheckpointError: a file is damaged, the save did not finish, or two leaves have one
             array.
     """
-    if not locations.is_local(location):
-        raise CheckpointingException(
-            f"{location!r} is a checkpoint of Orbax, which is read from local paths only: copy the "
-            "directory to a disk, or mount the bucket."
-        )
     if _UNFINISHED in locations.split(location)[1]:
         raise CorruptCheckpointError(
             f"{location!r} is the directory of a save that has not finished: load another step."
@@ -193,9 +190,12 @@ def _newest_step(location: str, names: Iterable[str]) -> str | None:
     steps = []
     for name in names:
         match = _STEP_FOLDER.fullmatch(name)
-        if match and _has(location, name, _STEP_NAMES):
+        if match:
             steps.append((int(match[1]), name))
-    return max(steps, default=(0, None))[1]
+    for _, name in sorted(steps, reverse=True)[:_MAX_LOOKS]:
+        if _find(location, name, _STEP_NAMES):
+            return name
+    return None
 
 
 def _trees_in(location: str, names: Iterable[str]) -> Iterator[str]:
@@ -205,10 +205,10 @@ def _trees_in(location: str, names: Iterable[str]) -> Iterator[str]:
     for name in sorted(names, key=_is_like_step):
         # In the root of a run, folders with such names are steps; in a step, they are items.
         is_item = is_step or not _is_like_step(name)
-        if not is_item or _UNFINISHED in name or not _has(location, name, (TREE_NAME,)):
+        if not is_item or _UNFINISHED in name or not _find(location, name, (TREE_NAME,)):
             continue
         # What old versions wrote has no such file; elsewhere, it makes a folder a checkpoint.
-        if is_marked or not _has(location, name, _STEP_NAMES):
+        if is_marked or not _find(location, name, _STEP_NAMES):
             is_step = True
             yield name
 
@@ -217,17 +217,23 @@ def _is_like_step(name: str) -> bool:
     return _STEP_FOLDER.fullmatch(name) is not None
 
 
-def _has(location: str, folder: str, names: Iterable[str]) -> bool:
-    return any(locations.exists(locations.join(location, folder, name)) for name in names)
+def _find(location: str, folder: str, names: Iterable[str]) -> list[str]:
+    """Return the names of files that are in a folder."""
+    path = locations.join(location, folder)
+    if locations.is_local(path):
+        return [name for name in names if locations.isfile(locations.join(path, name))]
+    # One request for all of them.
+    with contextlib.suppress(FileNotFoundError):
+        present = locations.list_names(path)
+        return [name for name in names if name in present]
+    return []
 
 
 def _json_values(location: str, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Yield the items that hold JSON, such as metrics."""
     for name in names:
-        for file in _JSON_NAMES:
-            path = locations.join(location, name, file)
-            if locations.isfile(path):
-                yield name, _read_json(path)
+        for file in _find(location, name, _JSON_NAMES):
+            yield name, _read_json(locations.join(location, name, file))
 
 
 # ---- trees
@@ -236,26 +242,20 @@ def _json_values(location: str, names: Iterable[str]) -> Iterator[tuple[str, Any
 def _read_item(folder: str, name: str, prefix: str) -> Item:
     path = locations.join(folder, TREE_NAME)
     described = _read_json(path)
-    has_database = _has(folder, "", (_OCDBT_NAME,))
     try:
         rows = [_row_of(entry) for entry in described["tree_metadata"].values()]
-        uses_ocdbt = bool(described.get("use_ocdbt", has_database))
+        uses_ocdbt = described.get("use_ocdbt")
         uses_zarr3 = bool(described.get("use_zarr3", False))
         is_complete = bool(described.get("store_array_data_equal_to_fill_value", False))
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from error
-    # Orbax makes no database for a tree without arrays.
-    has_arrays = any(row.kind not in {*_EMPTY, _STRING} for row in rows)
-    if has_arrays and uses_ocdbt and not has_database:
-        raise CorruptCheckpointError(
-            f"{locations.join(folder, _OCDBT_NAME)!r} is missing: the save did not finish, or not "
-            "all files were copied. Restore the file from a copy, or load another step."
-        )
+    if uses_ocdbt is None:
+        uses_ocdbt = locations.exists(locations.join(folder, OCDBT_NAME))
     strings = {}
     if any(row.kind == _STRING for row in rows):
         strings = _strings_of(folder)
     leaves = [_leaf(folder, row, strings) for row in rows]
-    item = Item(name, folder, prefix, leaves, uses_ocdbt, uses_zarr3, is_complete)
+    item = Item(name, folder, prefix, leaves, bool(uses_ocdbt), uses_zarr3, is_complete)
     _check_keys(folder, [item])
     _check_names(item)
     return item
