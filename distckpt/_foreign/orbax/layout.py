@@ -31,7 +31,9 @@ _LEGACY_NAME = "checkpoint"
 """File of versions before 0.4, which holds arrays itself."""
 _STRING = "string"
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_TELLING = (TREE_NAME, *_STEP_NAMES, *_JSON_NAMES, ".zarray")
 _MAX_LOOKS = 8
+"""Folders of a root that are looked at."""
 _STEP_FOLDER = re.compile(r"(?:.*_)?(\d{1,18})")
 _HANDLER_OF_READ = re.compile(r".*\b(Standard|PyTree|Array|Json)(Checkpoint)?Handler")
 """Orbax's classes for items that are read here."""
@@ -105,12 +107,9 @@ def is_checkpoint(location: str) -> bool:
     names = locations.list_names(location)
     if not {TREE_NAME, OCDBT_NAME, *_STEP_NAMES}.isdisjoint(names):
         return True
-    # On an object store, each look takes a request, and a step has few items.
-    if not locations.is_local(location) and len(names) > _MAX_LOOKS:
-        return _newest_step(location, names) is not None
-    if _LEGACY_NAME in names:
-        return any(_find(location, name, (".zarray",)) for name in names)
-    return _newest_step(location, names) is not None or any(_trees_in(location, names))
+    inside = _look_inside(location, names)
+    is_legacy = _LEGACY_NAME in names and any(".zarray" in files for files in inside.values())
+    return is_legacy or _newest_step(inside) is not None or bool(_trees_in(inside, names))
 
 
 def read_layout(location: str) -> Layout:
@@ -129,10 +128,16 @@ def read_layout(location: str) -> Layout:
     if TREE_NAME in names:
         items = [_read_item(location, "", "")]
         return Layout(items, {})
-    trees = list(_trees_in(location, names))
-    values = dict(_json_values(location, names))
+    inside = _look_inside(location, names)
+    trees = _trees_in(inside, names)
     if not trees:
-        raise _nothing_to_read(location, names)
+        raise _nothing_to_read(location, names, _newest_step(inside))
+    values = {}
+    for name in sorted(inside):
+        for file in inside[name].intersection(_JSON_NAMES):
+            path = locations.join(location, name, file)
+            if locations.isfile(path):
+                values[name] = _read_json(path)
     # One tree has the names that the program gave; of several, each name begins with the item.
     items = []
     for name in trees:
@@ -166,9 +171,10 @@ def _check_items(location: str, names: Iterable[str], found: set[str]) -> None:
         )
 
 
-def _nothing_to_read(location: str, names: Iterable[str]) -> CheckpointingException:
+def _nothing_to_read(
+    location: str, names: Iterable[str], step: str | None
+) -> CheckpointingException:
     """Return the error about a directory without a tree."""
-    step = _newest_step(location, names)
     if step is not None:
         return CheckpointNotFoundError(
             f"{location!r} holds several steps of Orbax: give the directory of one. The newest is "
@@ -185,55 +191,51 @@ def _nothing_to_read(location: str, names: Iterable[str]) -> CheckpointingExcept
     )
 
 
-def _newest_step(location: str, names: Iterable[str]) -> str | None:
-    """Return the folder of the newest step, or None."""
-    steps = []
-    for name in names:
-        match = _STEP_FOLDER.fullmatch(name)
-        if match:
-            steps.append((int(match[1]), name))
-    for _, name in sorted(steps, reverse=True)[:_MAX_LOOKS]:
-        if _find(location, name, _STEP_NAMES):
-            return name
-    return None
-
-
-def _trees_in(location: str, names: Iterable[str]) -> Iterator[str]:
-    """Yield the folders that hold a tree."""
-    is_marked = not set(_STEP_NAMES).isdisjoint(names)
-    is_step = is_marked
-    for name in sorted(names, key=_is_like_step):
-        # In the root of a run, folders with such names are steps; in a step, they are items.
-        is_item = is_step or not _is_like_step(name)
-        if not is_item or _UNFINISHED in name or not _find(location, name, (TREE_NAME,)):
+def _look_inside(location: str, names: Sequence[str]) -> dict[str, set[str]]:
+    """Return the files that tell a folder's kind, by folder."""
+    looked = list(names)
+    if set(_STEP_NAMES).isdisjoint(names):
+        # Of a root, the newest steps are enough; on an object store, each look takes a request.
+        others = [name for name in names if _step_of(name) < 0]
+        if len(others) > _MAX_LOOKS and not locations.is_local(location):
+            others = []
+        looked = others + sorted(set(names).difference(others), key=_step_of)[-_MAX_LOOKS:]
+    inside = {}
+    for name in looked:
+        path = locations.join(location, name)
+        if locations.is_local(path):
+            inside[name] = {file for file in _TELLING if locations.isfile(f"{path}/{file}")}
             continue
+        with contextlib.suppress(FileNotFoundError):
+            inside[name] = set(locations.list_names(path)).intersection(_TELLING)
+    return inside
+
+
+def _newest_step(inside: Mapping[str, set[str]]) -> str | None:
+    """Return the folder of the newest step, or None."""
+    steps = [name for name in inside if _step_of(name) >= 0]
+    steps = [name for name in steps if not inside[name].isdisjoint(_STEP_NAMES)]
+    return max(steps, default=None, key=_step_of)
+
+
+def _trees_in(inside: Mapping[str, set[str]], names: Iterable[str]) -> list[str]:
+    """Return the folders that hold a tree."""
+    is_marked = not set(_STEP_NAMES).isdisjoint(names)
+    trees: list[str] = []
+    for name in sorted(inside, key=lambda name: _step_of(name) >= 0):
+        # In the root of a run, folders with such names are steps; in a step, they are items.
+        is_item = is_marked or bool(trees) or _step_of(name) < 0
         # What old versions wrote has no such file; elsewhere, it makes a folder a checkpoint.
-        if is_marked or not _find(location, name, _STEP_NAMES):
-            is_step = True
-            yield name
+        is_other = not is_marked and not inside[name].isdisjoint(_STEP_NAMES)
+        if is_item and not is_other and TREE_NAME in inside[name] and _UNFINISHED not in name:
+            trees.append(name)
+    return trees
 
 
-def _is_like_step(name: str) -> bool:
-    return _STEP_FOLDER.fullmatch(name) is not None
-
-
-def _find(location: str, folder: str, names: Iterable[str]) -> list[str]:
-    """Return the names of files that are in a folder."""
-    path = locations.join(location, folder)
-    if locations.is_local(path):
-        return [name for name in names if locations.isfile(locations.join(path, name))]
-    # One request for all of them.
-    with contextlib.suppress(FileNotFoundError):
-        present = locations.list_names(path)
-        return [name for name in names if name in present]
-    return []
-
-
-def _json_values(location: str, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the items that hold JSON, such as metrics."""
-    for name in names:
-        for file in _find(location, name, _JSON_NAMES):
-            yield name, _read_json(locations.join(location, name, file))
+def _step_of(name: str) -> int:
+    """Return the step of a folder, -1 if its name is not that of one."""
+    match = _STEP_FOLDER.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 # ---- trees

@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import functools
 import importlib
+import threading
 import urllib.parse
 from collections.abc import Iterator
 from functools import cached_property
@@ -108,6 +109,7 @@ class Database:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
+        self._lock = threading.Lock()
         self._node = functools.lru_cache(_MAX_NODES)(self._read_node)
 
     @cached_property
@@ -119,7 +121,8 @@ class Database:
 
     def find(self, key: str) -> Value:
         """Return the value of a key; there is no file of its name if there is none."""
-        entry = self._root
+        with self._lock:
+            entry = self._root
         none = Value(locations.join(self._folder, *key.split("/")))
         rest = key.encode()
         # A damaged index may lead back to a node above.
@@ -129,7 +132,9 @@ class Database:
                 return none
             # Keys lack what all keys of the node begin with.
             rest = rest[len(prefix) :]
-            keys, entries = self._node(entry["location"])
+            # Other threads need the same nodes.
+            with self._lock:
+                keys, entries = self._node(entry["location"])
             row = bisect.bisect_right(keys, rest) - 1
             if row < 0:
                 return none
