@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import math
 import threading
 from collections import OrderedDict
@@ -23,7 +22,7 @@ from distckpt._base.dtypes import ITEM_BYTES, STORED_NAMES
 from distckpt._base.errors import CorruptCheckpointError, UnsupportedObjectError
 from distckpt._base.memory import Bytes, copy_into
 from distckpt._foreign.orbax.layout import Item, Layout, Leaf, read_layout
-from distckpt._foreign.orbax.values import Database, Memory, Value, import_tensorstore, naming
+from distckpt._foreign.orbax.values import Database, Value, import_tensorstore, unreadable
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import Span, spans_within
 from distckpt._storage import locations
@@ -55,26 +54,22 @@ class StoredArray(NamedTuple):
     """An opened array.
 
     Attributes:
-        array: the array of tensorstore, whose chunks come from `memory`.
-        memory: its metadata, and chunks while they are decoded.
+        array: the array of tensorstore. At a URL, its chunks are in memory while they are decoded.
         shape: its shape.
         dtype: the safetensors name of the dtype that its values are read as.
         numpy_dtype: that dtype; it is another one than that of the array where torch lacks it.
         chunk: the shape of its chunks, which may reach beyond it.
         cells: the regions of its chunks, in the order of their bytes.
         sizes: the bytes of each cell.
-        naming: what the names of its chunks begin with, and what is between their indices.
     """
 
     array: tensorstore.TensorStore
-    memory: Memory
     shape: tuple[int, ...]
     dtype: str
     numpy_dtype: Any
     chunk: tuple[int, ...]
     cells: list[Region]
     sizes: list[int]
-    naming: tuple[list[str], str]
 
     @property
     def bytes_side_by_side(self) -> int:
@@ -88,12 +83,16 @@ class StoredArray(NamedTuple):
 
     def name_of(self, cell: int) -> str:
         """Return the name of a chunk."""
-        first, separator = self.naming
+        metadata = self.array.spec().to_json()["metadata"]
+        encoding = metadata.get("chunk_key_encoding", {"name": "v2"})
+        first, separator = (["c"], "/") if encoding["name"] == "default" else ([], ".")
+        separator = encoding.get("configuration", metadata).get("separator", separator)
+        separator = metadata.get("dimension_separator", separator)
         offsets = zip(self.cells[cell].offset, self.chunk, strict=True)
         return separator.join([*first, *(str(start // step) for start, step in offsets)]) or "0"
 
     def decode(self, cell: int) -> Bytes:
-        """Return the values of a cell, whose chunk is in memory."""
+        """Return the values of a cell."""
         values = self.array[self.cells[cell].slices()].read().result()
         values = np.ascontiguousarray(values.astype(self.numpy_dtype, copy=False))
         return values.reshape(-1).view(np.uint8)
@@ -135,19 +134,22 @@ class OrbaxArrays:
 
     def _open(self, item: Item, leaf: Leaf) -> StoredArray:
         ts = import_tensorstore()
-        memory = Memory()
-        driver, name = ("zarr3", "zarr.json") if item.uses_zarr3 else ("zarr", ".zarray")
+        name = "zarr.json" if item.uses_zarr3 else ".zarray"
+        # Chunks are kept here, not by tensorstore: it keeps none that exceeds its limit.
+        context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
         spec = {
-            "driver": driver,
-            "kvstore": {"driver": "memory"},
+            "driver": "zarr3" if item.uses_zarr3 else "zarr",
+            "kvstore": _store_of(item, leaf),
             "fill_missing_data_reads": not item.is_complete,
         }
-        value = self._value(item, leaf, name)
-        with naming(repr(item.key_of(leaf)), value.file):
-            content = value.read()
-            memory.put(name, content)
-            array = ts.open(spec, open=True, read=True, context=memory.context).result()
-            named = _naming_of(json.loads(content))
+        try:
+            if not locations.is_local(item.folder):
+                store = ts.KvStore.open(spec["kvstore"], context=context).result()
+                store.write(name, self._value(item, leaf, name).read()).result()
+            array = ts.open(spec, open=True, read=True, context=context).result()
+        except (ValueError, FileNotFoundError) as error:
+            file = self._value(item, leaf, name).file
+            raise unreadable(repr(item.key_of(leaf)), file, error) from error
         dtype = _WIDER.get(array.dtype.name, array.dtype.name)
         if dtype not in STORED_NAMES:
             raise UnsupportedObjectError(
@@ -160,7 +162,7 @@ class OrbaxArrays:
         stored = STORED_NAMES[dtype]
         sizes = [cell.num_elements * ITEM_BYTES[stored] for cell in cells]
         numpy_dtype = ts.dtype(dtype).numpy_dtype
-        return StoredArray(array, memory, shape, stored, numpy_dtype, chunk, cells, sizes, named)
+        return StoredArray(array, shape, stored, numpy_dtype, chunk, cells, sizes)
 
     def _value(self, item: Item, leaf: Leaf, name: str) -> Value:
         """Return the place of the metadata, or of a chunk, of an array."""
@@ -200,30 +202,41 @@ class OrbaxArrays:
     def _decode(self, file: str, array: StoredArray, cell: int) -> Bytes:
         """Read and decode a chunk."""
         item, leaf = self.files[file]
+        try:
+            if locations.is_local(item.folder):
+                return array.decode(cell)
+            return self._decode_at_url(item, leaf, array, cell)
+        except (ValueError, FileNotFoundError) as error:
+            file = self._value(item, leaf, array.name_of(cell)).file
+            what = f"{item.key_of(leaf)!r}, {array.cells[cell]}"
+            raise unreadable(what, file, error) from error
+
+    def _decode_at_url(self, item: Item, leaf: Leaf, array: StoredArray, cell: int) -> Bytes:
         name = array.name_of(cell)
         value = self._value(item, leaf, name)
-        with naming(f"{item.key_of(leaf)!r}, {array.cells[cell]}", value.file):
-            try:
-                array.memory.put(name, value.read(array.max_encoded_bytes))
-            except FileNotFoundError:
-                # A chunk of zeros need not be stored; files of a database must be there.
-                if item.is_complete or value.num_bytes is not None:
-                    raise
-            try:
-                return array.decode(cell)
-            finally:
-                array.memory.put(name, None)
+        try:
+            array.array.kvstore.write(name, value.read(array.max_encoded_bytes)).result()
+        except FileNotFoundError:
+            # A chunk of zeros need not be stored; files of a database must be there.
+            if item.is_complete or value.num_bytes is not None:
+                raise
+        try:
+            return array.decode(cell)
+        finally:
+            array.array.kvstore.write(name, None).result()
 
 
-def _naming_of(metadata: Any) -> tuple[list[str], str]:
-    """Return the beginning of the names of chunks, and their separator."""
-    encoding = metadata.get("chunk_key_encoding")
-    if encoding is None:
-        return [], metadata.get("dimension_separator", ".")
-    separator = encoding.get("configuration", {}).get("separator")
-    if encoding["name"] == "default":
-        return ["c"], separator or "/"
-    return [], separator or "."
+def _store_of(item: Item, leaf: Leaf) -> dict[str, Any]:
+    """Return where tensorstore finds an array.
+
+    It reads local files itself. At a URL, it would know neither all stores nor their settings.
+    """
+    if not locations.is_local(item.folder):
+        return {"driver": "memory"}
+    if not item.uses_ocdbt:
+        return {"driver": "file", "path": f"{item.folder}/{leaf.name}/"}
+    base = {"driver": "file", "path": f"{item.folder}/"}
+    return {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
 
 
 def _cells(shape: tuple[int, ...], chunk: Sequence[int]) -> Iterator[Region]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 import importlib
 import threading
 import urllib.parse
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -36,28 +34,6 @@ def import_tensorstore() -> Any:
         raise CheckpointingException(
             "Checkpoints of Orbax are read with tensorstore: pip install 'distckpt[orbax]'."
         ) from error
-
-
-class Memory:
-    """A store of tensorstore in memory, which decodes what is put there.
-
-    tensorstore itself reads no file: it knows neither all stores nor the settings of this process.
-    """
-
-    def __init__(self) -> None:
-        ts = import_tensorstore()
-        # Chunks are kept elsewhere: tensorstore keeps none that exceeds its limit.
-        self.context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-        self.store = ts.KvStore.open({"driver": "memory"}, context=self.context).result()
-
-    def put(self, name: str, content: bytes | None) -> None:
-        """Put a value, or remove it."""
-        self.store.write(name, content).result()
-
-    def dump(self, name: str, content: bytes, node: str | None = None) -> Any:
-        """Return the fields of the manifest of a database, or of a node of its index."""
-        self.put(name, content)
-        return import_tensorstore().ocdbt.dump(self.store, node).result()
 
 
 class Value(NamedTuple):
@@ -115,8 +91,10 @@ class Database:
     @cached_property
     def _root(self) -> dict[str, Any]:
         path = locations.join(self._folder, OCDBT_NAME)
-        with naming("the index", path):
-            root = Memory().dump(OCDBT_NAME, read_file(path, MAX_TABLE_BYTES))["versions"][-1]
+        try:
+            root = _dump(OCDBT_NAME, read_file(path, MAX_TABLE_BYTES))["versions"][-1]
+        except (FileNotFoundError, ValueError, LookupError) as error:
+            raise unreadable("The index", path, error) from error
         return {**root["root"], "height": root["root_height"]}
 
     def find(self, key: str) -> Value:
@@ -148,10 +126,12 @@ class Database:
     def _read_node(self, location: str) -> tuple[list[bytes], list[Any]]:
         value = self._at(location)
         kind, base, name, _, num_bytes = location.split(":")
-        with naming("the index", value.file):
-            path = urllib.parse.unquote(base + name)
-            node = ":".join([kind, base, name, "0", num_bytes])
-            entries = Memory().dump(path, value.read(), node)["entries"]
+        path = urllib.parse.unquote(base + name)
+        node = ":".join([kind, base, name, "0", num_bytes])
+        try:
+            entries = _dump(path, value.read(), node)["entries"]
+        except (FileNotFoundError, ValueError) as error:
+            raise unreadable("The index", value.file, error) from error
         return [entry["key"] for entry in entries], entries
 
     def _at(self, location: str) -> Value:
@@ -167,22 +147,21 @@ class Database:
         return Value(file, int(start), int(num_bytes))
 
 
-@contextlib.contextmanager
-def naming(what: str, file: str) -> Iterator[None]:
-    """Say of errors of damage what cannot be read from which file."""
-    try:
-        yield
-    except CheckpointingException:
-        raise
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(
-            f"{file!r} is missing, and {what} is in it: the save did not finish, or not all files "
-            "were copied. Restore the file from a copy, or load another step."
-        ) from error
-    except (ValueError, LookupError, TypeError) as error:
+def _dump(name: str, content: bytes, node: str | None = None) -> Any:
+    """Return the fields of the manifest of a database, or of a node of its index."""
+    ts = import_tensorstore()
+    store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
+    store.write(name, content).result()
+    return ts.ocdbt.dump(store, node).result()
+
+
+def unreadable(what: str, file: str, error: Exception) -> CorruptCheckpointError:
+    """Return the error about damage in a file, or about a file that is missing."""
+    text = "it is missing"
+    if not isinstance(error, FileNotFoundError):
         # The specification of the array is of no use to users.
         text = str(error).partition(" [tensorstore_spec=")[0]
-        raise CorruptCheckpointError(
-            f"{what} cannot be read from {file!r}: {text:.600}. Restore the file from a copy, load "
-            "another step, or update tensorstore if it does not know a dtype."
-        ) from error
+    return CorruptCheckpointError(
+        f"{what} cannot be read from {file!r}: {text:.600}. Restore the file from a copy, load "
+        "another step, or update tensorstore if it does not know a dtype."
+    )
