@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from distckpt._base.errors import (
@@ -14,30 +13,25 @@ from distckpt._base.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from distckpt._foreign.orbax.values import OCDBT_NAME
-from distckpt._format.manifest import MAX_TABLE_BYTES
-from distckpt._format.marker import read_file
+from distckpt._foreign.orbax.values import OCDBT_NAME, read_json, unreadable
 from distckpt._storage import locations
 
 TREE_NAME = "_METADATA"
 """The file of an item that names all leaves of its tree."""
 _STEP_NAME = "_CHECKPOINT_METADATA"
-_STEP_NAMES = (_STEP_NAME, "orbax.checkpoint")
+_STEP_NAMES = {_STEP_NAME, "orbax.checkpoint"}
 """Files in the directory of a step, or of a single item."""
-_STRINGS_NAME = "_strings.json"
-_JSON_NAMES = ("metadata", "metrics")
+_JSON_NAMES = {"metadata", "metrics"}
 """Files of items that hold JSON."""
-_LEGACY_NAME = "checkpoint"
-"""File of versions before 0.4, which holds arrays itself."""
-_STRING = "string"
+_LEGACY_NAMES = {"checkpoint", ".zarray"}
+"""The file of versions before 0.4, which holds arrays itself, and one in the folder of an array."""
+_TELLING = {TREE_NAME, *_STEP_NAMES, *_JSON_NAMES, *_LEGACY_NAMES}
 _UNFINISHED = ".orbax-checkpoint-tmp"
-_TELLING = (TREE_NAME, *_STEP_NAMES, *_JSON_NAMES, ".zarray")
 _MAX_LOOKS = 8
 """Folders of a root that are looked at."""
 _STEP_FOLDER = re.compile(r"(?:.*_)?(\d{1,18})")
 _HANDLER_OF_READ = re.compile(r".*\b(Standard|PyTree|Array|Json)(Checkpoint)?Handler")
 """Orbax's classes for items that are read here."""
-
 _EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
 """Values by the types of leaves without stored data."""
 
@@ -104,11 +98,12 @@ def is_checkpoint(location: str) -> bool:
     """Return whether a directory is one of Orbax."""
     if not locations.isdir(location):
         return False
-    names = locations.list_names(location)
-    if not {TREE_NAME, OCDBT_NAME, *_STEP_NAMES}.isdisjoint(names):
+    names = set(locations.list_names(location))
+    if not names.isdisjoint({TREE_NAME, OCDBT_NAME, *_STEP_NAMES}):
         return True
     inside = _look_inside(location, names)
-    is_legacy = _LEGACY_NAME in names and any(".zarray" in files for files in inside.values())
+    # Arrays in folders beside the file of an old version.
+    is_legacy = names.union(*inside.values()) >= _LEGACY_NAMES
     return is_legacy or _newest_step(inside) is not None or bool(_trees_in(inside, names))
 
 
@@ -124,20 +119,20 @@ def read_layout(location: str) -> Layout:
         raise CorruptCheckpointError(
             f"{location!r} is the directory of a save that has not finished: load another step."
         )
-    names = locations.list_names(location)
+    names = set(locations.list_names(location))
     if TREE_NAME in names:
-        items = [_read_item(location, "", "")]
-        return Layout(items, {})
+        return Layout([_read_item(location, "", "")], {})
     inside = _look_inside(location, names)
     trees = _trees_in(inside, names)
     if not trees:
         raise _nothing_to_read(location, names, _newest_step(inside))
     values = {}
     for name in sorted(inside):
-        for file in inside[name].intersection(_JSON_NAMES):
+        for file in inside[name] & _JSON_NAMES:
             path = locations.join(location, name, file)
+            # At a URL, it may be a folder.
             if locations.isfile(path):
-                values[name] = _read_json(path)
+                values[name] = read_json(path)
     # One tree has the names that the program gave; of several, each name begins with the item.
     items = []
     for name in trees:
@@ -149,13 +144,13 @@ def read_layout(location: str) -> Layout:
     return Layout(items, values)
 
 
-def _check_items(location: str, names: Iterable[str], found: set[str]) -> None:
+def _check_items(location: str, names: set[str], found: set[str]) -> None:
     """Check that each readable item of a step was found."""
     path = locations.join(location, _STEP_NAME)
     try:
-        handlers = dict(_read_json(path)["item_handlers"])
+        handlers = dict(read_json(path)["item_handlers"])
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, error) from error
+        raise unreadable("The list of items", path, error) from error
     for name in sorted(set(handlers) - found):
         folder = locations.join(location, name)
         if name not in names or _HANDLER_OF_READ.fullmatch(str(handlers[name])):
@@ -171,19 +166,17 @@ def _check_items(location: str, names: Iterable[str], found: set[str]) -> None:
         )
 
 
-def _nothing_to_read(
-    location: str, names: Iterable[str], step: str | None
-) -> CheckpointingException:
+def _nothing_to_read(location: str, names: set[str], step: str | None) -> CheckpointingException:
     """Return the error about a directory without a tree."""
     if step is not None:
         return CheckpointNotFoundError(
             f"{location!r} holds several steps of Orbax: give the directory of one. The newest is "
             f"{locations.join(location, step)!r}."
         )
-    if _LEGACY_NAME in names:
+    if not names.isdisjoint(_LEGACY_NAMES):
         return CheckpointingException(
             f"{location!r} was written by an old version of Orbax or Flax, which keeps arrays in "
-            f"the file {_LEGACY_NAME!r}: restore it with Orbax and save it again."
+            "the file 'checkpoint': restore it with Orbax and save it again."
         )
     return CheckpointNotFoundError(
         f"{location!r} is of Orbax, but no item with arrays: neither it nor a folder in it has a "
@@ -191,15 +184,16 @@ def _nothing_to_read(
     )
 
 
-def _look_inside(location: str, names: Sequence[str]) -> dict[str, set[str]]:
+def _look_inside(location: str, names: set[str]) -> dict[str, set[str]]:
     """Return the files that tell a folder's kind, by folder."""
-    looked = list(names)
-    if set(_STEP_NAMES).isdisjoint(names):
+    looked = names
+    if names.isdisjoint(_STEP_NAMES):
         # Of a root, the newest steps are enough; on an object store, each look takes a request.
-        others = [name for name in names if _step_of(name) < 0]
-        if len(others) > _MAX_LOOKS and not locations.is_local(location):
-            others = []
-        looked = others + sorted(set(names).difference(others), key=_step_of)[-_MAX_LOOKS:]
+        steps = sorted((name for name in names if _step_of(name) >= 0), key=_step_of)
+        looked = names.difference(steps)
+        if len(looked) > _MAX_LOOKS and not locations.is_local(location):
+            looked = set()
+        looked = looked.union(steps[-_MAX_LOOKS:])
     inside = {}
     for name in looked:
         path = locations.join(location, name)
@@ -207,26 +201,26 @@ def _look_inside(location: str, names: Sequence[str]) -> dict[str, set[str]]:
             inside[name] = {file for file in _TELLING if locations.isfile(f"{path}/{file}")}
             continue
         with contextlib.suppress(FileNotFoundError):
-            inside[name] = set(locations.list_names(path)).intersection(_TELLING)
+            inside[name] = _TELLING.intersection(locations.list_names(path))
     return inside
 
 
 def _newest_step(inside: Mapping[str, set[str]]) -> str | None:
     """Return the folder of the newest step, or None."""
-    steps = [name for name in inside if _step_of(name) >= 0]
-    steps = [name for name in steps if not inside[name].isdisjoint(_STEP_NAMES)]
-    return max(steps, default=None, key=_step_of)
+    steps = [name for name, files in inside.items() if files & _STEP_NAMES]
+    newest = max(steps, default="", key=_step_of)
+    return newest if _step_of(newest) >= 0 else None
 
 
-def _trees_in(inside: Mapping[str, set[str]], names: Iterable[str]) -> list[str]:
+def _trees_in(inside: Mapping[str, set[str]], names: set[str]) -> list[str]:
     """Return the folders that hold a tree."""
-    is_marked = not set(_STEP_NAMES).isdisjoint(names)
+    is_marked = bool(names & _STEP_NAMES)
     trees: list[str] = []
-    for name in sorted(inside, key=lambda name: _step_of(name) >= 0):
+    for name in sorted(inside, key=lambda name: (_step_of(name) >= 0, name)):
         # In the root of a run, folders with such names are steps; in a step, they are items.
         is_item = is_marked or bool(trees) or _step_of(name) < 0
         # What old versions wrote has no such file; elsewhere, it makes a folder a checkpoint.
-        is_other = not is_marked and not inside[name].isdisjoint(_STEP_NAMES)
+        is_other = not is_marked and bool(inside[name] & _STEP_NAMES)
         if is_item and not is_other and TREE_NAME in inside[name] and _UNFINISHED not in name:
             trees.append(name)
     return trees
@@ -243,66 +237,50 @@ def _step_of(name: str) -> int:
 
 def _read_item(folder: str, name: str, prefix: str) -> Item:
     path = locations.join(folder, TREE_NAME)
-    described = _read_json(path)
+    described = read_json(path)
+    strings: dict[str, Any] = {}
     try:
-        rows = [_row_of(entry) for entry in described["tree_metadata"].values()]
+        leaves = [_leaf(folder, row, strings) for row in described["tree_metadata"].values()]
         uses_ocdbt = described.get("use_ocdbt")
-        uses_zarr3 = bool(described.get("use_zarr3", False))
-        is_complete = bool(described.get("store_array_data_equal_to_fill_value", False))
     except (KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, error) from error
+        raise unreadable("The tree", path, error) from error
     if uses_ocdbt is None:
         uses_ocdbt = locations.exists(locations.join(folder, OCDBT_NAME))
-    strings = {}
-    if any(row.kind == _STRING for row in rows):
-        strings = _strings_of(folder)
-    leaves = [_leaf(folder, row, strings) for row in rows]
-    item = Item(name, folder, prefix, leaves, bool(uses_ocdbt), uses_zarr3, is_complete)
+    item = Item(
+        name,
+        folder,
+        prefix,
+        leaves,
+        bool(uses_ocdbt),
+        bool(described.get("use_zarr3", False)),
+        bool(described.get("store_array_data_equal_to_fill_value", False)),
+    )
     _check_keys(folder, [item])
     _check_names(item)
     return item
 
 
-class _Row(NamedTuple):
-    """A leaf as it is described."""
-
-    path: tuple[str, ...]
-    kind: str
-    is_skipped: bool
-
-
-def _row_of(entry: Any) -> _Row:
+def _leaf(folder: str, entry: Any, strings: dict[str, Any]) -> Leaf:
+    """Return a leaf as it is described; `strings` is filled when one needs it."""
     path = tuple(str(key["key"]) for key in entry["key_metadata"])
-    value = entry["value_metadata"]
-    return _Row(path, str(value["value_type"]), bool(value.get("skip_deserialize")))
-
-
-def _leaf(folder: str, row: _Row, strings: Mapping[str, Any]) -> Leaf:
-    leaf = Leaf(row.path, "array")
-    if row.kind in _EMPTY:
-        return Leaf(row.path, "value", _EMPTY[row.kind])
-    if row.kind == "scalar":
-        return Leaf(row.path, "scalar")
-    if row.kind == _STRING:
-        if leaf.name not in strings:
-            raise CorruptCheckpointError(
-                f"{locations.join(folder, _STRINGS_NAME)!r} lacks {leaf.name!r}: restore it."
-            )
-        return Leaf(row.path, "value", strings[leaf.name])
-    if row.is_skipped:
+    kind = str(entry["value_metadata"]["value_type"])
+    leaf = Leaf(path, "scalar" if kind == "scalar" else "array")
+    if kind in _EMPTY:
+        return Leaf(path, "value", _EMPTY[kind])
+    if kind == "string":
+        file = locations.join(folder, "_strings.json")
+        try:
+            if not strings:
+                strings.update(read_json(file))
+            return Leaf(path, "value", strings[leaf.name])
+        except (KeyError, TypeError, ValueError) as error:
+            raise unreadable(repr(leaf.name), file, error) from error
+    if leaf.kind == "array" and entry["value_metadata"].get("skip_deserialize"):
         raise CheckpointingException(
-            f"{leaf.name!r} in {folder!r} is of the kind {row.kind!r}, which only Orbax reads: "
+            f"{leaf.name!r} in {folder!r} is of the kind {kind!r}, which only Orbax reads: "
             "restore the checkpoint with it, and save the tree without that leaf."
         )
     return leaf
-
-
-def _strings_of(folder: str) -> dict[str, Any]:
-    path = locations.join(folder, _STRINGS_NAME)
-    strings = _read_json(path)
-    if not isinstance(strings, dict):
-        raise _damaged(path, TypeError("it is no object"))
-    return strings
 
 
 def _check_keys(location: str, items: Iterable[Item]) -> None:
@@ -336,23 +314,6 @@ def _check_names(item: Item) -> None:
             )
 
 
-def _read_json(path: str) -> Any:
-    try:
-        return json.loads(read_file(path, MAX_TABLE_BYTES))
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(
-            f"{path!r} is missing: restore it from a copy, or finish copying the directory."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: str, error: Exception) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{path!r} is damaged ({type(error).__name__}: {error!s:.200}): restore it from a copy."
-    )
-
-
 def common_state(
     layout: Layout, scalars: Mapping[tuple[str, ...], Any], location: str
 ) -> dict[str, Any]:
@@ -379,12 +340,8 @@ def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any, location: str)
     for key in path[:-1]:
         node = node.setdefault(key, {}) if isinstance(node, dict) else None
     if not isinstance(node, dict) or path[-1] in node:
-        raise _nested(location, path)
+        raise CorruptCheckpointError(
+            f"{location!r} holds two values at {list(path)}: give the directory of one item, or "
+            "restore the files, if they are of different saves."
+        )
     node[path[-1]] = value
-
-
-def _nested(location: str, path: Sequence[str]) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{location!r} holds two values at {list(path)}: give the directory of one item, or "
-        "restore the files, if they are of different saves."
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import importlib
+import json
 import threading
 import urllib.parse
 from functools import cached_property
@@ -63,16 +64,13 @@ class Value(NamedTuple):
             return read_file(self.file, max_bytes)
         if self.num_bytes > max_bytes:
             raise ValueError(f"the index says that a value has {self.num_bytes} bytes")
-        step = PART_BYTES
-        if locations.is_local(self.file):
-            step = max(1, self.num_bytes)
         stop = self.start + self.num_bytes
         parts: dict[int, bytes] = {}
 
         def read_part(start: int) -> None:
-            parts[start] = locations.read_range(self.file, start, min(start + step, stop))
+            parts[start] = locations.read_range(self.file, start, min(start + PART_BYTES, stop))
 
-        starts = range(self.start, stop, step)
+        starts = range(self.start, stop, PART_BYTES)
         run_threads(read_part, starts, NUM_REQUESTS)
         content = b"".join(map(parts.__getitem__, starts))
         if len(content) < self.num_bytes:
@@ -153,6 +151,14 @@ def _dump(name: str, content: bytes, node: str | None = None) -> Any:
     store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
     store.write(name, content).result()
     return ts.ocdbt.dump(store, node).result()
+
+
+def read_json(path: str) -> Any:
+    """Read a JSON file of a checkpoint."""
+    try:
+        return json.loads(read_file(path, MAX_TABLE_BYTES))
+    except (FileNotFoundError, ValueError, RecursionError) as error:
+        raise unreadable("JSON", path, error) from error
 
 
 def unreadable(what: str, file: str, error: Exception) -> CorruptCheckpointError:
