@@ -11,7 +11,7 @@ import errno
 import itertools
 import math
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
@@ -222,7 +222,7 @@ class OrbaxArrays:
     def _decode_at_url(self, file: str, array: StoredArray, cell: int) -> Bytes:
         name = array.name_of(cell)
         value = self._value(file, name)
-        store = array.array.kvstore
+        store: Any = array.array.kvstore
         max_bytes = 2 * array.num_bytes(array.chunk) + _MAX_HEAD_BYTES
         try:
             store.write(name, value and value.read(max_bytes)).result()
@@ -275,15 +275,15 @@ def _scatter(contents: Iterable[Bytes], buffers: Sequence[Bytes]) -> int:
 class DecodedCells:
     """Decoded chunks, shared by threads.
 
-    A chunk stays until it was read whole, or another one needs its memory. Each is decoded by one
-    thread, for which the others wait.
+    A chunk stays until it was read whole, or another one needs its memory and no thread waits for
+    it. Each is decoded by one thread, for which the others wait.
     """
 
     def __init__(self) -> None:
         self._num_bytes = 0
         self._contents: OrderedDict[tuple[str, int], Bytes] = OrderedDict()
         self._unread: dict[tuple[str, int], int] = {}
-        self._pending: set[tuple[str, int]] = set()
+        self._num_waiting: Counter[tuple[str, int]] = Counter()
         self._changed = threading.Condition()
 
     def get(
@@ -304,33 +304,31 @@ class DecodedCells:
             decode: decodes its content.
         """
         with self._changed:
+            self._num_waiting[key] += 1
             self._changed.wait_for(lambda: self._is_turn(key, num_bytes, max_bytes))
             if key in self._contents:
                 return self._read(key, num_read)
-            self._pending.add(key)
             self._unread[key] = num_bytes
             self._num_bytes += num_bytes
-        content = None
         try:
             content = decode()
-        finally:
+        except BaseException:
             with self._changed:
-                self._pending.remove(key)
-                if content is not None:
-                    self._contents[key] = content
-                    content = self._read(key, num_read)
-                else:
-                    self._forget(key, num_bytes)
-                self._changed.notify_all()
-        return content
+                self._num_waiting[key] -= 1
+                self._forget(key, num_bytes)
+            raise
+        with self._changed:
+            self._contents[key] = content
+            return self._read(key, num_read)
 
     def _is_turn(self, key: tuple[str, int], num_bytes: int, max_bytes: int) -> bool:
         """Return whether a chunk is there, or has room to be decoded."""
-        if key in self._contents or key in self._pending:
+        # Of a chunk that another thread decodes, bytes are unread.
+        if key in self._contents or key in self._unread:
             return key in self._contents
-        while self._contents and self._num_bytes + num_bytes > max_bytes:
-            oldest, content = self._contents.popitem(last=False)
-            self._forget(oldest, len(content))
+        for other in list(self._contents):
+            if self._num_bytes + num_bytes > max_bytes and not self._num_waiting[other]:
+                self._forget(other, len(self._contents.pop(other)))
         return not self._num_bytes or self._num_bytes + num_bytes <= max_bytes
 
     def _read(self, key: tuple[str, int], num_bytes: int) -> Bytes:
@@ -338,8 +336,10 @@ class DecodedCells:
         content = self._contents[key]
         self._contents.move_to_end(key)
         self._unread[key] -= num_bytes
+        self._num_waiting[key] -= 1
         if self._unread[key] <= 0:
             self._forget(key, len(self._contents.pop(key)))
+        self._changed.notify_all()
         return content
 
     def _forget(self, key: tuple[str, int], num_bytes: int) -> None:
