@@ -112,7 +112,7 @@ class OrbaxArrays:
     def files(self) -> dict[str, tuple[Item, Leaf]]:
         """Return the arrays by the names of their files."""
         found: dict[str, tuple[Item, Leaf]] = {}
-        for item in self.layout.items:
+        for item in self.layout[0]:
             for leaf in item.leaves:
                 if leaf.kind == "value":
                     continue
@@ -133,19 +133,23 @@ class OrbaxArrays:
         # Chunks are kept here, not by tensorstore: it keeps none that exceeds its limit.
         context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
         name = "zarr.json" if item.uses_zarr3 else ".zarray"
+        store: dict[str, Any] = {"driver": "memory"}
+        if self._is_local:
+            store = {"driver": "file", "path": f"{item.folder}/{leaf.name}/"}
+        if self._is_local and item.uses_ocdbt:
+            base = {"driver": "file", "path": f"{item.folder}/"}
+            store = {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
         spec = {
             "driver": "zarr3" if item.uses_zarr3 else "zarr",
-            "kvstore": {"driver": "memory"},
+            "kvstore": store,
             "fill_missing_data_reads": not item.is_complete,
         }
-        if self._is_local:
-            spec["kvstore"] = _local_store(item, leaf)
         try:
             if not self._is_local:
                 # tensorstore would know neither all stores nor their settings.
-                store = ts.KvStore.open(spec["kvstore"], context=context).result()
                 value = self._value(file, name)
-                store.write(name, value and value.read()).result()
+                memory = ts.KvStore.open(store, context=context).result()
+                memory.write(name, value and value.read()).result()
             array = ts.open(spec, open=True, read=True, context=context).result()
         except (ValueError, FileNotFoundError) as error:
             raise self._unreadable(file, name, error) from error
@@ -188,8 +192,7 @@ class OrbaxArrays:
                 f"{item.key_of(leaf)!r} in {item.folder!r} has the shape {array.shape}, but "
                 "should be a number: the files are of different saves."
             )
-        content = np.empty(ITEM_BYTES[array.dtype], np.uint8)
-        self.read_into(file, [content], 0)
+        content: Any = self._decode(file, array, 0)
         return content.view(array.numpy_dtype)[0].item()
 
     def read_into(self, file: str, buffers: Sequence[Bytes], start: int) -> int:
@@ -234,14 +237,6 @@ class OrbaxArrays:
             return array.decode(cell)
         finally:
             store.write(name, None).result()
-
-
-def _local_store(item: Item, leaf: Leaf) -> dict[str, Any]:
-    """Return where tensorstore finds a local array."""
-    if not item.uses_ocdbt:
-        return {"driver": "file", "path": f"{item.folder}/{leaf.name}/"}
-    base = {"driver": "file", "path": f"{item.folder}/"}
-    return {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
 
 
 def _cells(shape: tuple[int, ...], chunk: Sequence[int]) -> Iterator[Region]:
@@ -296,12 +291,8 @@ class DecodedCells:
     ) -> Bytes:
         """Return the content of a chunk, which may be there already.
 
-        Args:
-            key: names the chunk.
-            num_bytes: its size.
-            num_read: the bytes of it that the caller reads.
-            max_bytes: limit of the memory of all chunks.
-            decode: decodes its content.
+        It has `num_bytes`, of which the caller reads `num_read`. `max_bytes` limits the memory of
+        all chunks.
         """
         with self._changed:
             self._num_waiting[key] += 1
