@@ -37,9 +37,9 @@ _MOST_DECODED_BYTES = 1 << 30
 """Memory for chunks side by side, all of which each row needs."""
 _MAX_HEAD_BYTES = 1 << 20
 _DRIVERS = {False: ("zarr", ".zarray"), True: ("zarr3", "zarr.json")}
-"""Drivers of tensorstore, and files of metadata, by whether arrays are of version 3."""
+"""Drivers of tensorstore and files of metadata, by `uses_zarr3`."""
 _NAMINGS: dict[str, tuple[list[str], str]] = {"default": (["c"], "/"), "v2": ([], ".")}
-"""Beginnings and separators of the names of chunks, unless an array has another separator."""
+"""Beginnings and usual separators of the names of chunks."""
 
 _WIDER = {
     "int2": "int8",

@@ -20,7 +20,7 @@ from distckpt._storage import locations
 
 OCDBT_NAME = "manifest.ocdbt"
 _MAX_NODES = 5
-"""Nodes of an index that stay in memory; neighboring keys are in one."""
+"""Nodes of an index that stay in memory."""
 _MAX_PARTS = 8
 
 
@@ -92,7 +92,7 @@ class Database:
             prefix = entry.get("subtree_common_prefix", b"")
             if "location" not in entry or not rest.startswith(prefix):
                 return None
-            # Keys lack what all keys of the node begin with.
+            # Keys lack the beginning that all keys of the node have.
             rest = rest[len(prefix) :]
             keys, entries = self._node(entry["location"], self._read_node)
             row = bisect.bisect_right(keys, rest) - 1
