@@ -36,7 +36,7 @@ DECODED_BYTES = 64 << 20
 _MOST_DECODED_BYTES = 1 << 30
 """Memory for chunks side by side, all of which each row needs."""
 _MAX_HEAD_BYTES = 1 << 20
-"""Limit of metadata, and of the bytes that a chunk adds to its values."""
+"""Limit of metadata, and of a chunk beyond its values."""
 _DRIVERS = {False: ("zarr", ".zarray"), True: ("zarr3", "zarr.json")}
 """Drivers of tensorstore and files of metadata, by `uses_zarr3`."""
 _NAMINGS: dict[str, tuple[list[str], str]] = {"default": (["c"], "/"), "v2": ([], ".")}
