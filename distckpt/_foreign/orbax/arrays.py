@@ -7,33 +7,25 @@ near each other.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import importlib
 import itertools
 import math
-import re
 import threading
-import urllib.parse
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
 from distckpt._base.dtypes import ITEM_BYTES, STORED_NAMES
-from distckpt._base.errors import (
-    CheckpointingException,
-    CorruptCheckpointError,
-    UnsupportedObjectError,
-)
+from distckpt._base.errors import CorruptCheckpointError, UnsupportedObjectError
 from distckpt._base.memory import Bytes, copy_into
 from distckpt._foreign.orbax.layout import Item, Layout, Leaf, read_layout
+from distckpt._foreign.orbax.values import Database, Value, import_tensorstore, unreadable
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import Span, spans_within
-from distckpt._storage import locations
-from distckpt._storage.file_state import FileState
+from distckpt._storage import locations, object_store
 from distckpt._storage.remote import NO_BYTES, RemoteLocation
 
 if TYPE_CHECKING:
@@ -43,6 +35,12 @@ DECODED_BYTES = 64 << 20
 """Memory for decoded chunks; a larger one is alone."""
 _MOST_DECODED_BYTES = 1 << 30
 """Memory for chunks side by side, all of which each row needs."""
+_MAX_HEAD_BYTES = 1 << 20
+"""Limit of metadata, and of a chunk beyond its values."""
+_DRIVERS = {False: ("zarr", ".zarray"), True: ("zarr3", "zarr.json")}
+"""Drivers of tensorstore and files of metadata, by `uses_zarr3`."""
+_NAMINGS: dict[str, tuple[list[str], str]] = {"default": (["c"], "/"), "v2": ([], ".")}
+"""Beginnings and usual separators of the names of chunks."""
 
 _WIDER = {
     "int2": "int8",
@@ -54,50 +52,43 @@ _WIDER = {
     "float8_e4m3b11fnuz": "bfloat16",
 }
 """Dtypes that hold the values of dtypes that torch lacks."""
-_FILE_IN_ERROR = re.compile(r'local file "([^"]+)"')
-
-
-def import_tensorstore() -> Any:
-    """Import tensorstore.
-
-    Raises:
-        CheckpointingException: it is not installed.
-    """
-    try:
-        return importlib.import_module("tensorstore")
-    except ImportError as error:
-        raise CheckpointingException(
-            "Checkpoints of Orbax are read with tensorstore: pip install 'distckpt[orbax]'."
-        ) from error
 
 
 class StoredArray(NamedTuple):
     """An opened array.
 
     Attributes:
-        array: the array of tensorstore.
+        array: the array of tensorstore. At a URL, its chunks are in memory while they are decoded.
         shape: its shape.
         dtype: the safetensors name of the dtype that its values are read as.
         numpy_dtype: that dtype; it is another one than that of the array where torch lacks it.
+        chunk: the shape of its chunks, which may reach beyond it.
         cells: the regions of its chunks, in the order of their bytes.
+        sizes: the bytes of each cell.
     """
 
     array: tensorstore.TensorStore
     shape: tuple[int, ...]
     dtype: str
     numpy_dtype: Any
+    chunk: tuple[int, ...]
     cells: list[Region]
+    sizes: list[int]
 
     @property
-    def sizes(self) -> list[int]:
-        """Return the bytes of each cell."""
-        return [cell.num_elements * ITEM_BYTES[self.dtype] for cell in self.cells]
+    def max_encoded_bytes(self) -> int:
+        """Return a size that no compressed chunk exceeds."""
+        return 2 * math.prod(self.chunk) * ITEM_BYTES[self.dtype] + _MAX_HEAD_BYTES
 
-    @property
-    def bytes_side_by_side(self) -> int:
-        """Return the bytes of the chunks that the first row goes through."""
-        num_elements = math.prod([*self.cells[0].shape[:1], *self.shape[1:]])
-        return num_elements * ITEM_BYTES[self.dtype]
+    def name_of(self, cell: int) -> str:
+        """Return the name of a chunk."""
+        metadata = self.array.spec().to_json()["metadata"]
+        encoding = metadata.get("chunk_key_encoding", {"name": "v2", "configuration": metadata})
+        first, separator = _NAMINGS[encoding["name"]]
+        fields = encoding.get("configuration", {})
+        separator = fields.get("separator", fields.get("dimension_separator", separator))
+        offsets = zip(self.cells[cell].offset, self.chunk, strict=True)
+        return separator.join([*first, *(str(start // step) for start, step in offsets)]) or "0"
 
     def decode(self, cell: int) -> Bytes:
         """Return the values of a cell."""
@@ -111,11 +102,10 @@ class OrbaxArrays:
 
     def __init__(self, location: str) -> None:
         self._location = location
-        self._lock = threading.Lock()
+        self._is_local = locations.is_local(location)
         self._arrays: dict[str, StoredArray] = {}
-        self._sizes: dict[str, list[int]] = {}
+        self._databases: dict[str, Database] = {}
         self._cells = DecodedCells()
-        self._context: Any = None
 
     @cached_property
     def layout(self) -> Layout:
@@ -126,7 +116,7 @@ class OrbaxArrays:
     def files(self) -> dict[str, tuple[Item, Leaf]]:
         """Return the arrays by the names of their files."""
         found: dict[str, tuple[Item, Leaf]] = {}
-        for item in self.layout.items:
+        for item in self.layout[0]:
             for leaf in item.leaves:
                 if leaf.kind == "value":
                     continue
@@ -138,31 +128,32 @@ class OrbaxArrays:
 
     def open(self, file: str) -> StoredArray:
         """Open an array, unless that has been done."""
-        with self._lock:
-            if file not in self._arrays:
-                item, leaf = self.files[file]
-                try:
-                    self._arrays[file] = self._open(item, leaf)
-                except ValueError as error:
-                    raise _undecodable(repr(item.key_of(leaf)), item, leaf, error) from error
-                self._sizes[file] = self._arrays[file].sizes
-            return self._arrays[file]
+        if file not in self._arrays:
+            self._arrays[file] = self._open(file, *self.files[file])
+        return self._arrays[file]
 
-    def _open(self, item: Item, leaf: Leaf) -> StoredArray:
+    def _open(self, file: str, item: Item, leaf: Leaf) -> StoredArray:
         ts = import_tensorstore()
         # Chunks are kept here, not by tensorstore: it keeps none that exceeds its limit.
-        self._context = self._context or ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-        store: dict[str, Any] = {"driver": "file", "path": f"{item.folder}/{leaf.name}/"}
-        if item.uses_ocdbt:
-            base = {"driver": "file", "path": f"{item.folder}/"}
-            store = {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
-        driver = "zarr3" if item.uses_zarr3 else "zarr"
+        context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+        driver, name = _DRIVERS[item.uses_zarr3]
+        store = {"driver": "memory"}
+        if self._is_local:
+            store = _local_store(item, leaf)
         spec = {
             "driver": driver,
             "kvstore": store,
             "fill_missing_data_reads": not item.is_complete,
         }
-        array = ts.open(spec, open=True, read=True, context=self._context).result()
+        try:
+            if not self._is_local:
+                # tensorstore would know neither all stores nor their settings.
+                value = self._value(file, name)
+                memory = ts.KvStore.open(store, context=context).result()
+                memory.write(name, value and value.read(_MAX_HEAD_BYTES)).result()
+            array = ts.open(spec, open=True, read=True, context=context).result()
+        except (ValueError, FileNotFoundError) as error:
+            raise self._unreadable(file, name, error) from error
         dtype = _WIDER.get(array.dtype.name, array.dtype.name)
         if dtype not in STORED_NAMES:
             raise UnsupportedObjectError(
@@ -170,8 +161,27 @@ class OrbaxArrays:
                 "which distckpt does not store: save it with another one."
             )
         shape = tuple(array.shape)
-        cells = list(_cells(shape, array.chunk_layout.read_chunk.shape or shape))
-        return StoredArray(array, shape, STORED_NAMES[dtype], ts.dtype(dtype).numpy_dtype, cells)
+        chunk = tuple(array.chunk_layout.write_chunk.shape or shape)
+        cells = list(_cells(shape, chunk))
+        sizes = [cell.num_elements * ITEM_BYTES[STORED_NAMES[dtype]] for cell in cells]
+        numpy_dtype = ts.dtype(dtype).numpy_dtype
+        return StoredArray(array, shape, STORED_NAMES[dtype], numpy_dtype, chunk, cells, sizes)
+
+    def _value(self, file: str, name: str) -> Value | None:
+        """Return the metadata or a chunk; None if the index lacks it."""
+        item, leaf = self.files[file]
+        if not item.uses_ocdbt:
+            return Value(locations.join(item.folder, *leaf.name.split("/"), *name.split("/")))
+        database = self._databases.setdefault(item.folder, Database(item.folder))
+        return database.find(f"{leaf.name}/{name}")
+
+    def _unreadable(
+        self, file: str, name: str, error: Exception, region: object = ""
+    ) -> CorruptCheckpointError:
+        """Return the error about the metadata, or a chunk, of an array."""
+        item, leaf = self.files[file]
+        value = self._value(file, name) or Value(item.folder)
+        return unreadable(f"{item.key_of(leaf)!r}{region}", value.file, error)
 
     def read_scalar(self, file: str) -> Any:
         """Return the number that an array of one element holds."""
@@ -182,32 +192,54 @@ class OrbaxArrays:
                 f"{item.key_of(leaf)!r} in {item.folder!r} has the shape {array.shape}, but "
                 "should be a number: the files are of different saves."
             )
-        content = np.empty(ITEM_BYTES[array.dtype], np.uint8)
-        self.read_into(file, [content], 0)
+        content: Any = self._decode(file, array, 0)
         return content.view(array.numpy_dtype)[0].item()
 
     def read_into(self, file: str, buffers: Sequence[Bytes], start: int) -> int:
         """Fill buffers from a position of a file on; return the bytes."""
         array = self.open(file)
         stop = start + sum(map(len, buffers))
-        spans = spans_within(self._sizes[file], start, stop)
+        spans = spans_within(array.sizes, start, stop)
         return _scatter((self._decoded(file, array, span) for span in spans), buffers)
 
     def _decoded(self, file: str, array: StoredArray, span: Span) -> Bytes:
         """Return some bytes of a cell."""
-
-        def decode() -> Bytes:
-            try:
-                return array.decode(span.chunk)
-            except ValueError as error:
-                item, leaf = self.files[file]
-                where = f"{item.key_of(leaf)!r}, {array.cells[span.chunk]}"
-                raise _undecodable(where, item, leaf, error) from error
-
-        max_bytes = max(DECODED_BYTES, min(array.bytes_side_by_side, _MOST_DECODED_BYTES))
-        size = self._sizes[file][span.chunk]
+        # The chunks that the first row goes through.
+        shape = [*array.cells[0].shape[:1], *array.shape[1:]]
+        side_by_side = math.prod(shape) * ITEM_BYTES[array.dtype]
+        max_bytes = max(DECODED_BYTES, min(side_by_side, _MOST_DECODED_BYTES))
+        size = array.sizes[span.chunk]
+        decode = partial(self._decode, file, array, span.chunk)
         cell = self._cells.get((file, span.chunk), size, span.num_bytes, max_bytes, decode)
         return cell[span.start : span.stop]
+
+    def _decode(self, file: str, array: StoredArray, cell: int) -> Bytes:
+        """Read and decode a chunk."""
+        name = array.name_of(cell)
+        memory: Any = array.array.kvstore
+        try:
+            if self._is_local:
+                return array.decode(cell)
+            value = self._value(file, name)
+            try:
+                memory.write(name, value and value.read(array.max_encoded_bytes)).result()
+            except FileNotFoundError:
+                # Chunks of zeros may be left out, not the files that a database names.
+                if self.files[file][0].uses_ocdbt:
+                    raise
+            content = array.decode(cell)
+            memory.write(name, None).result()
+            return content
+        except (ValueError, FileNotFoundError) as error:
+            raise self._unreadable(file, name, error, f", {array.cells[cell]}") from error
+
+
+def _local_store(item: Item, leaf: Leaf) -> dict[str, Any]:
+    """Return where tensorstore finds a local array."""
+    if not item.uses_ocdbt:
+        return {"driver": "file", "path": f"{item.folder}/{leaf.name}/"}
+    base = {"driver": "file", "path": f"{item.folder}/"}
+    return {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
 
 
 def _cells(shape: tuple[int, ...], chunk: Sequence[int]) -> Iterator[Region]:
@@ -219,37 +251,6 @@ def _cells(shape: tuple[int, ...], chunk: Sequence[int]) -> Iterator[Region]:
     for offset in itertools.product(*starts):
         limits = zip(shape, offset, chunk, strict=True)
         yield Region(offset, tuple(min(size - first, step) for size, first, step in limits))
-
-
-def _undecodable(where: str, item: Item, leaf: Leaf, error: Exception) -> CorruptCheckpointError:
-    """Return the error about an array that tensorstore does not read."""
-    # The specification of the array is of no use to users.
-    text = str(error).partition(" [tensorstore_spec=")[0]
-    file = [item.folder, *_FILE_IN_ERROR.findall(text)][-1]
-    if item.uses_ocdbt and locations.isdir(file):
-        file = _file_in_database(item.folder, leaf.name, text) or file
-    return CorruptCheckpointError(
-        f"{where} cannot be read from {file!r}: {text:.600}. Restore the file from a copy, load "
-        "another step, or update tensorstore if it does not know a dtype."
-    )
-
-
-def _file_in_database(folder: str, name: str, text: str) -> str | None:
-    """Return the file of the value that an error names, or None."""
-    named = re.search(re.escape(name) + r'/[^"]+', text)
-    # This is only for the message, and the database is damaged.
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        ts = import_tensorstore()
-        store = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
-        key = (named[0] if named else "").encode()
-        place = ts.ocdbt.dump(store).result()["versions"][-1]["root"]["location"]
-        while place.startswith("btreenode:"):
-            entries = ts.ocdbt.dump(store, place).result()["entries"]
-            entry = [entry for entry in entries if entry["key"] <= key][-1]
-            place = entry.get("location") or entry["indirect_value"]
-        base, path = place.split(":")[1:3]
-        return f"{folder}/{urllib.parse.unquote(base + path)}"
-    return None
 
 
 def _scatter(contents: Iterable[Bytes], buffers: Sequence[Bytes]) -> int:
@@ -272,15 +273,15 @@ def _scatter(contents: Iterable[Bytes], buffers: Sequence[Bytes]) -> int:
 class DecodedCells:
     """Decoded chunks, shared by threads.
 
-    A chunk stays until it was read whole, or another one needs its memory. Each is decoded by one
-    thread, for which the others wait. An error is raised to all.
+    A chunk stays until it was read whole, or another one needs its memory and no thread waits for
+    it. Each is decoded by one thread, for which the others wait.
     """
 
     def __init__(self) -> None:
         self._num_bytes = 0
-        self._contents: OrderedDict[tuple[str, int], Bytes | Exception] = OrderedDict()
+        self._contents: OrderedDict[tuple[str, int], Bytes] = OrderedDict()
         self._unread: dict[tuple[str, int], int] = {}
-        self._pending: set[tuple[str, int]] = set()
+        self._num_waiting: Counter[tuple[str, int]] = Counter()
         self._changed = threading.Condition()
 
     def get(
@@ -293,59 +294,53 @@ class DecodedCells:
     ) -> Bytes:
         """Return the content of a chunk, which may be there already.
 
-        Args:
-            key: names the chunk.
-            num_bytes: its size.
-            num_read: the bytes of it that the caller reads.
-            max_bytes: limit of the memory of all chunks.
-            decode: decodes its content.
+        It has `num_bytes`, of which the caller reads `num_read`. `max_bytes` limits the memory of
+        all chunks.
         """
         with self._changed:
+            self._num_waiting[key] += 1
             self._changed.wait_for(lambda: self._is_turn(key, num_bytes, max_bytes))
             if key in self._contents:
                 return self._read(key, num_read)
-            self._pending.add(key)
+            self._unread[key] = num_bytes
             self._num_bytes += num_bytes
-        content: Bytes | Exception
         try:
             content = decode()
-        except Exception as error:
-            content = error
+        except BaseException:
+            with self._changed:
+                self._num_waiting[key] -= 1
+                self._forget(key, num_bytes)
+            raise
         with self._changed:
-            self._pending.remove(key)
             self._contents[key] = content
-            self._unread[key] = num_bytes
-            self._num_bytes -= num_bytes - _num_bytes(content)
-            self._changed.notify_all()
             return self._read(key, num_read)
 
     def _is_turn(self, key: tuple[str, int], num_bytes: int, max_bytes: int) -> bool:
         """Return whether a chunk is there, or has room to be decoded."""
-        if key in self._contents or key in self._pending:
+        # Of a chunk that another thread decodes, bytes are unread.
+        if key in self._contents or key in self._unread:
             return key in self._contents
-        while self._contents and self._num_bytes + num_bytes > max_bytes:
-            self._drop(next(iter(self._contents)))
+        for other in list(self._contents):
+            if self._num_bytes + num_bytes > max_bytes and not self._num_waiting[other]:
+                self._forget(other, len(self._contents.pop(other)))
         return not self._num_bytes or self._num_bytes + num_bytes <= max_bytes
 
     def _read(self, key: tuple[str, int], num_bytes: int) -> Bytes:
         """Return a content, of which some bytes are read now."""
         content = self._contents[key]
-        if isinstance(content, Exception):
-            raise content
         self._contents.move_to_end(key)
         self._unread[key] -= num_bytes
+        self._num_waiting[key] -= 1
         if self._unread[key] <= 0:
-            self._drop(key)
+            self._forget(key, len(self._contents.pop(key)))
+        self._changed.notify_all()
         return content
 
-    def _drop(self, key: tuple[str, int]) -> None:
-        self._num_bytes -= _num_bytes(self._contents.pop(key))
+    def _forget(self, key: tuple[str, int], num_bytes: int) -> None:
+        """Give back the memory of a chunk."""
+        self._num_bytes -= num_bytes
         del self._unread[key]
         self._changed.notify_all()
-
-
-def _num_bytes(content: Bytes | Exception) -> int:
-    return 0 if isinstance(content, Exception) else len(content)
 
 
 # ---- files
@@ -356,7 +351,7 @@ class ArrayFile(RemoteLocation):
 
     def __init__(self, location: str, decoded: dict[str, Any] | None) -> None:
         super().__init__(location)
-        folder, _, self._file = location.partition("://")[2].rpartition("/!/")
+        folder, _, self._file = location.removeprefix(object_store.DECODED).rpartition("/!/")
         # All reads of one call share decoded chunks.
         self._arrays = OrbaxArrays(folder)
         if decoded is not None:
@@ -369,24 +364,15 @@ class ArrayFile(RemoteLocation):
         content = np.empty(num_bytes, np.uint8)
         return content[: self.read_into([content], start)]
 
-    def read(self, max_bytes: int | None = None) -> bytes:
-        return self.read_range(0, self.size()).tobytes()
-
     def size(self) -> int:
         return sum(self._arrays.open(self._file).sizes)
 
     def kind(self) -> Literal["file"]:
         return "file"
 
-    def state(self) -> FileState:
-        # The states of the files that the checkpoint consists of tell whether it has changed.
-        raise self._refusal()
-
     def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
-        raise self._refusal()
+        # Nor has it a state: those of the files of the checkpoint tell whether it has changed.
+        raise OSError(errno.EROFS, "checkpoints of Orbax are only read", self.location)
 
-    def _refusal(self) -> OSError:
-        return OSError(errno.EROFS, "checkpoints of Orbax are only read", self.location)
-
-    list_names = list_files = modified_time = write = write_stream = _refuse
+    list_names = list_files = modified_time = state = read = write = write_stream = _refuse
     open_for_writing = remove = version = _put_if = _is_temporary = _translated = _refuse
