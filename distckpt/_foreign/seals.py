@@ -8,13 +8,18 @@ files that describe the others are compared before.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._base.wings import wing
 from distckpt._checkpoint.file_states import describing, states_of
 from distckpt._checkpoint.stored_pieces import Reader
 from distckpt._format.checksum import checksum
@@ -22,6 +27,7 @@ from distckpt._format.foreign_formats import (
     DEEPSPEED,
     FORMATS,
     HUGGING_FACE,
+    ORBAX,
     SEAL_NAME,
     TORCH_DIST,
 )
@@ -30,6 +36,7 @@ from distckpt._format.manifest_reading import manifest_from_bytes
 from distckpt._format.marker import read_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
+from distckpt._io.read import unit_bytes_at
 from distckpt._operations.file_checks import (
     Problem,
     check_units,
@@ -39,12 +46,14 @@ from distckpt._operations.file_checks import (
     not_in,
 )
 from distckpt._storage import locations, object_store
+from distckpt._storage.file_state import FileState
 from distckpt._storage.open_files import OpenFiles
 
 _VERSION = 1
 _MAX_NAMED = 5
 _NEAR_BYTES = 64 << 10
 """Bytes that one read spans, gaps between blocks included."""
+_BLOCKS_AT_ONCE = 16
 _DESCRIBED_WHOLLY = (HUGGING_FACE.name, TORCH_DIST.name)
 """Formats whose readers look only at pieces after the description."""
 
@@ -57,15 +66,39 @@ class Seal:
         home: path or URL of the directory.
         manifest: its files. Key i has the bytes between the pieces of file i, key n + i the
             pieces; `origin` has the format, and the checksum of its reader's description.
+        prefix: beginning of the names of the files that are compared.
     """
 
     home: str
     manifest: Manifest
+    prefix: str = ""
 
     @property
     def path(self) -> str:
         """The location of the seal itself."""
         return locations.join(self.home, SEAL_NAME)
+
+    @property
+    def format_name(self) -> Any:
+        """The format of the sealed checkpoint."""
+        return (self.manifest.origin or {}).get("format")
+
+    @cached_property
+    def _file_ids(self) -> dict[str, int]:
+        """The numbers of the files that are compared, by location."""
+        found = {}
+        for number, file in enumerate(self.manifest.files):
+            if file.name.startswith(self.prefix):
+                found[self._path_of(file.name)] = number
+        return found
+
+    @cached_property
+    def _is_same(self) -> npt.NDArray[np.bool_]:
+        """Which blocks `compare` has found to be the same."""
+        return np.zeros(len(self.manifest.block_checksums), bool)
+
+    def _path_of(self, name: str) -> str:
+        return locations.join(self.home, *name.split("/"))
 
     def to_bytes(self) -> bytes:
         """Encode as the content of the file; `read_seal` undoes it."""
@@ -77,26 +110,28 @@ class Seal:
 
         With `names`, only those that a reader looks at, see `describing`.
         """
-        sealed = {self._path_of(file.name): file.num_bytes for file in self.manifest.files}
         present = list_files(self.home, {file.name for file in self.manifest.files})
-        paths = sorted({*sealed, *map(self._path_of, present)})
+        inside = [self._path_of(name) for name in present if name.startswith(self.prefix)]
+        paths = sorted({*self._file_ids, *inside})
         if names is not None:
             paths = describing(paths, names)
         states = states_of(paths, locations.listed_states(self.home))
         problems = []
         for path in paths:
-            state = states.get(path)
-            if path not in sealed:
-                problems.append(Problem(path, "was added"))
-            elif state is None:
-                problems.append(Problem(path, "was removed or renamed"))
-            elif state.num_bytes != sealed[path]:
-                text = f"has {state.num_bytes} bytes, {sealed[path]} were sealed"
+            text = self._change_of(path, states.get(path))
+            if text:
                 problems.append(Problem(path, text))
         return problems
 
-    def _path_of(self, name: str) -> str:
-        return locations.join(self.home, *name.split("/"))
+    def _change_of(self, path: str, state: FileState | None) -> str:
+        if path not in self._file_ids:
+            return "was added"
+        if state is None:
+            return "was removed or renamed"
+        num_bytes = self.manifest.files[self._file_ids[path]].num_bytes
+        if state.num_bytes != num_bytes:
+            return f"has {state.num_bytes} bytes, {num_bytes} were sealed"
+        return ""
 
     def changed_blocks(
         self,
@@ -105,34 +140,80 @@ class Seal:
         add_bytes: Callable[[int], None] = lambda _: None,
     ) -> tuple[list[Problem], int]:
         """Compare chunks with their checksums; return changes, and the bytes read."""
-        taken = self.manifest.all_chunks.take(rows, self.manifest.block_bytes)
+        table = self.manifest.all_chunks
+        # Long ranges are read where there are no gaps.
+        max_bytes = _NEAR_BYTES if len(rows) < len(table.key_ids) else unit_bytes_at(self.home)
+        part = self.manifest.replaced(chunks=table.take(rows, self.manifest.block_bytes))
+        problems = []
         with OpenFiles() as files:
-            part = self.manifest.replaced(chunks=taken)
             stored = StoredCheckpoint(self.home, part, files=files)
-            all_files = range(len(taken.files))
-            blocks = list_blocks(stored, all_files, num_threads, keeps_checksums=False)
-            units = cut(blocks, range(len(blocks.starts)), _NEAR_BYTES)
+            blocks = list_blocks(stored, range(len(part.files)), num_threads, keeps_checksums=False)
+            units = cut(blocks, range(len(blocks.starts)), max_bytes)
             bad, num_read = check_units(stored, blocks, units, num_threads, add_bytes)
-            problems = describe_blocks(stored, blocks, bad)
-        text = "was changed after it was sealed (checksum mismatch)"
-        return [replace(found, message=text, key=None, region=None) for found in problems], num_read
+            for found in describe_blocks(stored, blocks, bad):
+                text = f"is not as it was sealed: {found.message}"
+                problems.append(replace(found, message=text, key=None, region=None))
+        return problems, num_read
 
-    def check(self, names: tuple[str, ...], *, holds_pieces: bool) -> None:
-        """Check files that a reader looks at: sizes, and bytes without pieces."""
+    def compare(self, where: str, path: str, start: int = 0, stop: int | None = None) -> None:
+        """Compare the blocks of some bytes of a file without pieces, each once.
+
+        `where` names the values that are read from there, for the error.
+        """
         manifest = self.manifest
-        files = [file.name for file in manifest.files]
-        are_read = np.isin(files, describing(files, names))
-        with_pieces = np.isin(np.arange(len(files)), manifest.file_ids[self.rows(are_pieces=True)])
+        state = states_of([path], {}).get(path)
+        if path not in self._file_ids and state is None:
+            # Zeros need not be stored.
+            return
+        text = self._change_of(path, state)
+        if text:
+            raise changed(self, [Problem(path, text)], where)
+        number = self._file_ids[path]
+        num_bytes = manifest.files[number].num_bytes
+        step = manifest.block_bytes
+        blocks = np.arange(start // step, -(-(num_bytes if stop is None else stop) // step))
+        if not len(blocks):
+            return
+        first = int(manifest.first_blocks[np.searchsorted(manifest.file_ids, number)])
+        is_same = self._is_same[first:]
+        blocks = blocks[~is_same[blocks]]
+        for place in range(0, len(blocks), _BLOCKS_AT_ONCE):
+            group = blocks[place : place + _BLOCKS_AT_ONCE].tolist()
+            begin = group[0] * step
+            end = min((group[-1] + 1) * step, num_bytes)
+            content = memoryview(locations.read_range(path, begin, end))
+            for block in group:
+                position = block * step - begin
+                digest = checksum(content[position : position + step])
+                if digest != manifest.block_checksums[first + block]:
+                    text = f"is not as it was sealed: checksum mismatch from byte {block * step} on"
+                    raise changed(self, [Problem(path, text)], where)
+                is_same[block] = True
+
+    def check(self, names: tuple[str, ...], *, is_whole: bool) -> None:
+        """Check files that a reader looks at: sizes, and bytes without pieces.
+
+        Unless `is_whole`, those of files with pieces are taken to be the same.
+        """
+        file_ids = self.manifest.file_ids
+        files = [file.name for file in self.manifest.files]
+        is_read = np.isin(files, describing(files, names))
+        if not is_whole:
+            is_read[file_ids[self.rows(are_pieces=True)]] = False
         rest = self.rows(are_pieces=False)
-        rows = rest[(are_read & (with_pieces == holds_pieces))[manifest.file_ids[rest]]]
-        problems = self.changed_files(names) or self.changed_blocks(rows)[0]
+        problems = (
+            self.changed_files(names) or self.changed_blocks(rest[is_read[file_ids[rest]]])[0]
+        )
         if problems:
             raise changed(self, problems)
 
-    def rows(self, *, are_pieces: bool) -> IntArray:
-        """Return the chunks that are pieces, or the others."""
-        is_piece = self.manifest.key_ids >= len(self.manifest.files)
-        return np.flatnonzero(is_piece == are_pieces)
+    def rows(self, *, are_pieces: bool | None = None) -> IntArray:
+        """Return the chunks that are pieces, or the others, or all."""
+        table = self.manifest.all_chunks
+        is_wanted = np.isin(table.file_ids, list(self._file_ids.values()))
+        if are_pieces is not None:
+            is_wanted &= (table.key_ids >= len(self.manifest.files)) == are_pieces
+        return np.flatnonzero(is_wanted)
 
     def attached(self, manifest: Manifest, prefix: str) -> Manifest:
         """Return a reader's manifest with the checksums of its chunks."""
@@ -163,18 +244,21 @@ class Seal:
             chunks=table._replace(block_checksums=checksums),
             block_bytes=block_bytes,
             has_checksums=True,
-            origin={**(manifest.origin or {}), "seal": prefix},
+            origin={**(manifest.origin or {}), "seal": True},
         )
 
 
-def changed(seal: Seal, problems: Sequence[Problem]) -> CorruptCheckpointError:
+def changed(
+    seal: Seal, problems: Sequence[Problem], where: str | None = None
+) -> CorruptCheckpointError:
     """Return the error about a sealed directory that has changed."""
     named = [f"{problem.file!r} {problem.message}" for problem in problems[:_MAX_NAMED]]
     more = f"; and {len(problems) - _MAX_NAMED} more" * (len(problems) > _MAX_NAMED)
+    needed = f" ({where} is read from it)" if where else ""
     return CorruptCheckpointError(
-        f"{seal.home!r} has changed since it was sealed: {'; '.join(named)}{more}. Restore the "
-        f"files from a copy. If they were meant to change: `distckpt seal --overwrite {seal.home}`,"
-        f" or remove {SEAL_NAME!r} there."
+        f"{seal.home!r} has changed since it was sealed: {'; '.join(named)}{more}{needed}. Restore "
+        "the files from a copy. If they were meant to change: "
+        f"`distckpt seal --overwrite {seal.home}`, or remove {SEAL_NAME!r} there."
     )
 
 
@@ -199,6 +283,17 @@ def read_seal(home: str) -> Seal | None:
     return Seal(home, manifest_from_bytes(data, path))
 
 
+def find_seal(location: str, format_name: str) -> Seal | None:
+    """Read the seal of a directory, or that of the step around an item of Orbax."""
+    seal = read_seal(location)
+    if seal is None and format_name == ORBAX.name:
+        home, item = locations.split(location)
+        around = read_seal(home)
+        if around is not None and around.format_name == ORBAX.name:
+            seal = replace(around, prefix=f"{item}/")
+    return seal
+
+
 def read_sealed(reader: Reader, location: str) -> Manifest:
     """Describe a checkpoint as its reader does, with checksums if sealed.
 
@@ -206,44 +301,33 @@ def read_sealed(reader: Reader, location: str) -> Manifest:
         CorruptCheckpointError: files have changed since, or the seal is damaged.
     """
     names = FORMATS[reader.name].names if reader.name in FORMATS else ()
-    seal = _checked_seal(location, names)
+    seal = find_seal(location, reader.name)
+    read: Callable[[str], Manifest] = reader.manifest
+    if seal is not None and reader.name == ORBAX.name:
+        # It decodes numbers, whose stored bytes are compared before.
+        read = partial(wing("orbax").OrbaxReader().manifest, seal=seal)
     try:
-        manifest = reader.manifest(location)
+        manifest = read(location)
     except Exception:
         if seal is not None:
-            seal.check(names, holds_pieces=True)
+            seal.check(names, is_whole=True)
         raise
     home, prefix = home_of(location, manifest)
     if home != location:
-        seal = _checked_seal(home, names)
-    return manifest if seal is None else _compared(seal, manifest, prefix, names)
-
-
-def _compared(seal: Seal, manifest: Manifest, prefix: str, names: tuple[str, ...]) -> Manifest:
-    """Compare a description with a seal, and return it with checksums."""
-    fields = seal.manifest.origin or {}
+        seal = read_seal(home)
+    if seal is None:
+        return manifest
     name = (manifest.origin or {})["format"]
-    if fields.get("format") != name:
-        kind = f"is one of {name!r} now, no longer of {fields.get('format')!r}"
+    if seal.format_name != name:
+        kind = f"is one of {name!r} now, no longer of {seal.format_name!r}"
         raise changed(seal, [Problem(seal.home, kind)])
-    if holds_no_pieces(manifest):
-        # Most such formats have checksums of their own; `verify` compares all.
-        if problems := seal.changed_files():
-            raise changed(seal, problems)
-        return manifest.replaced(origin={**(manifest.origin or {}), "seal": prefix})
     # The same description was made of the same bytes between the pieces.
-    is_same = fields.get("description") == description_of(manifest)
-    if not (is_same and name in _DESCRIBED_WHOLLY):
-        seal.check(names, holds_pieces=True)
+    is_same = (seal.manifest.origin or {}).get("description") == description_of(manifest)
+    seal.check(names, is_whole=not (is_same and name in _DESCRIBED_WHOLLY))
+    if holds_no_pieces(manifest):
+        # Stored bytes are compared before they are decoded.
+        return manifest.replaced(origin={**(manifest.origin or {}), "seal": True})
     return seal.attached(manifest, prefix)
-
-
-def _checked_seal(home: str, names: tuple[str, ...]) -> Seal | None:
-    """Read a seal, and check the files that describe the others."""
-    seal = read_seal(home)
-    if seal is not None:
-        seal.check(names, holds_pieces=False)
-    return seal
 
 
 def holds_no_pieces(manifest: Manifest) -> bool:
@@ -260,19 +344,19 @@ def check_rest(
     location: str, manifest: Manifest | None, mode: str, num_threads: int | None
 ) -> tuple[list[Problem], int]:
     """Check the sealed bytes of no key; all bytes without a manifest."""
-    home = location if manifest is None else home_of(location, manifest)[0]
-    try:
-        seal = read_seal(home)
-    except CorruptCheckpointError:
-        seal = None  # as opening it has said
+    seal = None
+    with contextlib.suppress(CorruptCheckpointError):  # as opening it has said
+        if manifest is None:
+            seal = read_seal(location)
+        else:
+            home = home_of(location, manifest)[0]
+            seal = find_seal(home, (manifest.origin or {})["format"])
     if seal is None:
         return [], 0
     problems = seal.changed_files()
     if mode == "fast":
         return problems, 0
-    rows = np.arange(len(seal.manifest.key_ids))
-    if manifest is not None:
-        rows = seal.rows(are_pieces=False)
+    rows = seal.rows(are_pieces=None if manifest is None else False)
     different, num_read = seal.changed_blocks(rows, num_threads)
     return [*problems, *not_in(problems, different)], num_read
 
@@ -301,7 +385,7 @@ def list_files(home: str, names: Iterable[str] | None) -> list[str]:
     if names is not None:
         folders = {name.partition("/")[0] for name in names if "/" in name}
     if locations.is_local(home):
-        present = list(_names_in(home, "", folders))
+        present = list(_names_in(home, folders))
     else:
         present = object_store.at(home).list_files()
     listed = []
@@ -314,10 +398,14 @@ def list_files(home: str, names: Iterable[str] | None) -> list[str]:
     return listed
 
 
-def _names_in(folder: str, prefix: str, folders: Set[str] | None) -> Iterator[str]:
-    for name in locations.list_names(folder):
-        path = locations.join(folder, name)
-        if not locations.isdir(path):
-            yield prefix + name
-        elif (folders is None or name in folders) and not os.path.islink(path):
-            yield from _names_in(path, f"{prefix}{name}/", None)
+def _names_in(home: str, folders: Set[str] | None) -> Iterator[str]:
+    for folder, inner, names in os.walk(home, onerror=_raise):
+        prefix = os.path.relpath(folder, home) + "/"
+        if folder == home:
+            prefix = ""
+            inner[:] = [name for name in inner if folders is None or name in folders]
+        yield from (prefix + name for name in names)
+
+
+def _raise(error: OSError) -> None:
+    raise error

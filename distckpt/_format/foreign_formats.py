@@ -63,7 +63,14 @@ ORBAX = ForeignFormat(
     name="orbax",
     reader="OrbaxReader",
     program="Orbax",
-    names=("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", "_strings.json"),
+    names=(
+        "_METADATA",
+        "_CHECKPOINT_METADATA",
+        "manifest.ocdbt",
+        "_strings.json",
+        "/metadata",
+        "/metrics",
+    ),
 )
 
 SEAL_NAME = "distckpt.seal"

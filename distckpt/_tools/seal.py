@@ -47,7 +47,7 @@ from distckpt._storage import locations
 from distckpt._storage.file_state import written_to
 from distckpt._storage.open_files import OpenFiles
 
-_MAX_PARTS = 4
+_MAX_PARTS = 40
 """Folders that a name may have, and the file."""
 
 

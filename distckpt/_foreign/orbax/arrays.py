@@ -14,10 +14,9 @@ import itertools
 import math
 import re
 import threading
-import urllib.parse
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
@@ -30,9 +29,12 @@ from distckpt._base.errors import (
 )
 from distckpt._base.memory import Bytes, copy_into
 from distckpt._foreign.orbax.layout import Item, Layout, Leaf, read_layout
+from distckpt._foreign.orbax.places import Database, Place, name_of_chunk
+from distckpt._foreign.seals import Seal, find_seal
+from distckpt._format.foreign_formats import ORBAX
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import Span, spans_within
-from distckpt._storage import locations
+from distckpt._storage import locations, object_store
 from distckpt._storage.file_state import FileState
 from distckpt._storage.remote import NO_BYTES, RemoteLocation
 
@@ -107,10 +109,15 @@ class StoredArray(NamedTuple):
 
 
 class OrbaxArrays:
-    """The arrays of a checkpoint, and chunks of them that stay decoded."""
+    """The arrays of a checkpoint, and chunks of them that stay decoded.
 
-    def __init__(self, location: str) -> None:
+    Stored bytes are compared with the seal, if there is one, before they are decoded.
+    """
+
+    def __init__(self, location: str, find: Callable[[], Seal | None] | None = None) -> None:
         self._location = location
+        self._find_seal = find
+        self._databases: dict[str, Database] = {}
         self._lock = threading.Lock()
         self._arrays: dict[str, StoredArray] = {}
         self._sizes: dict[str, list[int]] = {}
@@ -121,6 +128,10 @@ class OrbaxArrays:
     def layout(self) -> Layout:
         """Return the items of the checkpoint."""
         return read_layout(self._location)
+
+    @cached_property
+    def _seal(self) -> Seal | None:
+        return self._find_seal() if self._find_seal else None
 
     @cached_property
     def files(self) -> dict[str, tuple[Item, Leaf]]:
@@ -141,12 +152,36 @@ class OrbaxArrays:
         with self._lock:
             if file not in self._arrays:
                 item, leaf = self.files[file]
+                self._compare(repr(item.key_of(leaf)), item, leaf)
                 try:
                     self._arrays[file] = self._open(item, leaf)
                 except ValueError as error:
                     raise _undecodable(repr(item.key_of(leaf)), item, leaf, error) from error
                 self._sizes[file] = self._arrays[file].sizes
             return self._arrays[file]
+
+    def _compare(
+        self,
+        where: str,
+        item: Item,
+        leaf: Leaf,
+        chunk: tuple[tensorstore.TensorStore, tuple[int, ...]] | None = None,
+    ) -> None:
+        """Compare a stored chunk, or the description of an array, with the seal."""
+        if self._seal is None:
+            return
+        name = "zarr.json" if item.uses_zarr3 else ".zarray"
+        if chunk is not None:
+            name = name_of_chunk(*chunk)
+        key = f"{leaf.name}/{name}"
+        if not item.uses_ocdbt:
+            path = locations.join(item.folder, *key.split("/"))
+            self._seal.compare(where, path)
+            return
+        if item.folder not in self._databases:
+            self._databases[item.folder] = _database(item.folder)
+        for place in self._databases[item.folder].places_of(key):
+            self._seal.compare(where, *place)
 
     def _open(self, item: Item, leaf: Leaf) -> StoredArray:
         ts = import_tensorstore()
@@ -197,11 +232,13 @@ class OrbaxArrays:
         """Return some bytes of a cell."""
 
         def decode() -> Bytes:
+            item, leaf = self.files[file]
+            cell = array.cells[span.chunk]
+            where = f"{item.key_of(leaf)!r}, {cell}"
+            self._compare(where, item, leaf, (array.array, cell.offset))
             try:
                 return array.decode(span.chunk)
             except ValueError as error:
-                item, leaf = self.files[file]
-                where = f"{item.key_of(leaf)!r}, {array.cells[span.chunk]}"
                 raise _undecodable(where, item, leaf, error) from error
 
         max_bytes = max(DECODED_BYTES, min(array.bytes_side_by_side, _MOST_DECODED_BYTES))
@@ -234,22 +271,20 @@ def _undecodable(where: str, item: Item, leaf: Leaf, error: Exception) -> Corrup
     )
 
 
+def _database(folder: str) -> Database:
+    base = {"driver": "file", "path": f"{folder}/"}
+    return Database(folder, import_tensorstore().KvStore.open(base).result())
+
+
 def _file_in_database(folder: str, name: str, text: str) -> str | None:
     """Return the file of the value that an error names, or None."""
     named = re.search(re.escape(name) + r'/[^"]+', text)
-    # This is only for the message, and the database is damaged.
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        ts = import_tensorstore()
-        store = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
-        key = (named[0] if named else "").encode()
-        place = ts.ocdbt.dump(store).result()["versions"][-1]["root"]["location"]
-        while place.startswith("btreenode:"):
-            entries = ts.ocdbt.dump(store, place).result()["entries"]
-            entry = [entry for entry in entries if entry["key"] <= key][-1]
-            place = entry.get("location") or entry["indirect_value"]
-        base, path = place.split(":")[1:3]
-        return f"{folder}/{urllib.parse.unquote(base + path)}"
-    return None
+    places: list[Place] = []
+    if named is not None:
+        # This is only for the message, and the database is damaged.
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            places.extend(_database(folder).places_of(named[0]))
+    return places[-1].file if places else None
 
 
 def _scatter(contents: Iterable[Bytes], buffers: Sequence[Bytes]) -> int:
@@ -356,11 +391,13 @@ class ArrayFile(RemoteLocation):
 
     def __init__(self, location: str, decoded: dict[str, Any] | None) -> None:
         super().__init__(location)
-        folder, _, self._file = location.partition("://")[2].rpartition("/!/")
-        # All reads of one call share decoded chunks.
-        self._arrays = OrbaxArrays(folder)
+        place, _, self._file = location.partition("://")[2].rpartition("/!/")
+        folder = place.removeprefix(object_store.SEALED)
+        find = partial(find_seal, folder, ORBAX.name) if folder != place else None
+        # All reads of one call share decoded chunks, and what was compared.
+        self._arrays = OrbaxArrays(folder, find)
         if decoded is not None:
-            self._arrays = decoded.setdefault(folder, self._arrays)
+            self._arrays = decoded.setdefault(place, self._arrays)
 
     def read_into(self, buffers: Sequence[Bytes], start: int) -> int:
         return self._arrays.read_into(self._file, buffers, start)

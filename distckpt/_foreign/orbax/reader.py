@@ -9,6 +9,7 @@ from typing import Any
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
 from distckpt._foreign.orbax.arrays import ArrayFile, OrbaxArrays
 from distckpt._foreign.orbax.layout import common_state, is_checkpoint
+from distckpt._foreign.seals import Seal
 from distckpt._format import codec
 from distckpt._format.foreign_formats import ORBAX
 from distckpt._format.manifest import Manifest
@@ -29,8 +30,8 @@ class OrbaxReader(Reader):
     def detect(self, location: str, marker: Mapping[str, Any] | None) -> bool:
         return marker is None and is_checkpoint(location)
 
-    def manifest(self, location: str) -> Manifest:
-        arrays = OrbaxArrays(location)
+    def manifest(self, location: str, seal: Seal | None = None) -> Manifest:
+        arrays = OrbaxArrays(location, lambda: seal)
         pieces = []
         files = []
         scalars = {}
