@@ -16,6 +16,7 @@ from typing import Literal
 
 from distckpt._base.errors import CheckpointExistsError
 from distckpt._commit import hidden_directories, target
+from distckpt._format.foreign_formats import SEAL_NAME
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._storage import locations
 
@@ -233,7 +234,7 @@ def commit_beside_others(directory: str, location: str, is_replaced: Callable[[s
     """Make a directory visible, together with the files already in its place.
 
     Those stay, unless `directory` has one of the same name, or the name is one that the new content
-    replaces.
+    replaces. So is a seal: it is of what was there.
     """
     while True:
         try:
@@ -259,7 +260,7 @@ def _swap_beside_others(
     own = set(locations.list_names(directory))
 
     def stays(name: str) -> bool:
-        return not is_replaced(name) and name not in own
+        return not is_replaced(name) and name not in own and name != SEAL_NAME
 
     others = list(filter(stays, locations.list_names(location)))
     try:

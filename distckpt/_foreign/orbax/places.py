@@ -90,19 +90,18 @@ def _entries(entries: list[dict[str, Any]]) -> list[_Entry]:
 
 
 def name_of_chunk(array: tensorstore.TensorStore, offset: tuple[int, ...]) -> str:
-    """Return the name of the value that holds a chunk of an array."""
+    """Return the name of the value that holds a chunk of an array.
+
+    It may hold several, which are decoded one by one.
+    """
     metadata = array.spec().to_json()["metadata"]
-    # A stored value may hold several chunks that are decoded one by one.
-    sizes = array.chunk_layout.write_chunk.shape or array.shape
-    numbers = []
-    for first, size in zip(offset, sizes, strict=True):
-        numbers.append(str(first // size))
-    encoding = metadata.get("chunk_key_encoding")
-    if encoding is None:
-        return metadata.get("dimension_separator", ".").join(numbers) or "0"
-    is_default = encoding["name"] == "default"
-    usual = "/" if is_default else "."
+    encoding = metadata.get("chunk_key_encoding", {})
+    is_default = encoding.get("name") == "default"
+    usual = metadata.get("dimension_separator", "/" if is_default else ".")
     separator = encoding.get("configuration", {}).get("separator", usual)
-    if is_default:
-        return str(separator.join(["c", *numbers]))
-    return separator.join(numbers) or "0"
+    grid = metadata.get("chunk_grid", {}).get("configuration", {})
+    sizes = metadata.get("chunks") or grid.get("chunk_shape", [])
+    parts = ["c"] * is_default
+    for first, size in zip(offset, sizes, strict=True):
+        parts.append(str(first // size))
+    return separator.join(parts) or "0"
