@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
+import tensorstore
 import torch
 
 from tests.data.make_orbax import leaves_of
@@ -26,3 +29,31 @@ def check(found, tree):
         assert found[name].shape == array.shape
         assert str(found[name].dtype) == f"torch.{values.dtype.name}"
         assert bits(found[name]) == values.tobytes()
+
+
+def write_chunks(directory, values, chunk, driver="zarr", uses_ocdbt=True):
+    """Write one array as Orbax does, by tensorstore; return the bytes of its chunks."""
+    place = {"driver": "file", "path": f"{directory}/"}
+    store = {**place, "path": f"{directory}/x/"}
+    if uses_ocdbt:
+        store = {"driver": "ocdbt", "base": place, "path": "x/"}
+    compressor = {"compressor": {"id": "zstd", "level": 1}, "chunks": chunk}
+    if driver == "zarr3":
+        inner = {"chunk_shape": chunk, "codecs": [{"name": "bytes"}, {"name": "zstd"}]}
+        sharding = {"name": "sharding_indexed", "configuration": inner}
+        grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
+        compressor = {"chunk_grid": grid, "codecs": [sharding]}
+    metadata = {"shape": values.shape, **compressor}
+    spec = {"driver": driver, "kvstore": store, "metadata": metadata}
+    array = tensorstore.open(spec, create=True, dtype=values.dtype.name).result()
+    array[...].write(values).result()
+    keys = [{"key": "x", "key_type": 2}]
+    row = {"key_metadata": keys, "value_metadata": {"value_type": "jax.Array"}}
+    described = {
+        "tree_metadata": {"('x',)": row},
+        "use_ocdbt": uses_ocdbt,
+        "use_zarr3": driver == "zarr3",
+        "store_array_data_equal_to_fill_value": True,
+    }
+    (directory / "_METADATA").write_text(json.dumps(described))
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

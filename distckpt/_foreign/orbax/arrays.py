@@ -7,12 +7,9 @@ near each other.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import importlib
 import itertools
 import math
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,14 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 import numpy as np
 
 from distckpt._base.dtypes import ITEM_BYTES, STORED_NAMES
-from distckpt._base.errors import (
-    CheckpointingException,
-    CorruptCheckpointError,
-    UnsupportedObjectError,
-)
+from distckpt._base.errors import CorruptCheckpointError, UnsupportedObjectError
 from distckpt._base.memory import Bytes, copy_into
 from distckpt._foreign.orbax.layout import Item, Layout, Leaf, read_layout
-from distckpt._foreign.orbax.places import Database, Place, name_of_chunk
+from distckpt._foreign.orbax.values import Database, Value, import_tensorstore, unreadable
 from distckpt._foreign.seals import Seal, find_seal
 from distckpt._format.foreign_formats import ORBAX
 from distckpt._geometry.region import Region
@@ -45,6 +38,7 @@ DECODED_BYTES = 64 << 20
 """Memory for decoded chunks; a larger one is alone."""
 _MOST_DECODED_BYTES = 1 << 30
 """Memory for chunks side by side, all of which each row needs."""
+_MAX_HEAD_BYTES = 1 << 20
 
 _WIDER = {
     "int2": "int8",
@@ -56,50 +50,48 @@ _WIDER = {
     "float8_e4m3b11fnuz": "bfloat16",
 }
 """Dtypes that hold the values of dtypes that torch lacks."""
-_FILE_IN_ERROR = re.compile(r'local file "([^"]+)"')
-
-
-def import_tensorstore() -> Any:
-    """Import tensorstore.
-
-    Raises:
-        CheckpointingException: it is not installed.
-    """
-    try:
-        return importlib.import_module("tensorstore")
-    except ImportError as error:
-        raise CheckpointingException(
-            "Checkpoints of Orbax are read with tensorstore: pip install 'distckpt[orbax]'."
-        ) from error
 
 
 class StoredArray(NamedTuple):
     """An opened array.
 
     Attributes:
-        array: the array of tensorstore.
+        array: the array of tensorstore. At a URL, its chunks are in memory while they are decoded.
         shape: its shape.
         dtype: the safetensors name of the dtype that its values are read as.
         numpy_dtype: that dtype; it is another one than that of the array where torch lacks it.
+        chunk: the shape of its chunks, which may reach beyond it.
         cells: the regions of its chunks, in the order of their bytes.
+        sizes: the bytes of each cell.
     """
 
     array: tensorstore.TensorStore
     shape: tuple[int, ...]
     dtype: str
     numpy_dtype: Any
+    chunk: tuple[int, ...]
     cells: list[Region]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Return the bytes of each cell."""
-        return [cell.num_elements * ITEM_BYTES[self.dtype] for cell in self.cells]
+    sizes: list[int]
 
     @property
     def bytes_side_by_side(self) -> int:
         """Return the bytes of the chunks that the first row goes through."""
-        num_elements = math.prod([*self.cells[0].shape[:1], *self.shape[1:]])
-        return num_elements * ITEM_BYTES[self.dtype]
+        return math.prod([*self.cells[0].shape[:1], *self.shape[1:]]) * ITEM_BYTES[self.dtype]
+
+    @property
+    def max_encoded_bytes(self) -> int:
+        """Return a size that no chunk exceeds, even if it cannot be compressed."""
+        return 2 * math.prod(self.chunk) * ITEM_BYTES[self.dtype] + _MAX_HEAD_BYTES
+
+    def name_of(self, cell: int) -> str:
+        """Return the name of a chunk."""
+        metadata = self.array.spec().to_json()["metadata"]
+        encoding = metadata.get("chunk_key_encoding", {"name": "v2"})
+        first, separator = (["c"], "/") if encoding["name"] == "default" else ([], ".")
+        separator = encoding.get("configuration", metadata).get("separator", separator)
+        separator = metadata.get("dimension_separator", separator)
+        offsets = zip(self.cells[cell].offset, self.chunk, strict=True)
+        return separator.join([*first, *(str(start // step) for start, step in offsets)]) or "0"
 
     def decode(self, cell: int) -> Bytes:
         """Return the values of a cell."""
@@ -111,18 +103,15 @@ class StoredArray(NamedTuple):
 class OrbaxArrays:
     """The arrays of a checkpoint, and chunks of them that stay decoded.
 
-    Stored bytes are compared with the seal, if there is one, before they are decoded.
+    With a seal, stored bytes are compared with it before they are decoded.
     """
 
-    def __init__(self, location: str, find: Callable[[], Seal | None] | None = None) -> None:
+    def __init__(self, location: str, find_seal: Callable[[], Seal | None] | None = None) -> None:
         self._location = location
-        self._find_seal = find
-        self._databases: dict[str, Database] = {}
-        self._lock = threading.Lock()
+        self._find_seal = find_seal
         self._arrays: dict[str, StoredArray] = {}
-        self._sizes: dict[str, list[int]] = {}
+        self._databases: dict[str, Database] = {}
         self._cells = DecodedCells()
-        self._context: Any = None
 
     @cached_property
     def layout(self) -> Layout:
@@ -149,55 +138,29 @@ class OrbaxArrays:
 
     def open(self, file: str) -> StoredArray:
         """Open an array, unless that has been done."""
-        with self._lock:
-            if file not in self._arrays:
-                item, leaf = self.files[file]
-                self._compare(repr(item.key_of(leaf)), item, leaf)
-                try:
-                    self._arrays[file] = self._open(item, leaf)
-                except ValueError as error:
-                    raise _undecodable(repr(item.key_of(leaf)), item, leaf, error) from error
-                self._sizes[file] = self._arrays[file].sizes
-            return self._arrays[file]
-
-    def _compare(
-        self,
-        where: str,
-        item: Item,
-        leaf: Leaf,
-        chunk: tuple[tensorstore.TensorStore, tuple[int, ...]] | None = None,
-    ) -> None:
-        """Compare a stored chunk, or the description of an array, with the seal."""
-        if self._seal is None:
-            return
-        name = "zarr.json" if item.uses_zarr3 else ".zarray"
-        if chunk is not None:
-            name = name_of_chunk(*chunk)
-        key = f"{leaf.name}/{name}"
-        if not item.uses_ocdbt:
-            path = locations.join(item.folder, *key.split("/"))
-            self._seal.compare(where, path)
-            return
-        if item.folder not in self._databases:
-            self._databases[item.folder] = _database(item.folder)
-        for place in self._databases[item.folder].places_of(key):
-            self._seal.compare(where, *place)
+        if file not in self._arrays:
+            self._arrays[file] = self._open(*self.files[file])
+        return self._arrays[file]
 
     def _open(self, item: Item, leaf: Leaf) -> StoredArray:
         ts = import_tensorstore()
+        name = "zarr.json" if item.uses_zarr3 else ".zarray"
         # Chunks are kept here, not by tensorstore: it keeps none that exceeds its limit.
-        self._context = self._context or ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-        store: dict[str, Any] = {"driver": "file", "path": f"{item.folder}/{leaf.name}/"}
-        if item.uses_ocdbt:
-            base = {"driver": "file", "path": f"{item.folder}/"}
-            store = {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
-        driver = "zarr3" if item.uses_zarr3 else "zarr"
+        context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
         spec = {
-            "driver": driver,
-            "kvstore": store,
+            "driver": "zarr3" if item.uses_zarr3 else "zarr",
+            "kvstore": _store_of(item, leaf),
             "fill_missing_data_reads": not item.is_complete,
         }
-        array = ts.open(spec, open=True, read=True, context=self._context).result()
+        self._compare(repr(item.key_of(leaf)), item, leaf, name)
+        try:
+            if not locations.is_local(item.folder):
+                store = ts.KvStore.open(spec["kvstore"], context=context).result()
+                store.write(name, self._value(item, leaf, name).read()).result()
+            array = ts.open(spec, open=True, read=True, context=context).result()
+        except (ValueError, FileNotFoundError) as error:
+            file = self._value(item, leaf, name).file
+            raise unreadable(repr(item.key_of(leaf)), file, error) from error
         dtype = _WIDER.get(array.dtype.name, array.dtype.name)
         if dtype not in STORED_NAMES:
             raise UnsupportedObjectError(
@@ -205,8 +168,27 @@ class OrbaxArrays:
                 "which distckpt does not store: save it with another one."
             )
         shape = tuple(array.shape)
-        cells = list(_cells(shape, array.chunk_layout.read_chunk.shape or shape))
-        return StoredArray(array, shape, STORED_NAMES[dtype], ts.dtype(dtype).numpy_dtype, cells)
+        chunk = tuple(array.chunk_layout.write_chunk.shape or shape)
+        cells = list(_cells(shape, chunk))
+        stored = STORED_NAMES[dtype]
+        sizes = [cell.num_elements * ITEM_BYTES[stored] for cell in cells]
+        numpy_dtype = ts.dtype(dtype).numpy_dtype
+        return StoredArray(array, shape, stored, numpy_dtype, chunk, cells, sizes)
+
+    def _value(self, item: Item, leaf: Leaf, name: str) -> Value:
+        """Return the place of the metadata, or of a chunk, of an array."""
+        key = f"{leaf.name}/{name}"
+        if not item.uses_ocdbt:
+            return Value(locations.join(item.folder, *key.split("/")))
+        compare = self._seal.compare if self._seal else None
+        return self._databases.setdefault(item.folder, Database(item.folder, compare)).find(key)
+
+    def _compare(self, what: str, item: Item, leaf: Leaf, name: str) -> None:
+        """Compare the metadata, or a chunk, of an array with the seal."""
+        if self._seal is not None:
+            value = self._value(item, leaf, name)
+            if value.content is None:
+                self._seal.compare(what, value.file, value.start, value.stop)
 
     def read_scalar(self, file: str) -> Any:
         """Return the number that an array of one element holds."""
@@ -225,26 +207,56 @@ class OrbaxArrays:
         """Fill buffers from a position of a file on; return the bytes."""
         array = self.open(file)
         stop = start + sum(map(len, buffers))
-        spans = spans_within(self._sizes[file], start, stop)
+        spans = spans_within(array.sizes, start, stop)
         return _scatter((self._decoded(file, array, span) for span in spans), buffers)
 
     def _decoded(self, file: str, array: StoredArray, span: Span) -> Bytes:
         """Return some bytes of a cell."""
-
-        def decode() -> Bytes:
-            item, leaf = self.files[file]
-            cell = array.cells[span.chunk]
-            where = f"{item.key_of(leaf)!r}, {cell}"
-            self._compare(where, item, leaf, (array.array, cell.offset))
-            try:
-                return array.decode(span.chunk)
-            except ValueError as error:
-                raise _undecodable(where, item, leaf, error) from error
-
         max_bytes = max(DECODED_BYTES, min(array.bytes_side_by_side, _MOST_DECODED_BYTES))
-        size = self._sizes[file][span.chunk]
+        size = array.sizes[span.chunk]
+        decode = partial(self._decode, file, array, span.chunk)
         cell = self._cells.get((file, span.chunk), size, span.num_bytes, max_bytes, decode)
         return cell[span.start : span.stop]
+
+    def _decode(self, file: str, array: StoredArray, cell: int) -> Bytes:
+        """Read and decode a chunk."""
+        item, leaf = self.files[file]
+        what = f"{item.key_of(leaf)!r}, {array.cells[cell]}"
+        self._compare(what, item, leaf, array.name_of(cell))
+        try:
+            if locations.is_local(item.folder):
+                return array.decode(cell)
+            return self._decode_at_url(item, leaf, array, cell)
+        except (ValueError, FileNotFoundError) as error:
+            file = self._value(item, leaf, array.name_of(cell)).file
+            raise unreadable(what, file, error) from error
+
+    def _decode_at_url(self, item: Item, leaf: Leaf, array: StoredArray, cell: int) -> Bytes:
+        name = array.name_of(cell)
+        value = self._value(item, leaf, name)
+        try:
+            array.array.kvstore.write(name, value.read(array.max_encoded_bytes)).result()
+        except FileNotFoundError:
+            # A chunk of zeros need not be stored; files of a database must be there.
+            if item.is_complete or value.num_bytes is not None:
+                raise
+        try:
+            return array.decode(cell)
+        finally:
+            array.array.kvstore.write(name, None).result()
+
+
+def _store_of(item: Item, leaf: Leaf) -> dict[str, Any]:
+    """Return where tensorstore finds an array.
+
+    It reads local files itself. At a URL, it would know neither all stores nor their settings.
+    """
+    if not locations.is_local(item.folder):
+        return {"driver": "memory"}
+    if not item.uses_ocdbt:
+        return {"driver": "file", "path": f"{item.folder}/{leaf.name}/"}
+    base = {"driver": "file", "path": f"{item.folder}/"}
+    return {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
 
 
 def _cells(shape: tuple[int, ...], chunk: Sequence[int]) -> Iterator[Region]:
@@ -256,35 +268,6 @@ def _cells(shape: tuple[int, ...], chunk: Sequence[int]) -> Iterator[Region]:
     for offset in itertools.product(*starts):
         limits = zip(shape, offset, chunk, strict=True)
         yield Region(offset, tuple(min(size - first, step) for size, first, step in limits))
-
-
-def _undecodable(where: str, item: Item, leaf: Leaf, error: Exception) -> CorruptCheckpointError:
-    """Return the error about an array that tensorstore does not read."""
-    # The specification of the array is of no use to users.
-    text = str(error).partition(" [tensorstore_spec=")[0]
-    file = [item.folder, *_FILE_IN_ERROR.findall(text)][-1]
-    if item.uses_ocdbt and locations.isdir(file):
-        file = _file_in_database(item.folder, leaf.name, text) or file
-    return CorruptCheckpointError(
-        f"{where} cannot be read from {file!r}: {text:.600}. Restore the file from a copy, load "
-        "another step, or update tensorstore if it does not know a dtype."
-    )
-
-
-def _database(folder: str) -> Database:
-    base = {"driver": "file", "path": f"{folder}/"}
-    return Database(folder, import_tensorstore().KvStore.open(base).result())
-
-
-def _file_in_database(folder: str, name: str, text: str) -> str | None:
-    """Return the file of the value that an error names, or None."""
-    named = re.search(re.escape(name) + r'/[^"]+', text)
-    places: list[Place] = []
-    if named is not None:
-        # This is only for the message, and the database is damaged.
-        with contextlib.suppress(ValueError, LookupError, TypeError):
-            places.extend(_database(folder).places_of(named[0]))
-    return places[-1].file if places else None
 
 
 def _scatter(contents: Iterable[Bytes], buffers: Sequence[Bytes]) -> int:

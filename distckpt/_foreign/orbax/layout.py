@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from distckpt._base.errors import (
@@ -13,27 +13,25 @@ from distckpt._base.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from distckpt._format.manifest import MAX_TABLE_BYTES
-from distckpt._format.marker import read_file
+from distckpt._foreign.orbax.values import OCDBT_NAME, read_json, unreadable
 from distckpt._storage import locations
 
 TREE_NAME = "_METADATA"
 """The file of an item that names all leaves of its tree."""
 _STEP_NAME = "_CHECKPOINT_METADATA"
-_STEP_NAMES = (_STEP_NAME, "orbax.checkpoint")
+_STEP_NAMES = {_STEP_NAME, "orbax.checkpoint"}
 """Files in the directory of a step, or of a single item."""
-_STRINGS_NAME = "_strings.json"
-_JSON_NAMES = ("metadata", "metrics")
+_JSON_NAMES = {"metadata", "metrics"}
 """Files of items that hold JSON."""
-_OCDBT_NAME = "manifest.ocdbt"
-_LEGACY_NAME = "checkpoint"
-"""File of versions before 0.4, which holds arrays itself."""
-_STRING = "string"
+_LEGACY_NAMES = {"checkpoint", ".zarray"}
+"""The file of versions before 0.4, which holds arrays itself, and one in the folder of an array."""
+_TELLING = {TREE_NAME, *_STEP_NAMES, *_JSON_NAMES, *_LEGACY_NAMES}
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_MAX_LOOKS = 8
+"""Folders of a root that are looked at."""
 _STEP_FOLDER = re.compile(r"(?:.*_)?(\d{1,18})")
 _HANDLER_OF_READ = re.compile(r".*\b(Standard|PyTree|Array|Json)(Checkpoint)?Handler")
 """Orbax's classes for items that are read here."""
-
 _EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
 """Values by the types of leaves without stored data."""
 
@@ -100,15 +98,13 @@ def is_checkpoint(location: str) -> bool:
     """Return whether a directory is one of Orbax."""
     if not locations.isdir(location):
         return False
-    names = locations.list_names(location)
-    if not {TREE_NAME, _OCDBT_NAME, *_STEP_NAMES}.isdisjoint(names):
+    names = set(locations.list_names(location))
+    if not names.isdisjoint({TREE_NAME, OCDBT_NAME, *_STEP_NAMES}):
         return True
-    # On an object store, each look would take a request.
-    if not locations.is_local(location):
-        return False
-    if _LEGACY_NAME in names:
-        return any(_has(location, name, (".zarray",)) for name in names)
-    return _newest_step(location, names) is not None or any(_trees_in(location, names))
+    inside = _look_inside(location, names)
+    # Arrays in folders beside the file of an old version.
+    is_legacy = names.union(*inside.values()) >= _LEGACY_NAMES
+    return is_legacy or _newest_step(inside) is not None or bool(_trees_in(inside, names))
 
 
 def read_layout(location: str) -> Layout:
@@ -119,23 +115,24 @@ def read_layout(location: str) -> Layout:
         CorruptCheckpointError: a file is damaged, the save did not finish, or two leaves have one
             array.
     """
-    if not locations.is_local(location):
-        raise CheckpointingException(
-            f"{location!r} is a checkpoint of Orbax, which is read from local paths only: copy the "
-            "directory to a disk, or mount the bucket."
-        )
     if _UNFINISHED in locations.split(location)[1]:
         raise CorruptCheckpointError(
             f"{location!r} is the directory of a save that has not finished: load another step."
         )
-    names = locations.list_names(location)
+    names = set(locations.list_names(location))
     if TREE_NAME in names:
-        items = [_read_item(location, "", "")]
-        return Layout(items, {})
-    trees = list(_trees_in(location, names))
-    values = dict(_json_values(location, names))
+        return Layout([_read_item(location, "", "")], {})
+    inside = _look_inside(location, names)
+    trees = _trees_in(inside, names)
     if not trees:
-        raise _nothing_to_read(location, names)
+        raise _nothing_to_read(location, names, _newest_step(inside))
+    values = {}
+    for name in sorted(inside):
+        for file in inside[name] & _JSON_NAMES:
+            path = locations.join(location, name, file)
+            # At a URL, it may be a folder.
+            if locations.isfile(path):
+                values[name] = read_json(path)
     # One tree has the names that the program gave; of several, each name begins with the item.
     items = []
     for name in trees:
@@ -147,13 +144,13 @@ def read_layout(location: str) -> Layout:
     return Layout(items, values)
 
 
-def _check_items(location: str, names: Iterable[str], found: set[str]) -> None:
+def _check_items(location: str, names: set[str], found: set[str]) -> None:
     """Check that each readable item of a step was found."""
     path = locations.join(location, _STEP_NAME)
     try:
-        handlers = dict(_read_json(path)["item_handlers"])
+        handlers = dict(read_json(path)["item_handlers"])
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, error) from error
+        raise unreadable("The list of items", path, error) from error
     for name in sorted(set(handlers) - found):
         folder = locations.join(location, name)
         if name not in names or _HANDLER_OF_READ.fullmatch(str(handlers[name])):
@@ -169,18 +166,17 @@ def _check_items(location: str, names: Iterable[str], found: set[str]) -> None:
         )
 
 
-def _nothing_to_read(location: str, names: Iterable[str]) -> CheckpointingException:
+def _nothing_to_read(location: str, names: set[str], step: str | None) -> CheckpointingException:
     """Return the error about a directory without a tree."""
-    step = _newest_step(location, names)
     if step is not None:
         return CheckpointNotFoundError(
             f"{location!r} holds several steps of Orbax: give the directory of one. The newest is "
             f"{locations.join(location, step)!r}."
         )
-    if _LEGACY_NAME in names:
+    if not names.isdisjoint(_LEGACY_NAMES):
         return CheckpointingException(
             f"{location!r} was written by an old version of Orbax or Flax, which keeps arrays in "
-            f"the file {_LEGACY_NAME!r}: restore it with Orbax and save it again."
+            "the file 'checkpoint': restore it with Orbax and save it again."
         )
     return CheckpointNotFoundError(
         f"{location!r} is of Orbax, but no item with arrays: neither it nor a folder in it has a "
@@ -188,46 +184,52 @@ def _nothing_to_read(location: str, names: Iterable[str]) -> CheckpointingExcept
     )
 
 
-def _newest_step(location: str, names: Iterable[str]) -> str | None:
-    """Return the folder of the newest step, or None."""
-    steps = []
-    for name in names:
-        match = _STEP_FOLDER.fullmatch(name)
-        if match and _has(location, name, _STEP_NAMES):
-            steps.append((int(match[1]), name))
-    return max(steps, default=(0, None))[1]
-
-
-def _trees_in(location: str, names: Iterable[str]) -> Iterator[str]:
-    """Yield the folders that hold a tree."""
-    is_marked = not set(_STEP_NAMES).isdisjoint(names)
-    is_step = is_marked
-    for name in sorted(names, key=_is_like_step):
-        # In the root of a run, folders with such names are steps; in a step, they are items.
-        is_item = is_step or not _is_like_step(name)
-        if not is_item or _UNFINISHED in name or not _has(location, name, (TREE_NAME,)):
+def _look_inside(location: str, names: set[str]) -> dict[str, set[str]]:
+    """Return the files that tell a folder's kind, by folder."""
+    looked = names
+    if names.isdisjoint(_STEP_NAMES):
+        # Of a root, the newest steps are enough; on an object store, each look takes a request.
+        steps = sorted((name for name in names if _step_of(name) >= 0), key=_step_of)
+        looked = names.difference(steps)
+        if len(looked) > _MAX_LOOKS and not locations.is_local(location):
+            looked = set()
+        looked = looked.union(steps[-_MAX_LOOKS:])
+    inside = {}
+    for name in looked:
+        path = locations.join(location, name)
+        if locations.is_local(path):
+            inside[name] = {file for file in _TELLING if locations.isfile(f"{path}/{file}")}
             continue
+        with contextlib.suppress(FileNotFoundError):
+            inside[name] = _TELLING.intersection(locations.list_names(path))
+    return inside
+
+
+def _newest_step(inside: Mapping[str, set[str]]) -> str | None:
+    """Return the folder of the newest step, or None."""
+    steps = [name for name, files in inside.items() if files & _STEP_NAMES]
+    newest = max(steps, default="", key=_step_of)
+    return newest if _step_of(newest) >= 0 else None
+
+
+def _trees_in(inside: Mapping[str, set[str]], names: set[str]) -> list[str]:
+    """Return the folders that hold a tree."""
+    is_marked = bool(names & _STEP_NAMES)
+    trees: list[str] = []
+    for name in sorted(inside, key=lambda name: (_step_of(name) >= 0, name)):
+        # In the root of a run, folders with such names are steps; in a step, they are items.
+        is_item = is_marked or bool(trees) or _step_of(name) < 0
         # What old versions wrote has no such file; elsewhere, it makes a folder a checkpoint.
-        if is_marked or not _has(location, name, _STEP_NAMES):
-            is_step = True
-            yield name
+        is_other = not is_marked and bool(inside[name] & _STEP_NAMES)
+        if is_item and not is_other and TREE_NAME in inside[name] and _UNFINISHED not in name:
+            trees.append(name)
+    return trees
 
 
-def _is_like_step(name: str) -> bool:
-    return _STEP_FOLDER.fullmatch(name) is not None
-
-
-def _has(location: str, folder: str, names: Iterable[str]) -> bool:
-    return any(locations.exists(locations.join(location, folder, name)) for name in names)
-
-
-def _json_values(location: str, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the items that hold JSON, such as metrics."""
-    for name in names:
-        for file in _JSON_NAMES:
-            path = locations.join(location, name, file)
-            if locations.isfile(path):
-                yield name, _read_json(path)
+def _step_of(name: str) -> int:
+    """Return the step of a folder, -1 if its name is not that of one."""
+    match = _STEP_FOLDER.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 # ---- trees
@@ -235,72 +237,50 @@ def _json_values(location: str, names: Iterable[str]) -> Iterator[tuple[str, Any
 
 def _read_item(folder: str, name: str, prefix: str) -> Item:
     path = locations.join(folder, TREE_NAME)
-    described = _read_json(path)
-    has_database = _has(folder, "", (_OCDBT_NAME,))
+    described = read_json(path)
+    strings: dict[str, Any] = {}
     try:
-        rows = [_row_of(entry) for entry in described["tree_metadata"].values()]
-        uses_ocdbt = bool(described.get("use_ocdbt", has_database))
-        uses_zarr3 = bool(described.get("use_zarr3", False))
-        is_complete = bool(described.get("store_array_data_equal_to_fill_value", False))
+        leaves = [_leaf(folder, row, strings) for row in described["tree_metadata"].values()]
+        uses_ocdbt = described.get("use_ocdbt")
     except (KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, error) from error
-    # Orbax makes no database for a tree without arrays.
-    has_arrays = any(row.kind not in {*_EMPTY, _STRING} for row in rows)
-    if has_arrays and uses_ocdbt and not has_database:
-        raise CorruptCheckpointError(
-            f"{locations.join(folder, _OCDBT_NAME)!r} is missing: the save did not finish, or not "
-            "all files were copied. Restore the file from a copy, or load another step."
-        )
-    strings = {}
-    if any(row.kind == _STRING for row in rows):
-        strings = _strings_of(folder)
-    leaves = [_leaf(folder, row, strings) for row in rows]
-    item = Item(name, folder, prefix, leaves, uses_ocdbt, uses_zarr3, is_complete)
+        raise unreadable("The tree", path, error) from error
+    if uses_ocdbt is None:
+        uses_ocdbt = locations.exists(locations.join(folder, OCDBT_NAME))
+    item = Item(
+        name,
+        folder,
+        prefix,
+        leaves,
+        bool(uses_ocdbt),
+        bool(described.get("use_zarr3", False)),
+        bool(described.get("store_array_data_equal_to_fill_value", False)),
+    )
     _check_keys(folder, [item])
     _check_names(item)
     return item
 
 
-class _Row(NamedTuple):
-    """A leaf as it is described."""
-
-    path: tuple[str, ...]
-    kind: str
-    is_skipped: bool
-
-
-def _row_of(entry: Any) -> _Row:
+def _leaf(folder: str, entry: Any, strings: dict[str, Any]) -> Leaf:
+    """Return a leaf as it is described; `strings` is filled when one needs it."""
     path = tuple(str(key["key"]) for key in entry["key_metadata"])
-    value = entry["value_metadata"]
-    return _Row(path, str(value["value_type"]), bool(value.get("skip_deserialize")))
-
-
-def _leaf(folder: str, row: _Row, strings: Mapping[str, Any]) -> Leaf:
-    leaf = Leaf(row.path, "array")
-    if row.kind in _EMPTY:
-        return Leaf(row.path, "value", _EMPTY[row.kind])
-    if row.kind == "scalar":
-        return Leaf(row.path, "scalar")
-    if row.kind == _STRING:
-        if leaf.name not in strings:
-            raise CorruptCheckpointError(
-                f"{locations.join(folder, _STRINGS_NAME)!r} lacks {leaf.name!r}: restore it."
-            )
-        return Leaf(row.path, "value", strings[leaf.name])
-    if row.is_skipped:
+    kind = str(entry["value_metadata"]["value_type"])
+    leaf = Leaf(path, "scalar" if kind == "scalar" else "array")
+    if kind in _EMPTY:
+        return Leaf(path, "value", _EMPTY[kind])
+    if kind == "string":
+        file = locations.join(folder, "_strings.json")
+        try:
+            if not strings:
+                strings.update(read_json(file))
+            return Leaf(path, "value", strings[leaf.name])
+        except (KeyError, TypeError, ValueError) as error:
+            raise unreadable(repr(leaf.name), file, error) from error
+    if leaf.kind == "array" and entry["value_metadata"].get("skip_deserialize"):
         raise CheckpointingException(
-            f"{leaf.name!r} in {folder!r} is of the kind {row.kind!r}, which only Orbax reads: "
+            f"{leaf.name!r} in {folder!r} is of the kind {kind!r}, which only Orbax reads: "
             "restore the checkpoint with it, and save the tree without that leaf."
         )
     return leaf
-
-
-def _strings_of(folder: str) -> dict[str, Any]:
-    path = locations.join(folder, _STRINGS_NAME)
-    strings = _read_json(path)
-    if not isinstance(strings, dict):
-        raise _damaged(path, TypeError("it is no object"))
-    return strings
 
 
 def _check_keys(location: str, items: Iterable[Item]) -> None:
@@ -334,23 +314,6 @@ def _check_names(item: Item) -> None:
             )
 
 
-def _read_json(path: str) -> Any:
-    try:
-        return json.loads(read_file(path, MAX_TABLE_BYTES))
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(
-            f"{path!r} is missing: restore it from a copy, or finish copying the directory."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: str, error: Exception) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{path!r} is damaged ({type(error).__name__}: {error!s:.200}): restore it from a copy."
-    )
-
-
 def common_state(
     layout: Layout, scalars: Mapping[tuple[str, ...], Any], location: str
 ) -> dict[str, Any]:
@@ -377,12 +340,8 @@ def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any, location: str)
     for key in path[:-1]:
         node = node.setdefault(key, {}) if isinstance(node, dict) else None
     if not isinstance(node, dict) or path[-1] in node:
-        raise _nested(location, path)
+        raise CorruptCheckpointError(
+            f"{location!r} holds two values at {list(path)}: give the directory of one item, or "
+            "restore the files, if they are of different saves."
+        )
     node[path[-1]] = value
-
-
-def _nested(location: str, path: Sequence[str]) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{location!r} holds two values at {list(path)}: give the directory of one item, or "
-        "restore the files, if they are of different saves."
-    )

@@ -6,6 +6,7 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
+from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
 from distckpt._foreign.orbax.arrays import ArrayFile, OrbaxArrays
 from distckpt._foreign.orbax.layout import common_state, is_checkpoint
@@ -15,6 +16,7 @@ from distckpt._format.foreign_formats import ORBAX
 from distckpt._format.manifest import Manifest
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._storage import locations
 
 
 def at(location: str, decoded: dict[str, Any] | None) -> ArrayFile:
@@ -32,6 +34,8 @@ class OrbaxReader(Reader):
 
     def manifest(self, location: str, seal: Seal | None = None) -> Manifest:
         arrays = OrbaxArrays(location, lambda: seal)
+        num_threads = 1 if locations.is_local(location) else NUM_REQUESTS
+        run_threads(arrays.open, arrays.files, num_threads)
         pieces = []
         files = []
         scalars = {}

@@ -1,0 +1,187 @@
+"""Values of Orbax's keys: files, or ranges of the files that an OCDBT database names."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import importlib
+import json
+import threading
+import urllib.parse
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._base.threads import NUM_REQUESTS, PART_BYTES, run_threads
+from distckpt._format.manifest import MAX_TABLE_BYTES
+from distckpt._format.marker import read_file
+from distckpt._storage import locations
+
+OCDBT_NAME = "manifest.ocdbt"
+_MAX_NODES = 4
+"""Nodes of an index that stay in memory; neighboring keys are in one."""
+_MAX_PARTS = 8
+
+
+def import_tensorstore() -> Any:
+    """Import tensorstore.
+
+    Raises:
+        CheckpointingException: it is not installed.
+    """
+    try:
+        return importlib.import_module("tensorstore")
+    except ImportError as error:
+        raise CheckpointingException(
+            "Checkpoints of Orbax are read with tensorstore: pip install 'distckpt[orbax]'."
+        ) from error
+
+
+class Value(NamedTuple):
+    """The place of a value: a file, a range of it, or the index itself.
+
+    Attributes:
+        file: location of the file.
+        start: first byte there.
+        num_bytes: bytes of the range; None for the whole file.
+        content: the value if the index holds it.
+    """
+
+    file: str
+    start: int = 0
+    num_bytes: int | None = None
+    content: bytes | None = None
+
+    @property
+    def stop(self) -> int | None:
+        """Return the position behind its last byte; None for the end of the file."""
+        return None if self.num_bytes is None else self.start + self.num_bytes
+
+    def read(self, max_bytes: int = MAX_TABLE_BYTES) -> bytes:
+        """Read the value.
+
+        Raises:
+            ValueError: it is longer than `max_bytes`, or the file ends before it does.
+        """
+        if self.content is not None:
+            return self.content
+        if self.num_bytes is None:
+            return read_file(self.file, max_bytes)
+        if self.num_bytes > max_bytes:
+            raise ValueError(f"the index says that a value has {self.num_bytes} bytes")
+        stop = self.start + self.num_bytes
+        parts: dict[int, bytes] = {}
+
+        def read_part(start: int) -> None:
+            parts[start] = locations.read_range(self.file, start, min(start + PART_BYTES, stop))
+
+        starts = range(self.start, stop, PART_BYTES)
+        run_threads(read_part, starts, NUM_REQUESTS)
+        content = b"".join(map(parts.__getitem__, starts))
+        if len(content) < self.num_bytes:
+            raise ValueError(f"the file ends before byte {stop}")
+        return content
+
+
+class Database:
+    """The values of an OCDBT database.
+
+    `compare` takes the places of nodes of the index before they are read.
+    """
+
+    def __init__(self, folder: str, compare: Callable[..., None] | None = None) -> None:
+        self._folder = folder
+        self._compare = compare
+        self._lock = threading.Lock()
+        self._node = functools.lru_cache(_MAX_NODES)(self._read_node)
+
+    @cached_property
+    def _root(self) -> dict[str, Any]:
+        path = locations.join(self._folder, OCDBT_NAME)
+        if self._compare is not None:
+            self._compare("the index", path)
+        try:
+            root = _dump(OCDBT_NAME, read_file(path, MAX_TABLE_BYTES))["versions"][-1]
+        except (FileNotFoundError, ValueError, LookupError) as error:
+            raise unreadable("The index", path, error) from error
+        return {**root["root"], "height": root["root_height"]}
+
+    def find(self, key: str) -> Value:
+        """Return the value of a key; there is no file of its name if there is none."""
+        with self._lock:
+            entry = self._root
+        none = Value(locations.join(self._folder, *key.split("/")))
+        rest = key.encode()
+        # A damaged index may lead back to a node above.
+        for _ in range(entry["height"] + 1):
+            prefix = entry.get("subtree_common_prefix", b"")
+            if "location" not in entry or not rest.startswith(prefix):
+                return none
+            # Keys lack what all keys of the node begin with.
+            rest = rest[len(prefix) :]
+            # Other threads need the same nodes.
+            with self._lock:
+                keys, entries = self._node(entry["location"])
+            row = bisect.bisect_right(keys, rest) - 1
+            if row < 0:
+                return none
+            entry = entries[row]
+        if entry.get("key") != rest or "location" in entry:
+            return none
+        if "indirect_value" in entry:
+            return self._at(entry["indirect_value"])
+        return Value(self._folder, content=entry["inline_value"])
+
+    def _read_node(self, location: str) -> tuple[list[bytes], list[Any]]:
+        value = self._at(location)
+        if self._compare is not None:
+            self._compare("the index", value.file, value.start, value.stop)
+        kind, base, name, _, num_bytes = location.split(":")
+        path = urllib.parse.unquote(base + name)
+        node = ":".join([kind, base, name, "0", num_bytes])
+        try:
+            entries = _dump(path, value.read(), node)["entries"]
+        except (FileNotFoundError, ValueError) as error:
+            raise unreadable("The index", value.file, error) from error
+        return [entry["key"] for entry in entries], entries
+
+    def _at(self, location: str) -> Value:
+        """Return the value at a location of the index."""
+        _, base, name, start, num_bytes = location.split(":")
+        path = urllib.parse.unquote(base + name)
+        if not locations.is_inner_name(path, _MAX_PARTS):
+            raise CorruptCheckpointError(
+                f"The index of {self._folder!r} names the file {path!r}, which is not inside of "
+                "it: restore the checkpoint from a copy."
+            )
+        file = locations.join(self._folder, *path.split("/"))
+        return Value(file, int(start), int(num_bytes))
+
+
+def _dump(name: str, content: bytes, node: str | None = None) -> Any:
+    """Return the fields of the manifest of a database, or of a node of its index."""
+    ts = import_tensorstore()
+    store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
+    store.write(name, content).result()
+    return ts.ocdbt.dump(store, node).result()
+
+
+def read_json(path: str) -> Any:
+    """Read a JSON file of a checkpoint."""
+    try:
+        return json.loads(read_file(path, MAX_TABLE_BYTES))
+    except (FileNotFoundError, ValueError, RecursionError) as error:
+        raise unreadable("JSON", path, error) from error
+
+
+def unreadable(what: str, file: str, error: Exception) -> CorruptCheckpointError:
+    """Return the error about damage in a file, or about a file that is missing."""
+    text = "it is missing"
+    if not isinstance(error, FileNotFoundError):
+        # The specification of the array is of no use to users.
+        text = str(error).partition(" [tensorstore_spec=")[0]
+    return CorruptCheckpointError(
+        f"{what} cannot be read from {file!r}: {text:.600}. Restore the file from a copy, load "
+        "another step, or update tensorstore if it does not know a dtype."
+    )
