@@ -242,7 +242,9 @@ def commit_beside_others(directory: str, location: str, is_replaced: Callable[[s
                 locations.rename(directory, location)
                 return
             target.check_replaceable(location)
-            stays = _swap_beside_others(directory, location, is_replaced)
+            stays = _swap_beside_others(
+                directory, location, lambda name: name == SEAL_NAME or is_replaced(name)
+            )
             break
         except OSError as error:
             if not _was_interfered_with(error, directory):
@@ -260,7 +262,7 @@ def _swap_beside_others(
     own = set(locations.list_names(directory))
 
     def stays(name: str) -> bool:
-        return not is_replaced(name) and name not in own and name != SEAL_NAME
+        return not is_replaced(name) and name not in own
 
     others = list(filter(stays, locations.list_names(location)))
     try:

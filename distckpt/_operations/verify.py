@@ -178,7 +178,7 @@ def unopened_report(location: str, mode: str, problem: Problem, seconds: float) 
     """Return the report of a checkpoint that cannot be opened."""
     problems = [problem]
     if locations.exists(locations.join(location, SEAL_NAME)):
-        problems = check_beside(location, None, mode, None)[0] or problems
+        problems += not_in(problems, check_beside(location, None, mode, None)[0])
     return VerifyReport(location, mode, tuple(problems), True, 0, 0, 0, 0, seconds)
 
 

@@ -226,3 +226,24 @@ def test_values_are_found_in_a_database_of_any_height(tmp_path):
     assert len(compared) > 10
     for key in ("", "layer.0", "layer.0300", "layer.061/0.0", "zzz"):
         assert database.find(key).num_bytes is None
+
+
+@pytest.mark.parametrize("name", ["standard", "plain_zarr3"])
+def test_object_stores_have_seals(copied, name):
+    import fsspec
+
+    folder = copied(name)
+    expected = distckpt.open(folder).read_tensors()
+    path, position = silent_flip(folder, "params.embed")
+    memory = fsspec.filesystem("memory")
+    memory.put(f"{folder}/", f"/sealed-{name}/", recursive=True)
+    location = f"memory://sealed-{name}"
+    assert distckpt.seal(location).is_new
+    assert same_tensors(distckpt.open(location).read_tensors(), expected)
+    assert distckpt.verify(location).has_checksums
+    flip(path, position)
+    memory.pipe(f"/sealed-{name}/{path.relative_to(folder)}", path.read_bytes())
+    with pytest.raises(CorruptCheckpointError, match=r"sealed.*params\.embed"):
+        distckpt.open(location).read("params.embed")
+    assert not distckpt.verify(location).is_whole
+    memory.rm(f"/sealed-{name}", recursive=True)
