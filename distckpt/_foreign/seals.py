@@ -105,23 +105,20 @@ class Seal:
         data = self.manifest.to_bytes()
         return _head(data) + data
 
-    def changed_files(self, names: tuple[str, ...] | None = None) -> list[Problem]:
+    def changed_files(self, names: tuple[str, ...] = ("",)) -> list[Problem]:
         """Return the files that were added, removed, or have another size.
 
-        With `names`, only those that a reader looks at, see `describing`.
+        Only those that a reader of files with names of such endings looks at, see `describing`.
         """
-        present = list_files(self.home, {file.name for file in self.manifest.files})
+        sealed = None
+        if self.format_name != ORBAX.name:
+            sealed = {file.name for file in self.manifest.files}
+        present = list_files(self.home, sealed)
         inside = [self._path_of(name) for name in present if name.startswith(self.prefix)]
-        paths = sorted({*self._file_ids, *inside})
-        if names is not None:
-            paths = describing(paths, names)
+        paths = describing(sorted({*self._file_ids, *inside}), names)
         states = states_of(paths, locations.listed_states(self.home))
-        problems = []
-        for path in paths:
-            text = self._change_of(path, states.get(path))
-            if text:
-                problems.append(Problem(path, text))
-        return problems
+        changes = [Problem(path, self._change_of(path, states.get(path))) for path in paths]
+        return [problem for problem in changes if problem.message]
 
     def _change_of(self, path: str, state: FileState | None) -> str:
         if path not in self._file_ids:
@@ -155,40 +152,46 @@ class Seal:
                 problems.append(replace(found, message=text, key=None, region=None))
         return problems, num_read
 
-    def compare(self, where: str, path: str, start: int = 0, stop: int | None = None) -> None:
+    def compare(self, what: str, path: str, start: int = 0, stop: int | None = None) -> None:
         """Compare the blocks of some bytes of a file without pieces, each once.
 
-        `where` names the values that are read from there, for the error.
+        Args:
+            what: names the values there, in the error.
+            path: location of the file.
+            start: first position.
+            stop: position behind the last; None for the whole file.
         """
-        manifest = self.manifest
-        state = states_of([path], {}).get(path)
-        if path not in self._file_ids and state is None:
-            # Zeros need not be stored.
-            return
-        text = self._change_of(path, state)
-        if text:
-            raise changed(self, [Problem(path, text)], where)
+        text = ""
+        if stop is None or path not in self._file_ids:
+            state = states_of([path], {}).get(path)
+            if state is None and path not in self._file_ids:
+                return  # a chunk of zeros, which need not be stored
+            text = self._change_of(path, state)
+            stop = state.num_bytes if state else 0
+        if text or not self._is_same_within(path, start, stop):
+            text = text or "is not as it was sealed: checksum mismatch"
+            raise changed(self, [Problem(path, text)], what)
+
+    def _is_same_within(self, path: str, start: int, stop: int) -> bool:
         number = self._file_ids[path]
-        num_bytes = manifest.files[number].num_bytes
-        step = manifest.block_bytes
-        blocks = np.arange(start // step, -(-(num_bytes if stop is None else stop) // step))
+        step = self.manifest.block_bytes
+        blocks = np.arange(start // step, -(-stop // step))
         if not len(blocks):
-            return
-        first = int(manifest.first_blocks[np.searchsorted(manifest.file_ids, number)])
-        is_same = self._is_same[first:]
-        blocks = blocks[~is_same[blocks]]
+            return True
+        # A file has one chunk; empty ones have none.
+        row = np.searchsorted(self.manifest.file_ids, number)
+        first = int(self.manifest.first_blocks[row])
+        blocks = blocks[~self._is_same[first + blocks]]
         for place in range(0, len(blocks), _BLOCKS_AT_ONCE):
             group = blocks[place : place + _BLOCKS_AT_ONCE].tolist()
             begin = group[0] * step
-            end = min((group[-1] + 1) * step, num_bytes)
-            content = memoryview(locations.read_range(path, begin, end))
+            content = memoryview(locations.read_range(path, begin, (group[-1] + 1) * step))
             for block in group:
-                position = block * step - begin
-                digest = checksum(content[position : position + step])
-                if digest != manifest.block_checksums[first + block]:
-                    text = f"is not as it was sealed: checksum mismatch from byte {block * step} on"
-                    raise changed(self, [Problem(path, text)], where)
-                is_same[block] = True
+                digest = checksum(content[block * step - begin :][:step])
+                if digest != self.manifest.block_checksums[first + block]:
+                    return False
+                self._is_same[first + block] = True
+        return True
 
     def check(self, names: tuple[str, ...], *, is_whole: bool) -> None:
         """Check files that a reader looks at: sizes, and bytes without pieces.
@@ -201,19 +204,17 @@ class Seal:
         if not is_whole:
             is_read[file_ids[self.rows(are_pieces=True)]] = False
         rest = self.rows(are_pieces=False)
-        problems = (
-            self.changed_files(names) or self.changed_blocks(rest[is_read[file_ids[rest]]])[0]
-        )
+        rows = rest[is_read[file_ids[rest]]]
+        problems = self.changed_files(names) or self.changed_blocks(rows)[0]
         if problems:
             raise changed(self, problems)
 
-    def rows(self, *, are_pieces: bool | None = None) -> IntArray:
-        """Return the chunks that are pieces, or the others, or all."""
+    def rows(self, *, are_pieces: bool) -> IntArray:
+        """Return the chunks that are pieces, or the others."""
         table = self.manifest.all_chunks
-        is_wanted = np.isin(table.file_ids, list(self._file_ids.values()))
-        if are_pieces is not None:
-            is_wanted &= (table.key_ids >= len(self.manifest.files)) == are_pieces
-        return np.flatnonzero(is_wanted)
+        is_inside = np.isin(table.file_ids, list(self._file_ids.values()))
+        is_piece = table.key_ids >= len(self.manifest.files)
+        return np.flatnonzero(is_inside & (is_piece == are_pieces))
 
     def attached(self, manifest: Manifest, prefix: str) -> Manifest:
         """Return a reader's manifest with the checksums of its chunks."""
@@ -248,17 +249,18 @@ class Seal:
         )
 
 
-def changed(
-    seal: Seal, problems: Sequence[Problem], where: str | None = None
-) -> CorruptCheckpointError:
-    """Return the error about a sealed directory that has changed."""
+def changed(seal: Seal, problems: Sequence[Problem], what: str = "") -> CorruptCheckpointError:
+    """Return the error about a sealed directory that has changed.
+
+    `what` names the values that were to be read.
+    """
     named = [f"{problem.file!r} {problem.message}" for problem in problems[:_MAX_NAMED]]
     more = f"; and {len(problems) - _MAX_NAMED} more" * (len(problems) > _MAX_NAMED)
-    needed = f" ({where} is read from it)" if where else ""
+    more += f" ({what})" * bool(what)
     return CorruptCheckpointError(
-        f"{seal.home!r} has changed since it was sealed: {'; '.join(named)}{more}{needed}. Restore "
-        "the files from a copy. If they were meant to change: "
-        f"`distckpt seal --overwrite {seal.home}`, or remove {SEAL_NAME!r} there."
+        f"{seal.home!r} has changed since it was sealed: {'; '.join(named)}{more}. Restore the "
+        f"files from a copy. If they were meant to change: `distckpt seal --overwrite {seal.home}`,"
+        f" or remove {SEAL_NAME!r} there."
     )
 
 
@@ -356,7 +358,9 @@ def check_rest(
     problems = seal.changed_files()
     if mode == "fast":
         return problems, 0
-    rows = seal.rows(are_pieces=None if manifest is None else False)
+    rows = seal.rows(are_pieces=False)
+    if manifest is None:
+        rows = np.arange(len(seal.manifest.key_ids))
     different, num_read = seal.changed_blocks(rows, num_threads)
     return [*problems, *not_in(problems, different)], num_read
 
@@ -381,13 +385,11 @@ def list_files(home: str, names: Iterable[str] | None) -> list[str]:
 
     Other folders may hold other checkpoints. None stands for all folders.
     """
-    folders = None
-    if names is not None:
-        folders = {name.partition("/")[0] for name in names if "/" in name}
+    folders = None if names is None else {name.partition("/")[0] for name in names}
     if locations.is_local(home):
-        present = list(_names_in(home, folders))
+        present = _names_in(home, folders)
     else:
-        present = object_store.at(home).list_files()
+        present = iter(object_store.at(home).list_files())
     listed = []
     for name in present:
         first, slash, _ = name.partition("/")
@@ -399,12 +401,11 @@ def list_files(home: str, names: Iterable[str] | None) -> list[str]:
 
 
 def _names_in(home: str, folders: Set[str] | None) -> Iterator[str]:
-    for folder, inner, names in os.walk(home, onerror=_raise):
-        prefix = os.path.relpath(folder, home) + "/"
-        if folder == home:
-            prefix = ""
-            inner[:] = [name for name in inner if folders is None or name in folders]
-        yield from (prefix + name for name in names)
+    for folder, inner, names in os.walk(home, onerror=_raise, followlinks=True):
+        if folder == home and folders is not None:
+            inner[:] = folders.intersection(inner)
+        for name in names:
+            yield os.path.relpath(f"{folder}/{name}", home)
 
 
 def _raise(error: OSError) -> None:

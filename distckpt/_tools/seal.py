@@ -138,7 +138,8 @@ def seal(
 
 def _check_is_same(made: Seal, num_threads: int | None, progress: Progress | None) -> None:
     counter = ProgressCounter(progress, int(made.manifest.sums.bytes_in_files.sum()))
-    problems = made.changed_files() or made.changed_blocks(made.rows(), num_threads, counter.add)[0]
+    rows = np.arange(len(made.manifest.key_ids))
+    problems = made.changed_files() or made.changed_blocks(rows, num_threads, counter.add)[0]
     if problems:
         raise CheckpointExistsError(str(changed(made, problems)))
 
@@ -159,17 +160,12 @@ def _make(stored: StoredCheckpoint, num_threads: int | None, progress: Progress 
         checksums = _checksums(place, num_threads, progress)
     check_files(stored)
     written = changed_file(home, states)
-    if written is None and [file.name for file in files] != _names_at(home, read):
+    if written is None and [file.name for file in files] != sorted(list_files(home, read)):
         written = home
     if written is not None:
         raise written_to(written)
     chunks = unhashed.all_chunks._replace(block_checksums=checksums)
     return Seal(home, unhashed.replaced(chunks=chunks, has_checksums=True))
-
-
-def _names_at(home: str, read: set[str] | None) -> list[str]:
-    """Return the names of all files to seal."""
-    return sorted({*list_files(home, read), *(read or ())})
 
 
 def _describe_files(
@@ -178,7 +174,7 @@ def _describe_files(
     """Return all files to seal, and note their states."""
     known = locations.listed_states(home)
     files = []
-    for name in _names_at(home, read):
+    for name in sorted(list_files(home, read)):
         if name.endswith(CHECKSUMS_SUFFIX) or not locations.is_inner_name(name, MAX_FOREIGN_PARTS):
             raise CheckpointingException(
                 f"{home!r} has a file {name!r:.300}, and {SEAL_NAME} takes no name with a "

@@ -152,8 +152,8 @@ class OrbaxArrays:
             "kvstore": _store_of(item, leaf),
             "fill_missing_data_reads": not item.is_complete,
         }
-        self._compare(repr(item.key_of(leaf)), item, leaf, name)
         try:
+            self._compare(repr(item.key_of(leaf)), item, leaf, name)
             if not locations.is_local(item.folder):
                 store = ts.KvStore.open(spec["kvstore"], context=context).result()
                 store.write(name, self._value(item, leaf, name).read()).result()
@@ -222,8 +222,8 @@ class OrbaxArrays:
         """Read and decode a chunk."""
         item, leaf = self.files[file]
         what = f"{item.key_of(leaf)!r}, {array.cells[cell]}"
-        self._compare(what, item, leaf, array.name_of(cell))
         try:
+            self._compare(what, item, leaf, array.name_of(cell))
             if locations.is_local(item.folder):
                 return array.decode(cell)
             return self._decode_at_url(item, leaf, array, cell)

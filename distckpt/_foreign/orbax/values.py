@@ -99,9 +99,9 @@ class Database:
     @cached_property
     def _root(self) -> dict[str, Any]:
         path = locations.join(self._folder, OCDBT_NAME)
-        if self._compare is not None:
-            self._compare("the index", path)
         try:
+            if self._compare is not None:
+                self._compare("the index", path)
             root = _dump(OCDBT_NAME, read_file(path, MAX_TABLE_BYTES))["versions"][-1]
         except (FileNotFoundError, ValueError, LookupError) as error:
             raise unreadable("The index", path, error) from error
@@ -135,12 +135,12 @@ class Database:
 
     def _read_node(self, location: str) -> tuple[list[bytes], list[Any]]:
         value = self._at(location)
-        if self._compare is not None:
-            self._compare("the index", value.file, value.start, value.stop)
         kind, base, name, _, num_bytes = location.split(":")
         path = urllib.parse.unquote(base + name)
         node = ":".join([kind, base, name, "0", num_bytes])
         try:
+            if self._compare is not None:
+                self._compare("the index", value.file, value.start, value.stop)
             entries = _dump(path, value.read(), node)["entries"]
         except (FileNotFoundError, ValueError) as error:
             raise unreadable("The index", value.file, error) from error

@@ -153,6 +153,24 @@ def test_a_chunk_that_is_gone_is_not_read_as_zeros(copied, name):
         distckpt.open(folder).read("params.embed")
 
 
+def test_folders_that_are_links_are_sealed(copied, tmp_path):
+    folder = copied("standard")
+    path, position = silent_flip(folder, "params.embed")
+    process = folder / "ocdbt.process_0"
+    process.rename(tmp_path / "elsewhere")
+    process.symlink_to(tmp_path / "elsewhere")
+    distckpt.seal(folder)
+    assert distckpt.verify(folder).is_whole
+    flip(path, position)
+    with pytest.raises(CorruptCheckpointError, match=r"ocdbt\.process_0.*params\.embed"):
+        distckpt.open(folder).read("params.embed")
+    # A link that leads back would make files without end.
+    flip(path, position)
+    (folder / "again").symlink_to(folder)
+    with pytest.raises(CheckpointingException, match="again"):
+        distckpt.seal(folder, overwrite=True)
+
+
 @pytest.mark.parametrize("item", ["params", "state"])
 def test_an_item_is_compared_with_the_seal_of_its_step(copied, item):
     step = copied("step")
@@ -185,6 +203,18 @@ def test_the_values_of_json_items_are_compared(copied):
     path.write_text(path.read_text().replace("10", "11"))
     with pytest.raises(CorruptCheckpointError, match="metrics"):
         distckpt.load({}, step)
+
+
+@pytest.mark.parametrize("name", ["more/metadata", "more/_METADATA"])
+def test_an_item_that_was_added_is_found(copied, name):
+    step = copied("step")
+    distckpt.seal(step)
+    shutil.copytree(step / "state", step / "more")
+    if name == "more/metadata":
+        (step / "more/_METADATA").write_text("{}")
+        (step / "more/_METADATA").rename(step / name)
+    with pytest.raises(CorruptCheckpointError, match=r"more.*was added"):
+        distckpt.open(step)
 
 
 def test_arrays_of_many_axes_are_sealed(made, tmp_path):
