@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -400,7 +400,7 @@ def list_files(home: str, names: Iterable[str] | None) -> list[str]:
     return listed
 
 
-def _names_in(home: str, folders: Set[str] | None) -> Iterator[str]:
+def _names_in(home: str, folders: set[str] | None) -> Iterator[str]:
     for folder, inner, names in os.walk(home, onerror=_raise, followlinks=True):
         if folder == home and folders is not None:
             inner[:] = folders.intersection(inner)

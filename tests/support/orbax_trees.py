@@ -31,21 +31,22 @@ def check(found, tree):
         assert bits(found[name]) == values.tobytes()
 
 
-def write_chunks(directory, values, chunk, driver="zarr", uses_ocdbt=True):
+def write_chunks(directory, values, chunk, driver="zarr", uses_ocdbt=True, config=None):
     """Write one array as Orbax does, by tensorstore; return the bytes of its chunks."""
     place = {"driver": "file", "path": f"{directory}/"}
     store = {**place, "path": f"{directory}/x/"}
     if uses_ocdbt:
-        store = {"driver": "ocdbt", "base": place, "path": "x/"}
-    compressor = {"compressor": {"id": "zstd", "level": 1}, "chunks": chunk}
+        store = {"driver": "ocdbt", "base": place, "path": "x/", "config": config or {}}
+    metadata = {"dtype": values.dtype.str, "chunks": chunk, "fill_value": 0}
+    metadata["compressor"] = {"id": "zstd", "level": 1}
     if driver == "zarr3":
         inner = {"chunk_shape": chunk, "codecs": [{"name": "bytes"}, {"name": "zstd"}]}
         sharding = {"name": "sharding_indexed", "configuration": inner}
         grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
-        compressor = {"chunk_grid": grid, "codecs": [sharding]}
-    metadata = {"shape": values.shape, **compressor}
+        metadata = {"data_type": values.dtype.name, "chunk_grid": grid, "codecs": [sharding]}
+    metadata["shape"] = values.shape
     spec = {"driver": driver, "kvstore": store, "metadata": metadata}
-    array = tensorstore.open(spec, create=True, dtype=values.dtype.name).result()
+    array = tensorstore.open(spec, create=True).result()
     array[...].write(values).result()
     keys = [{"key": "x", "key_type": 2}]
     row = {"key_metadata": keys, "value_metadata": {"value_type": "jax.Array"}}

@@ -28,7 +28,6 @@ from distckpt._format.foreign_formats import ORBAX
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import Span, spans_within
 from distckpt._storage import locations, object_store
-from distckpt._storage.file_state import FileState
 from distckpt._storage.remote import NO_BYTES, RemoteLocation
 
 if TYPE_CHECKING:
@@ -39,6 +38,8 @@ DECODED_BYTES = 64 << 20
 _MOST_DECODED_BYTES = 1 << 30
 """Memory for chunks side by side, all of which each row needs."""
 _MAX_HEAD_BYTES = 1 << 20
+_NAMINGS: dict[str, tuple[list[str], str]] = {"default": (["c"], "/"), "v2": ([], ".")}
+"""Beginnings and separators of the names of chunks, unless an array has another separator."""
 
 _WIDER = {
     "int2": "int8",
@@ -73,23 +74,17 @@ class StoredArray(NamedTuple):
     cells: list[Region]
     sizes: list[int]
 
-    @property
-    def bytes_side_by_side(self) -> int:
-        """Return the bytes of the chunks that the first row goes through."""
-        return math.prod([*self.cells[0].shape[:1], *self.shape[1:]]) * ITEM_BYTES[self.dtype]
-
-    @property
-    def max_encoded_bytes(self) -> int:
-        """Return a size that no chunk exceeds, even if it cannot be compressed."""
-        return 2 * math.prod(self.chunk) * ITEM_BYTES[self.dtype] + _MAX_HEAD_BYTES
+    def num_bytes(self, shape: Iterable[int]) -> int:
+        """Return the bytes of a part with a shape."""
+        return math.prod(shape) * ITEM_BYTES[self.dtype]
 
     def name_of(self, cell: int) -> str:
         """Return the name of a chunk."""
         metadata = self.array.spec().to_json()["metadata"]
-        encoding = metadata.get("chunk_key_encoding", {"name": "v2"})
-        first, separator = (["c"], "/") if encoding["name"] == "default" else ([], ".")
-        separator = encoding.get("configuration", metadata).get("separator", separator)
-        separator = metadata.get("dimension_separator", separator)
+        encoding = metadata.get("chunk_key_encoding", {"name": "v2", "configuration": metadata})
+        first, separator = _NAMINGS[encoding["name"]]
+        fields = encoding.get("configuration", {})
+        separator = fields.get("separator", fields.get("dimension_separator", separator))
         offsets = zip(self.cells[cell].offset, self.chunk, strict=True)
         return separator.join([*first, *(str(start // step) for start, step in offsets)]) or "0"
 
@@ -109,6 +104,7 @@ class OrbaxArrays:
     def __init__(self, location: str, find_seal: Callable[[], Seal | None] | None = None) -> None:
         self._location = location
         self._find_seal = find_seal
+        self._is_local = locations.is_local(location)
         self._arrays: dict[str, StoredArray] = {}
         self._databases: dict[str, Database] = {}
         self._cells = DecodedCells()
@@ -139,28 +135,31 @@ class OrbaxArrays:
     def open(self, file: str) -> StoredArray:
         """Open an array, unless that has been done."""
         if file not in self._arrays:
-            self._arrays[file] = self._open(*self.files[file])
+            self._arrays[file] = self._open(file, *self.files[file])
         return self._arrays[file]
 
-    def _open(self, item: Item, leaf: Leaf) -> StoredArray:
+    def _open(self, file: str, item: Item, leaf: Leaf) -> StoredArray:
         ts = import_tensorstore()
-        name = "zarr.json" if item.uses_zarr3 else ".zarray"
         # Chunks are kept here, not by tensorstore: it keeps none that exceeds its limit.
         context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+        name = "zarr.json" if item.uses_zarr3 else ".zarray"
         spec = {
             "driver": "zarr3" if item.uses_zarr3 else "zarr",
-            "kvstore": _store_of(item, leaf),
+            "kvstore": {"driver": "memory"},
             "fill_missing_data_reads": not item.is_complete,
         }
+        if self._is_local:
+            spec["kvstore"] = _local_store(item, leaf)
         try:
-            self._compare(repr(item.key_of(leaf)), item, leaf, name)
-            if not locations.is_local(item.folder):
+            self._compare(file, name)
+            if not self._is_local:
+                # tensorstore would know neither all stores nor their settings.
                 store = ts.KvStore.open(spec["kvstore"], context=context).result()
-                store.write(name, self._value(item, leaf, name).read()).result()
+                value = self._value(file, name)
+                store.write(name, value and value.read()).result()
             array = ts.open(spec, open=True, read=True, context=context).result()
         except (ValueError, FileNotFoundError) as error:
-            file = self._value(item, leaf, name).file
-            raise unreadable(repr(item.key_of(leaf)), file, error) from error
+            raise self._unreadable(file, name, error) from error
         dtype = _WIDER.get(array.dtype.name, array.dtype.name)
         if dtype not in STORED_NAMES:
             raise UnsupportedObjectError(
@@ -170,25 +169,35 @@ class OrbaxArrays:
         shape = tuple(array.shape)
         chunk = tuple(array.chunk_layout.write_chunk.shape or shape)
         cells = list(_cells(shape, chunk))
-        stored = STORED_NAMES[dtype]
-        sizes = [cell.num_elements * ITEM_BYTES[stored] for cell in cells]
+        sizes = [cell.num_elements * ITEM_BYTES[STORED_NAMES[dtype]] for cell in cells]
         numpy_dtype = ts.dtype(dtype).numpy_dtype
-        return StoredArray(array, shape, stored, numpy_dtype, chunk, cells, sizes)
+        return StoredArray(array, shape, STORED_NAMES[dtype], numpy_dtype, chunk, cells, sizes)
 
-    def _value(self, item: Item, leaf: Leaf, name: str) -> Value:
-        """Return the place of the metadata, or of a chunk, of an array."""
-        key = f"{leaf.name}/{name}"
+    def _value(self, file: str, name: str) -> Value | None:
+        """Return the metadata, or a chunk, of an array, None if the index lacks it."""
+        item, leaf = self.files[file]
         if not item.uses_ocdbt:
-            return Value(locations.join(item.folder, *key.split("/")))
+            return Value(locations.join(item.folder, *leaf.name.split("/"), *name.split("/")))
         compare = self._seal.compare if self._seal else None
-        return self._databases.setdefault(item.folder, Database(item.folder, compare)).find(key)
+        database = self._databases.setdefault(item.folder, Database(item.folder, compare))
+        return database.find(f"{leaf.name}/{name}")
 
-    def _compare(self, what: str, item: Item, leaf: Leaf, name: str) -> None:
+    def _compare(self, file: str, name: str, region: object = "") -> None:
         """Compare the metadata, or a chunk, of an array with the seal."""
-        if self._seal is not None:
-            value = self._value(item, leaf, name)
-            if value.content is None:
-                self._seal.compare(what, value.file, value.start, value.stop)
+        value = self._value(file, name) if self._seal else None
+        if self._seal is not None and value is not None and value.content is None:
+            item, leaf = self.files[file]
+            what = f"{item.key_of(leaf)!r}{region}"
+            self._seal.compare(what, value.file, value.start, value.stop)
+
+    def _unreadable(
+        self, file: str, name: str, error: Exception, region: object = ""
+    ) -> CorruptCheckpointError:
+        """Return the error about the metadata, or a chunk, of an array."""
+        item, leaf = self.files[file]
+        value = self._value(file, name)
+        place = item.folder if value is None else value.file
+        return unreadable(f"{item.key_of(leaf)!r}{region}", place, error)
 
     def read_scalar(self, file: str) -> Any:
         """Return the number that an array of one element holds."""
@@ -212,7 +221,9 @@ class OrbaxArrays:
 
     def _decoded(self, file: str, array: StoredArray, span: Span) -> Bytes:
         """Return some bytes of a cell."""
-        max_bytes = max(DECODED_BYTES, min(array.bytes_side_by_side, _MOST_DECODED_BYTES))
+        # The chunks that the first row goes through.
+        side_by_side = array.num_bytes([*array.cells[0].shape[:1], *array.shape[1:]])
+        max_bytes = max(DECODED_BYTES, min(side_by_side, _MOST_DECODED_BYTES))
         size = array.sizes[span.chunk]
         decode = partial(self._decode, file, array, span.chunk)
         cell = self._cells.get((file, span.chunk), size, span.num_bytes, max_bytes, decode)
@@ -220,39 +231,34 @@ class OrbaxArrays:
 
     def _decode(self, file: str, array: StoredArray, cell: int) -> Bytes:
         """Read and decode a chunk."""
-        item, leaf = self.files[file]
-        what = f"{item.key_of(leaf)!r}, {array.cells[cell]}"
+        region = f", {array.cells[cell]}"
         try:
-            self._compare(what, item, leaf, array.name_of(cell))
-            if locations.is_local(item.folder):
+            self._compare(file, array.name_of(cell), region)
+            if self._is_local:
                 return array.decode(cell)
-            return self._decode_at_url(item, leaf, array, cell)
+            return self._decode_at_url(file, array, cell)
         except (ValueError, FileNotFoundError) as error:
-            file = self._value(item, leaf, array.name_of(cell)).file
-            raise unreadable(what, file, error) from error
+            raise self._unreadable(file, array.name_of(cell), error, region) from error
 
-    def _decode_at_url(self, item: Item, leaf: Leaf, array: StoredArray, cell: int) -> Bytes:
+    def _decode_at_url(self, file: str, array: StoredArray, cell: int) -> Bytes:
         name = array.name_of(cell)
-        value = self._value(item, leaf, name)
+        value = self._value(file, name)
+        store = array.array.kvstore
+        max_bytes = 2 * array.num_bytes(array.chunk) + _MAX_HEAD_BYTES
         try:
-            array.array.kvstore.write(name, value.read(array.max_encoded_bytes)).result()
+            store.write(name, value and value.read(max_bytes)).result()
         except FileNotFoundError:
-            # A chunk of zeros need not be stored; files of a database must be there.
-            if item.is_complete or value.num_bytes is not None:
+            # Chunks of zeros may be left out, not the files that a database names.
+            if self.files[file][0].uses_ocdbt:
                 raise
         try:
             return array.decode(cell)
         finally:
-            array.array.kvstore.write(name, None).result()
+            store.write(name, None).result()
 
 
-def _store_of(item: Item, leaf: Leaf) -> dict[str, Any]:
-    """Return where tensorstore finds an array.
-
-    It reads local files itself. At a URL, it would know neither all stores nor their settings.
-    """
-    if not locations.is_local(item.folder):
-        return {"driver": "memory"}
+def _local_store(item: Item, leaf: Leaf) -> dict[str, Any]:
+    """Return where tensorstore finds a local array."""
     if not item.uses_ocdbt:
         return {"driver": "file", "path": f"{item.folder}/{leaf.name}/"}
     base = {"driver": "file", "path": f"{item.folder}/"}
@@ -291,12 +297,12 @@ class DecodedCells:
     """Decoded chunks, shared by threads.
 
     A chunk stays until it was read whole, or another one needs its memory. Each is decoded by one
-    thread, for which the others wait. An error is raised to all.
+    thread, for which the others wait.
     """
 
     def __init__(self) -> None:
         self._num_bytes = 0
-        self._contents: OrderedDict[tuple[str, int], Bytes | Exception] = OrderedDict()
+        self._contents: OrderedDict[tuple[str, int], Bytes] = OrderedDict()
         self._unread: dict[tuple[str, int], int] = {}
         self._pending: set[tuple[str, int]] = set()
         self._changed = threading.Condition()
@@ -323,47 +329,45 @@ class DecodedCells:
             if key in self._contents:
                 return self._read(key, num_read)
             self._pending.add(key)
+            self._unread[key] = num_bytes
             self._num_bytes += num_bytes
-        content: Bytes | Exception
+        content = None
         try:
             content = decode()
-        except Exception as error:
-            content = error
-        with self._changed:
-            self._pending.remove(key)
-            self._contents[key] = content
-            self._unread[key] = num_bytes
-            self._num_bytes -= num_bytes - _num_bytes(content)
-            self._changed.notify_all()
-            return self._read(key, num_read)
+        finally:
+            with self._changed:
+                self._pending.remove(key)
+                if content is not None:
+                    self._contents[key] = content
+                    content = self._read(key, num_read)
+                else:
+                    self._forget(key, num_bytes)
+                self._changed.notify_all()
+        return content
 
     def _is_turn(self, key: tuple[str, int], num_bytes: int, max_bytes: int) -> bool:
         """Return whether a chunk is there, or has room to be decoded."""
         if key in self._contents or key in self._pending:
             return key in self._contents
         while self._contents and self._num_bytes + num_bytes > max_bytes:
-            self._drop(next(iter(self._contents)))
+            oldest, content = self._contents.popitem(last=False)
+            self._forget(oldest, len(content))
         return not self._num_bytes or self._num_bytes + num_bytes <= max_bytes
 
     def _read(self, key: tuple[str, int], num_bytes: int) -> Bytes:
         """Return a content, of which some bytes are read now."""
         content = self._contents[key]
-        if isinstance(content, Exception):
-            raise content
         self._contents.move_to_end(key)
         self._unread[key] -= num_bytes
         if self._unread[key] <= 0:
-            self._drop(key)
+            self._forget(key, len(self._contents.pop(key)))
         return content
 
-    def _drop(self, key: tuple[str, int]) -> None:
-        self._num_bytes -= _num_bytes(self._contents.pop(key))
+    def _forget(self, key: tuple[str, int], num_bytes: int) -> None:
+        """Give back the memory of a chunk."""
+        self._num_bytes -= num_bytes
         del self._unread[key]
         self._changed.notify_all()
-
-
-def _num_bytes(content: Bytes | Exception) -> int:
-    return 0 if isinstance(content, Exception) else len(content)
 
 
 # ---- files
@@ -374,7 +378,7 @@ class ArrayFile(RemoteLocation):
 
     def __init__(self, location: str, decoded: dict[str, Any] | None) -> None:
         super().__init__(location)
-        place, _, self._file = location.partition("://")[2].rpartition("/!/")
+        place, _, self._file = location.removeprefix(object_store.DECODED).rpartition("/!/")
         folder = place.removeprefix(object_store.SEALED)
         find = partial(find_seal, folder, ORBAX.name) if folder != place else None
         # All reads of one call share decoded chunks, and what was compared.
@@ -389,24 +393,15 @@ class ArrayFile(RemoteLocation):
         content = np.empty(num_bytes, np.uint8)
         return content[: self.read_into([content], start)]
 
-    def read(self, max_bytes: int | None = None) -> bytes:
-        return self.read_range(0, self.size()).tobytes()
-
     def size(self) -> int:
         return sum(self._arrays.open(self._file).sizes)
 
     def kind(self) -> Literal["file"]:
         return "file"
 
-    def state(self) -> FileState:
-        # The states of the files that the checkpoint consists of tell whether it has changed.
-        raise self._refusal()
-
     def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
-        raise self._refusal()
+        # Nor has it a state: those of the files of the checkpoint tell whether it has changed.
+        raise OSError(errno.EROFS, "checkpoints of Orbax are only read", self.location)
 
-    def _refusal(self) -> OSError:
-        return OSError(errno.EROFS, "checkpoints of Orbax are only read", self.location)
-
-    list_names = list_files = modified_time = write = write_stream = _refuse
+    list_names = list_files = modified_time = state = read = write = write_stream = _refuse
     open_for_writing = remove = version = _put_if = _is_temporary = _translated = _refuse

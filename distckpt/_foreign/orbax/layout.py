@@ -173,7 +173,7 @@ def _nothing_to_read(location: str, names: set[str], step: str | None) -> Checkp
             f"{location!r} holds several steps of Orbax: give the directory of one. The newest is "
             f"{locations.join(location, step)!r}."
         )
-    if not names.isdisjoint(_LEGACY_NAMES):
+    if "checkpoint" in names:
         return CheckpointingException(
             f"{location!r} was written by an old version of Orbax or Flax, which keeps arrays in "
             "the file 'checkpoint': restore it with Orbax and save it again."

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import importlib
 import json
 import threading
 import urllib.parse
+from collections import OrderedDict
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
@@ -19,7 +18,7 @@ from distckpt._format.marker import read_file
 from distckpt._storage import locations
 
 OCDBT_NAME = "manifest.ocdbt"
-_MAX_NODES = 4
+_MAX_NODES = 5
 """Nodes of an index that stay in memory; neighboring keys are in one."""
 _MAX_PARTS = 8
 
@@ -87,61 +86,71 @@ class Value(NamedTuple):
 class Database:
     """The values of an OCDBT database.
 
-    `compare` takes the places of nodes of the index before they are read.
+    `compare` takes the places of parts of the index before they are read.
     """
 
     def __init__(self, folder: str, compare: Callable[..., None] | None = None) -> None:
         self._folder = folder
-        self._compare = compare
+        self._compare = compare or (lambda *_: None)
         self._lock = threading.Lock()
-        self._node = functools.lru_cache(_MAX_NODES)(self._read_node)
+        self._nodes: OrderedDict[str, Any] = OrderedDict()
 
-    @cached_property
-    def _root(self) -> dict[str, Any]:
-        path = locations.join(self._folder, OCDBT_NAME)
-        try:
-            if self._compare is not None:
-                self._compare("the index", path)
-            root = _dump(OCDBT_NAME, read_file(path, MAX_TABLE_BYTES))["versions"][-1]
-        except (FileNotFoundError, ValueError, LookupError) as error:
-            raise unreadable("The index", path, error) from error
-        return {**root["root"], "height": root["root_height"]}
-
-    def find(self, key: str) -> Value:
-        """Return the value of a key; there is no file of its name if there is none."""
-        with self._lock:
-            entry = self._root
-        none = Value(locations.join(self._folder, *key.split("/")))
+    def find(self, key: str) -> Value | None:
+        """Return the value of a key, None if there is none."""
+        entry = self._node(OCDBT_NAME, self._read_root)
         rest = key.encode()
         # A damaged index may lead back to a node above.
         for _ in range(entry["height"] + 1):
             prefix = entry.get("subtree_common_prefix", b"")
             if "location" not in entry or not rest.startswith(prefix):
-                return none
+                return None
             # Keys lack what all keys of the node begin with.
             rest = rest[len(prefix) :]
-            # Other threads need the same nodes.
-            with self._lock:
-                keys, entries = self._node(entry["location"])
+            keys, entries = self._node(entry["location"], self._read_node)
             row = bisect.bisect_right(keys, rest) - 1
             if row < 0:
-                return none
+                return None
             entry = entries[row]
         if entry.get("key") != rest or "location" in entry:
-            return none
+            return None
         if "indirect_value" in entry:
             return self._at(entry["indirect_value"])
         return Value(self._folder, content=entry["inline_value"])
 
+    def _node(self, location: str, read: Callable[[str], Any]) -> Any:
+        """Return a part of the index, which other threads may need, too."""
+        with self._lock:
+            if location not in self._nodes:
+                try:
+                    self._nodes[location] = read(location)
+                except Exception as error:
+                    # Each of them would repeat its requests for minutes.
+                    self._nodes[location] = error
+                if len(self._nodes) > _MAX_NODES:
+                    self._nodes.popitem(last=False)
+            self._nodes.move_to_end(location)
+            node = self._nodes[location]
+        if isinstance(node, Exception):
+            raise node
+        return node
+
+    def _read_root(self, name: str) -> dict[str, Any]:
+        path = locations.join(self._folder, name)
+        try:
+            self._compare("the index", path)
+            root = _dump(name, read_file(path, MAX_TABLE_BYTES))["versions"][-1]
+        except (FileNotFoundError, ValueError, LookupError) as error:
+            raise unreadable("The index", path, error) from error
+        return {**root["root"], "height": root["root_height"]}
+
     def _read_node(self, location: str) -> tuple[list[bytes], list[Any]]:
         value = self._at(location)
         kind, base, name, _, num_bytes = location.split(":")
-        path = urllib.parse.unquote(base + name)
+        # The node alone, at the beginning of a file of its name.
         node = ":".join([kind, base, name, "0", num_bytes])
         try:
-            if self._compare is not None:
-                self._compare("the index", value.file, value.start, value.stop)
-            entries = _dump(path, value.read(), node)["entries"]
+            self._compare("the index", value.file, value.start, value.stop)
+            entries = _dump(urllib.parse.unquote(base + name), value.read(), node)["entries"]
         except (FileNotFoundError, ValueError) as error:
             raise unreadable("The index", value.file, error) from error
         return [entry["key"] for entry in entries], entries

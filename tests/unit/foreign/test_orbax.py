@@ -8,6 +8,7 @@ import shutil
 import sys
 import tarfile
 
+import fsspec
 import numpy as np
 import pytest
 import tensorstore
@@ -18,7 +19,7 @@ import distckpt
 from tests.data.make_orbax import DTYPES, arrays, trees
 from tests.support.cli_command import call
 from tests.support.disk import flip
-from tests.support.orbax_trees import check
+from tests.support.orbax_trees import check, write_chunks
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "data" / "orbax_0_12.tar.xz"
 SAME = ["standard", "pytree", "zarr3", "plain", "plain_zarr3", "v1"]
@@ -242,12 +243,91 @@ def test_arrays_outside_of_the_directory_are_not_read(copied):
         distckpt.open(copied / "plain")
 
 
-def test_a_url_is_refused_with_the_way_out(made):
-    fsspec = pytest.importorskip("fsspec")
-    memory = fsspec.filesystem("memory")
-    memory.put(str(made / "standard"), "/orbax_at_url", recursive=True)
-    with pytest.raises(distckpt.CheckpointingException, match="copy the directory to a disk"):
-        distckpt.load({}, "memory://orbax_at_url")
+@pytest.fixture
+def at_url(made, memory):
+    """Put a checkpoint into an object store; returns its URL."""
+
+    def put(directory, name="saved"):
+        fsspec.filesystem("memory").put(str(directory), f"/bucket/{name}", recursive=True)
+        return f"{memory}/{name}"
+
+    return put
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arrays_at_urls_have_the_same_bits(made, at_url, name):
+    url = at_url(made / name)
+    check(distckpt.open(url).read_tensors(), trees()[name])
+    assert distckpt.load({}, url) == distckpt.load({}, made / name)
+    assert distckpt.verify(url).is_whole
+
+
+def test_a_deep_index_leads_to_all_chunks_at_a_url(tmp_path, at_url):
+    values = np.arange(3000, dtype=np.int32).reshape(300, 10)
+    config = {"max_decoded_node_bytes": 300, "max_inline_value_bytes": 20}
+    write_chunks(tmp_path / "made", values, (1, 7), config=config)
+    opened = distckpt.open(at_url(tmp_path / "made"))
+    assert np.array_equal(opened.read("x").numpy(), values)
+    assert np.array_equal(opened.read("x", (slice(77, 79),)).numpy(), values[77:79])
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+@pytest.mark.parametrize("uses_ocdbt", [True, False])
+def test_a_chunk_that_is_not_stored_at_a_url(tmp_path, at_url, uses_ocdbt, is_complete):
+    values = np.zeros((4, 6), np.float32)
+    values[1] = 3.5
+    write_chunks(tmp_path / "made", values, (1, 6), uses_ocdbt=uses_ocdbt)
+    description = tmp_path / "made/_METADATA"
+    if not is_complete:
+        fields = json.loads(description.read_text())
+        fields["store_array_data_equal_to_fill_value"] = False
+        description.write_text(json.dumps(fields))
+    opened = distckpt.open(at_url(tmp_path / "made"))
+    if is_complete:
+        with pytest.raises(distckpt.CorruptCheckpointError, match=r"'x', \[0:1, 0:6\]"):
+            opened.read("x")
+    else:
+        assert np.array_equal(opened.read("x").numpy(), values)
+
+
+@pytest.mark.parametrize("name", ["standard", "plain_zarr3"])
+def test_no_damage_at_a_url_goes_unnoticed(made, at_url, name):
+    expected = trees()[name]
+    files = fsspec.filesystem("memory")
+    url = at_url(made / name)
+    num_noticed = 0
+    for path in files.find("/bucket/saved"):
+        content = files.cat_file(path)
+        for changed in (None, content[: len(content) // 2]):
+            files.rm_file(path)
+            if changed is not None:
+                files.pipe_file(path, changed)
+            error = error_of(url, expected)
+            if changed is not None or not path.endswith("_METADATA"):
+                assert distckpt.verify(url).is_whole == (error is None), path
+            if error is not None:
+                num_noticed += 1
+                assert url in error
+            files.pipe_file(path, content)
+    assert num_noticed >= 5
+    check(distckpt.open(url).read_tensors(), expected)
+
+
+def test_a_flipped_bit_in_the_index_at_a_url_is_an_error(made, at_url):
+    files = fsspec.filesystem("memory")
+    url = at_url(made / "standard")
+    index = [path for path in files.find("/bucket/saved") if "ocdbt.process" not in path]
+    for path in index:
+        if not path.endswith("manifest.ocdbt") and "/d/" not in path:
+            continue
+        content = files.cat_file(path)
+        for position in range(0, len(content), 1 + len(content) // 12):
+            changed = bytearray(content)
+            changed[position] ^= 1
+            files.pipe_file(path, bytes(changed))
+            with pytest.raises(distckpt.CheckpointingException, match=path.removeprefix("/bucket")):
+                distckpt.open(url).read_tensors()
+        files.pipe_file(path, content)
 
 
 # ---- damage
