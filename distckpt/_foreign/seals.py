@@ -288,12 +288,15 @@ def read_seal(home: str) -> Seal | None:
 def find_seal(location: str, format_name: str) -> Seal | None:
     """Read the seal of a directory, or that of the step around an item of Orbax."""
     seal = read_seal(location)
-    if seal is None and format_name == ORBAX.name:
-        home, item = locations.split(location)
+    home, item = locations.split(location)
+    if seal is not None or format_name != ORBAX.name or home.endswith("://"):
+        return seal
+    around = None
+    with contextlib.suppress(PermissionError):  # the item alone may be readable
         around = read_seal(home)
-        if around is not None and around.format_name == ORBAX.name:
-            seal = replace(around, prefix=f"{item}/")
-    return seal
+    if around is None or around.format_name != ORBAX.name:
+        return None
+    return replace(around, prefix=f"{item}/")
 
 
 def read_sealed(reader: Reader, location: str) -> Manifest:
