@@ -12,17 +12,17 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
-from distckpt._base.wings import wing
 from distckpt._checkpoint.file_states import describing, states_of
 from distckpt._checkpoint.stored_pieces import Reader
 from distckpt._format.checksum import checksum
+from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.foreign_formats import (
     DEEPSPEED,
     FORMATS,
@@ -49,11 +49,15 @@ from distckpt._storage import locations, object_store
 from distckpt._storage.file_state import FileState
 from distckpt._storage.open_files import OpenFiles
 
+SEALED = "sealed:"
+"""Part of the URLs of arrays whose stored bytes are compared with a seal."""
 _VERSION = 1
 _MAX_NAMED = 5
 _NEAR_BYTES = 64 << 10
 """Bytes that one read spans, gaps between blocks included."""
 _BLOCKS_AT_ONCE = 16
+_MORE_NAMES = {ORBAX.name: ("/metadata", "/metrics")}
+"""Endings of files that readers read if they are there."""
 _DESCRIBED_WHOLLY = (HUGGING_FACE.name, TORCH_DIST.name)
 """Formats whose readers look only at pieces after the description."""
 
@@ -139,7 +143,9 @@ class Seal:
         """Compare chunks with their checksums; return changes, and the bytes read."""
         table = self.manifest.all_chunks
         # Long ranges are read where there are no gaps.
-        max_bytes = _NEAR_BYTES if len(rows) < len(table.key_ids) else unit_bytes_at(self.home)
+        max_bytes = unit_bytes_at(self.home)
+        if len(rows) < len(table.key_ids):
+            max_bytes = _NEAR_BYTES
         part = self.manifest.replaced(chunks=table.take(rows, self.manifest.block_bytes))
         problems = []
         with OpenFiles() as files:
@@ -167,14 +173,15 @@ class Seal:
             if state is None and path not in self._file_ids:
                 return  # a chunk of zeros, which need not be stored
             text = self._change_of(path, state)
-            stop = state.num_bytes if state else 0
         if text or not self._is_same_within(path, start, stop):
             text = text or "is not as it was sealed: checksum mismatch"
             raise changed(self, [Problem(path, text)], what)
 
-    def _is_same_within(self, path: str, start: int, stop: int) -> bool:
+    def _is_same_within(self, path: str, start: int, stop: int | None) -> bool:
         number = self._file_ids[path]
         step = self.manifest.block_bytes
+        if stop is None:
+            stop = self.manifest.files[number].num_bytes
         blocks = np.arange(start // step, -(-stop // step))
         if not len(blocks):
             return True
@@ -216,9 +223,31 @@ class Seal:
         is_piece = table.key_ids >= len(self.manifest.files)
         return np.flatnonzero(is_inside & (is_piece == are_pieces))
 
-    def attached(self, manifest: Manifest, prefix: str) -> Manifest:
-        """Return a reader's manifest with the checksums of its chunks."""
+    def attached(self, manifest: Manifest, prefix: str, names: tuple[str, ...]) -> Manifest:
+        """Compare what a reader has described; return it with checksums."""
+        origin = manifest.origin or {}
+        if self.format_name != origin["format"]:
+            kind = f"is one of {origin['format']!r} now, no longer of {self.format_name!r}"
+            raise changed(self, [Problem(self.home, kind)])
+        # The same description was made of the same bytes between the pieces.
+        sealed = (self.manifest.origin or {}).get("description")
+        is_same = self.format_name in _DESCRIBED_WHOLLY and sealed == description_of(manifest)
+        self.check(names, is_whole=not is_same)
+        if holds_no_pieces(manifest):
+            # Stored bytes are compared before they are decoded.
+            return manifest.replaced(origin={**origin, "decoded": SEALED, "seal": True})
         table = manifest.all_chunks
+        return manifest.replaced(
+            chunks=table._replace(block_checksums=self._checksums_of(manifest, table, prefix)),
+            block_bytes=self.manifest.block_bytes,
+            has_checksums=True,
+            origin={**origin, "seal": True},
+        )
+
+    def _checksums_of(
+        self, manifest: Manifest, table: ChunkTable, prefix: str
+    ) -> npt.NDArray[np.uint64]:
+        """Return the checksums of a reader's chunks, which were sealed as pieces."""
         numbers = {file.name: number for number, file in enumerate(self.manifest.files)}
         ids = np.array([numbers.get(file.name[len(prefix) :], -1) for file in table.files], int)
         rows = np.flatnonzero(table.num_bytes)
@@ -239,14 +268,8 @@ class Seal:
                 f"{table.files[table.file_ids[row]].name!r}, which the release of distckpt that "
                 f"made it read otherwise: `distckpt seal --overwrite {self.home}` makes a new one."
             )
-        block_bytes = self.manifest.block_bytes
-        checksums = self.manifest.all_chunks.take(pieces[places], block_bytes).block_checksums
-        return manifest.replaced(
-            chunks=table._replace(block_checksums=checksums),
-            block_bytes=block_bytes,
-            has_checksums=True,
-            origin={**(manifest.origin or {}), "seal": True},
-        )
+        taken = self.manifest.all_chunks.take(pieces[places], self.manifest.block_bytes)
+        return taken.block_checksums
 
 
 def changed(seal: Seal, problems: Sequence[Problem], what: str = "") -> CorruptCheckpointError:
@@ -305,14 +328,12 @@ def read_sealed(reader: Reader, location: str) -> Manifest:
     Raises:
         CorruptCheckpointError: files have changed since, or the seal is damaged.
     """
-    names = FORMATS[reader.name].names if reader.name in FORMATS else ()
+    names: tuple[str, ...] = ()
+    if reader.name in FORMATS:
+        names = (*FORMATS[reader.name].names, *_MORE_NAMES.get(reader.name, ()))
     seal = find_seal(location, reader.name)
-    read: Callable[[str], Manifest] = reader.manifest
-    if seal is not None and reader.name == ORBAX.name:
-        # It decodes numbers, whose stored bytes are compared before.
-        read = partial(wing("orbax").OrbaxReader().manifest, seal=seal)
     try:
-        manifest = read(location)
+        manifest = _description(reader, location, seal)
     except Exception:
         if seal is not None:
             seal.check(names, is_whole=True)
@@ -322,17 +343,16 @@ def read_sealed(reader: Reader, location: str) -> Manifest:
         seal = read_seal(home)
     if seal is None:
         return manifest
-    name = (manifest.origin or {})["format"]
-    if seal.format_name != name:
-        kind = f"is one of {name!r} now, no longer of {seal.format_name!r}"
-        raise changed(seal, [Problem(seal.home, kind)])
-    # The same description was made of the same bytes between the pieces.
-    is_same = (seal.manifest.origin or {}).get("description") == description_of(manifest)
-    seal.check(names, is_whole=not (is_same and name in _DESCRIBED_WHOLLY))
-    if holds_no_pieces(manifest):
-        # Stored bytes are compared before they are decoded.
-        return manifest.replaced(origin={**(manifest.origin or {}), "seal": True})
-    return seal.attached(manifest, prefix)
+    return seal.attached(manifest, prefix, names)
+
+
+def _description(reader: Reader, location: str, seal: Seal | None) -> Manifest:
+    if seal is not None and reader.name == ORBAX.name:
+        from distckpt._foreign.orbax.reader import OrbaxReader
+
+        # It decodes numbers, whose stored bytes are compared before.
+        return OrbaxReader().manifest(location, seal)
+    return reader.manifest(location)
 
 
 def holds_no_pieces(manifest: Manifest) -> bool:

@@ -63,14 +63,7 @@ ORBAX = ForeignFormat(
     name="orbax",
     reader="OrbaxReader",
     program="Orbax",
-    names=(
-        "_METADATA",
-        "_CHECKPOINT_METADATA",
-        "manifest.ocdbt",
-        "_strings.json",
-        "/metadata",
-        "/metrics",
-    ),
+    names=("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", "_strings.json"),
 )
 
 SEAL_NAME = "distckpt.seal"

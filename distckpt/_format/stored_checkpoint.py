@@ -77,15 +77,10 @@ class StoredCheckpoint:
     @cached_property
     def root(self) -> str:
         """Return the location of its files, a URL if reads decode them."""
-        if "decoded" in (self.manifest.origin or {}):
-            place = object_store.SEALED * self.is_sealed + self.location
-            return f"{object_store.DECODED}{place}/!"
+        decoded = (self.manifest.origin or {}).get("decoded")
+        if decoded is not None:
+            return f"{object_store.DECODED}{decoded}{self.location}/!"
         return self.location
-
-    @property
-    def is_sealed(self) -> bool:
-        """Return whether another program's files are compared with a seal."""
-        return "seal" in (self.manifest.origin or {})
 
     def path_of_file(self, file_id: int) -> str:
         """Return the location of a file."""

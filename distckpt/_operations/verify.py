@@ -200,7 +200,7 @@ def report_of_verify(
         location,
         mode,
         problems=tuple(checked.problems),
-        has_checksums=manifest.has_checksums or stored.is_sealed,
+        has_checksums=manifest.has_checksums or "seal" in (manifest.origin or {}),
         num_keys=len(manifest.keys) + len(manifest.aliases),
         num_files=len(manifest.files),
         num_chunks=len(manifest.key_ids),

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 DECODED = "orbax-array://"
 """Beginning of the URLs of tensors that are stored encoded."""
-SEALED = "sealed:"
-"""Follows it where stored bytes are compared with a seal."""
 
 
 def at(location: str, decoded: dict[str, Any] | None = None) -> RemoteLocation:

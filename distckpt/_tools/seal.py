@@ -34,7 +34,6 @@ from distckpt._format.checksum import checksum
 from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.foreign_formats import SEAL_NAME
 from distckpt._format.manifest import Manifest
-from distckpt._format.manifest_reading import MAX_FOREIGN_PARTS
 from distckpt._format.safetensors_file import CHECKSUMS_SUFFIX, ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._operations.file_checks import (
@@ -47,6 +46,9 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt._storage.file_state import FileState, written_to
 from distckpt._storage.open_files import OpenFiles
+
+_MAX_PARTS = 40
+"""Folders that a name may have, and the file, see `manifest_reading`."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,7 @@ def seal(
     made = None if overwrite else read_seal(home)
     is_new = made is None
     if made is None:
-        try:
-            made = _make(stored, num_threads, progress)
-        except OSError as error:
-            raise CheckpointingException(
-                f"{error.filename or home!r} cannot be sealed: {error.strerror or error}. Remove "
-                "it from there if it is no file, or make it readable, and seal then."
-            ) from error
+        made = _make(stored, num_threads, progress)
         if overwrite:
             locations.write_bytes(made.path, made.to_bytes())
         elif not locations.create_bytes(made.path, made.to_bytes()):
@@ -146,6 +142,18 @@ def _check_is_same(made: Seal, num_threads: int | None, progress: Progress | Non
 
 def _make(stored: StoredCheckpoint, num_threads: int | None, progress: Progress | None) -> Seal:
     """Read all files of a checkpoint, and return their seal."""
+    try:
+        return _read_and_seal(stored, num_threads, progress)
+    except OSError as error:
+        raise CheckpointingException(
+            f"{error.filename or stored.location!r} cannot be sealed: {error.strerror or error}. "
+            "Remove it from there if it is no file, or make it readable, and seal then."
+        ) from error
+
+
+def _read_and_seal(
+    stored: StoredCheckpoint, num_threads: int | None, progress: Progress | None
+) -> Seal:
     home, prefix = home_of(stored.location, stored.manifest)
     read = None
     if not holds_no_pieces(stored.manifest):
@@ -175,7 +183,7 @@ def _describe_files(
     known = locations.listed_states(home)
     files = []
     for name in sorted(list_files(home, read)):
-        if name.endswith(CHECKSUMS_SUFFIX) or not locations.is_inner_name(name, MAX_FOREIGN_PARTS):
+        if name.endswith(CHECKSUMS_SUFFIX) or not locations.is_inner_name(name, _MAX_PARTS):
             raise CheckpointingException(
                 f"{home!r} has a file {name!r:.300}, and {SEAL_NAME} takes no name with a "
                 f"backslash, or the ending {CHECKSUMS_SUFFIX}: move it elsewhere, and seal then."

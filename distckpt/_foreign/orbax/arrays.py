@@ -23,7 +23,7 @@ from distckpt._base.errors import CorruptCheckpointError, UnsupportedObjectError
 from distckpt._base.memory import Bytes, copy_into
 from distckpt._foreign.orbax.layout import Item, Layout, Leaf, read_layout
 from distckpt._foreign.orbax.values import Database, Value, import_tensorstore, unreadable
-from distckpt._foreign.seals import Seal, find_seal
+from distckpt._foreign.seals import SEALED, Seal, find_seal
 from distckpt._format.foreign_formats import ORBAX
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import Span, spans_within
@@ -101,9 +101,9 @@ class OrbaxArrays:
     With a seal, stored bytes are compared with it before they are decoded.
     """
 
-    def __init__(self, location: str, find_seal: Callable[[], Seal | None] | None = None) -> None:
+    def __init__(self, location: str, find: Callable[[], Seal | None] = lambda: None) -> None:
         self._location = location
-        self._find_seal = find_seal
+        self._find_seal = find
         self._is_local = locations.is_local(location)
         self._arrays: dict[str, StoredArray] = {}
         self._databases: dict[str, Database] = {}
@@ -116,7 +116,7 @@ class OrbaxArrays:
 
     @cached_property
     def _seal(self) -> Seal | None:
-        return self._find_seal() if self._find_seal else None
+        return self._find_seal()
 
     @cached_property
     def files(self) -> dict[str, tuple[Item, Leaf]]:
@@ -178,17 +178,16 @@ class OrbaxArrays:
         item, leaf = self.files[file]
         if not item.uses_ocdbt:
             return Value(locations.join(item.folder, *leaf.name.split("/"), *name.split("/")))
-        compare = self._seal.compare if self._seal else None
-        database = self._databases.setdefault(item.folder, Database(item.folder, compare))
+        database = self._databases.setdefault(item.folder, Database(item.folder, self._seal))
         return database.find(f"{leaf.name}/{name}")
 
     def _compare(self, file: str, name: str, region: object = "") -> None:
         """Compare the metadata, or a chunk, of an array with the seal."""
-        value = self._value(file, name) if self._seal else None
-        if self._seal is not None and value is not None and value.content is None:
+        if self._seal is not None:
             item, leaf = self.files[file]
-            what = f"{item.key_of(leaf)!r}{region}"
-            self._seal.compare(what, value.file, value.start, value.stop)
+            value = self._value(file, name)
+            if value is not None:
+                value.compare(self._seal, f"{item.key_of(leaf)!r}{region}")
 
     def _unreadable(
         self, file: str, name: str, error: Exception, region: object = ""
@@ -379,10 +378,11 @@ class ArrayFile(RemoteLocation):
     def __init__(self, location: str, decoded: dict[str, Any] | None) -> None:
         super().__init__(location)
         place, _, self._file = location.removeprefix(object_store.DECODED).rpartition("/!/")
-        folder = place.removeprefix(object_store.SEALED)
-        find = partial(find_seal, folder, ORBAX.name) if folder != place else None
+        folder = place.removeprefix(SEALED)
         # All reads of one call share decoded chunks, and what was compared.
-        self._arrays = OrbaxArrays(folder, find)
+        self._arrays = OrbaxArrays(folder)
+        if folder != place:
+            self._arrays = OrbaxArrays(folder, partial(find_seal, folder, ORBAX.name))
         if decoded is not None:
             self._arrays = decoded.setdefault(place, self._arrays)
 

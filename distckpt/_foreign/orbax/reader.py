@@ -53,7 +53,7 @@ class OrbaxReader(Reader):
             files.append(ShardFile(file, position, 0, 0))
         # Read here, so that `verify` finds damage in them.
         common = common_state(arrays.layout, scalars, location)
-        fields = {"decoded": True, "common": base64.b64encode(codec.encode(common)).decode()}
+        fields = {"decoded": "", "common": base64.b64encode(codec.encode(common)).decode()}
         return build_manifest(self.name, location, pieces, files, fields)
 
     def load_common_state(self, stored: StoredCheckpoint) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.threads import NUM_REQUESTS, PART_BYTES, run_threads
+from distckpt._foreign.seals import Seal
 from distckpt._format.manifest import MAX_TABLE_BYTES
 from distckpt._format.marker import read_file
 from distckpt._storage import locations
@@ -52,10 +53,12 @@ class Value(NamedTuple):
     num_bytes: int | None = None
     content: bytes | None = None
 
-    @property
-    def stop(self) -> int | None:
-        """Return the position behind its last byte; None for the end of the file."""
-        return None if self.num_bytes is None else self.start + self.num_bytes
+    def compare(self, seal: Seal, what: str) -> None:
+        """Compare it with a seal. `what` names it, in the error."""
+        if self.num_bytes is not None:
+            seal.compare(what, self.file, self.start, self.start + self.num_bytes)
+        elif self.content is None:
+            seal.compare(what, self.file)
 
     def read(self, max_bytes: int = MAX_TABLE_BYTES) -> bytes:
         """Read the value.
@@ -84,14 +87,11 @@ class Value(NamedTuple):
 
 
 class Database:
-    """The values of an OCDBT database.
+    """The values of an OCDBT database, whose index is compared with a seal."""
 
-    `compare` takes the places of parts of the index before they are read.
-    """
-
-    def __init__(self, folder: str, compare: Callable[..., None] | None = None) -> None:
+    def __init__(self, folder: str, seal: Seal | None) -> None:
         self._folder = folder
-        self._compare = compare or (lambda *_: None)
+        self._seal = seal
         self._lock = threading.Lock()
         self._nodes: OrderedDict[str, Any] = OrderedDict()
 
@@ -137,7 +137,8 @@ class Database:
     def _read_root(self, name: str) -> dict[str, Any]:
         path = locations.join(self._folder, name)
         try:
-            self._compare("the index", path)
+            if self._seal is not None:
+                self._seal.compare("the index", path)
             root = _dump(name, read_file(path, MAX_TABLE_BYTES))["versions"][-1]
         except (FileNotFoundError, ValueError, LookupError) as error:
             raise unreadable("The index", path, error) from error
@@ -149,7 +150,8 @@ class Database:
         # The node alone, at the beginning of a file of its name.
         node = ":".join([kind, base, name, "0", num_bytes])
         try:
-            self._compare("the index", value.file, value.start, value.stop)
+            if self._seal is not None:
+                value.compare(self._seal, "the index")
             entries = _dump(urllib.parse.unquote(base + name), value.read(), node)["entries"]
         except (FileNotFoundError, ValueError) as error:
             raise unreadable("The index", value.file, error) from error

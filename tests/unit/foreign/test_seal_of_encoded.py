@@ -249,11 +249,9 @@ def test_values_are_found_in_a_database_of_any_height(tmp_path):
     with tensorstore.Transaction() as transaction:
         for key, value in values.items():
             store.with_transaction(transaction)[key] = value
-    compared = set()
-    database = Database(str(tmp_path), lambda *place: compared.add(place))
+    database = Database(str(tmp_path), None)
     for key, value in values.items():
         assert database.find(key).read() == value
-    assert len(compared) > 10
     for key in ("", "layer.0", "layer.0300", "layer.061/0.0", "zzz"):
         assert database.find(key) is None
 
