@@ -46,7 +46,6 @@ from distckpt._operations.file_checks import (
     not_in,
 )
 from distckpt._storage import locations, object_store
-from distckpt._storage.file_state import FileState
 from distckpt._storage.open_files import OpenFiles
 
 SEALED = "sealed:"
@@ -56,8 +55,8 @@ _MAX_NAMED = 5
 _NEAR_BYTES = 64 << 10
 """Bytes that one read spans, gaps between blocks included."""
 _BLOCKS_AT_ONCE = 16
-_MORE_NAMES = {ORBAX.name: ("/metadata", "/metrics")}
-"""Endings of files that readers read if they are there."""
+_ORBAX_VALUES = ("/metadata", "/metrics")
+"""Files of items that hold JSON."""
 _DESCRIBED_WHOLLY = (HUGGING_FACE.name, TORCH_DIST.name)
 """Formats whose readers look only at pieces after the description."""
 
@@ -121,18 +120,19 @@ class Seal:
         inside = [self._path_of(name) for name in present if name.startswith(self.prefix)]
         paths = describing(sorted({*self._file_ids, *inside}), names)
         states = states_of(paths, locations.listed_states(self.home))
-        changes = [Problem(path, self._change_of(path, states.get(path))) for path in paths]
-        return [problem for problem in changes if problem.message]
-
-    def _change_of(self, path: str, state: FileState | None) -> str:
-        if path not in self._file_ids:
-            return "was added"
-        if state is None:
-            return "was removed or renamed"
-        num_bytes = self.manifest.files[self._file_ids[path]].num_bytes
-        if state.num_bytes != num_bytes:
-            return f"has {state.num_bytes} bytes, {num_bytes} were sealed"
-        return ""
+        problems = []
+        for path in paths:
+            state = states.get(path)
+            number = self._file_ids.get(path)
+            if number is None:
+                problems.append(Problem(path, "was added"))
+            elif state is None:
+                problems.append(Problem(path, "was removed or renamed"))
+            elif state.num_bytes != self.manifest.files[number].num_bytes:
+                num_bytes = self.manifest.files[number].num_bytes
+                text = f"has {state.num_bytes} bytes, {num_bytes} were sealed"
+                problems.append(Problem(path, text))
+        return problems
 
     def changed_blocks(
         self,
@@ -167,15 +167,15 @@ class Seal:
             start: first position.
             stop: position behind the last; None for the whole file.
         """
-        text = ""
-        if stop is None or path not in self._file_ids:
-            state = states_of([path], {}).get(path)
-            if state is None and path not in self._file_ids:
-                return  # a chunk of zeros, which need not be stored
-            text = self._change_of(path, state)
-        if text or not self._is_same_within(path, start, stop):
-            text = text or "is not as it was sealed: checksum mismatch"
-            raise changed(self, [Problem(path, text)], what)
+        if path in self._file_ids:
+            text = "is not as it was sealed: checksum mismatch"
+            if self._is_same_within(path, start, stop):
+                return
+        elif locations.exists(path):
+            text = "was added"
+        else:
+            return  # a chunk of zeros, which need not be stored
+        raise changed(self, [Problem(path, text)], what)
 
     def _is_same_within(self, path: str, start: int, stop: int | None) -> bool:
         number = self._file_ids[path]
@@ -328,9 +328,9 @@ def read_sealed(reader: Reader, location: str) -> Manifest:
     Raises:
         CorruptCheckpointError: files have changed since, or the seal is damaged.
     """
-    names: tuple[str, ...] = ()
-    if reader.name in FORMATS:
-        names = (*FORMATS[reader.name].names, *_MORE_NAMES.get(reader.name, ()))
+    names = FORMATS[reader.name].names if reader.name in FORMATS else ()
+    if reader.name == ORBAX.name:
+        names = (*names, *_ORBAX_VALUES)
     seal = find_seal(location, reader.name)
     try:
         manifest = _description(reader, location, seal)
