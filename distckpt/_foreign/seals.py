@@ -368,7 +368,7 @@ def description_of(manifest: Manifest) -> str:
 def check_rest(
     location: str, manifest: Manifest | None, mode: str, num_threads: int | None
 ) -> tuple[list[Problem], int]:
-    """Check the sealed bytes of no key; all bytes without a manifest."""
+    """Check the sealed bytes of no key, or all without a manifest."""
     seal = None
     with contextlib.suppress(CorruptCheckpointError):  # as opening it has said
         if manifest is None:

@@ -278,10 +278,9 @@ def _check_content(
 def check_beside(
     location: str, manifest: Manifest | None, mode: str, num_threads: int | None
 ) -> tuple[list[Problem], int]:
-    """Check the bytes that a seal covers and no key has.
+    """Check the sealed bytes of no key, or all without a manifest.
 
-    Without a manifest, since the checkpoint cannot be opened: all that it covers. Return the bytes
-    read, too.
+    Return the bytes read, too.
     """
     checked: tuple[list[Problem], int] = ([], 0)
     if manifest is None or "seal" in (manifest.origin or {}):
