@@ -347,12 +347,11 @@ def read_sealed(reader: Reader, location: str) -> Manifest:
 
 
 def _description(reader: Reader, location: str, seal: Seal | None) -> Manifest:
+    read: Callable[..., Manifest] = reader.manifest
     if seal is not None and reader.name == ORBAX.name:
-        from distckpt._foreign.orbax.reader import OrbaxReader
-
         # It decodes numbers, whose stored bytes are compared before.
-        return OrbaxReader().manifest(location, seal)
-    return reader.manifest(location)
+        return read(location, seal)
+    return read(location)
 
 
 def holds_no_pieces(manifest: Manifest) -> bool:
