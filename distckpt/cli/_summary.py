@@ -47,7 +47,7 @@ def summarize(stored: StoredCheckpoint) -> dict[str, Any]:
         "object_bytes": int(sizes[~is_tensor].sum()),
         "num_chunks": len(manifest.key_ids),
         "num_files": len(manifest.files),
-        "has_checksums": manifest.has_checksums,
+        "has_checksums": manifest.has_checksums or "seal" in (manifest.origin or {}),
         "tied": manifest.aliases,
         **_save_facts(stored),
     }

@@ -11,7 +11,7 @@ import errno
 import itertools
 import math
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
@@ -122,7 +122,7 @@ class OrbaxArrays:
     def files(self) -> dict[str, tuple[Item, Leaf]]:
         """Return the arrays by the names of their files."""
         found: dict[str, tuple[Item, Leaf]] = {}
-        for item in self.layout.items:
+        for item in self.layout[0]:
             for leaf in item.leaves:
                 if leaf.kind == "value":
                     continue
@@ -143,20 +143,24 @@ class OrbaxArrays:
         # Chunks are kept here, not by tensorstore: it keeps none that exceeds its limit.
         context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
         name = "zarr.json" if item.uses_zarr3 else ".zarray"
+        store: dict[str, Any] = {"driver": "memory"}
+        if self._is_local:
+            store = {"driver": "file", "path": f"{item.folder}/{leaf.name}/"}
+        if self._is_local and item.uses_ocdbt:
+            base = {"driver": "file", "path": f"{item.folder}/"}
+            store = {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
         spec = {
             "driver": "zarr3" if item.uses_zarr3 else "zarr",
-            "kvstore": {"driver": "memory"},
+            "kvstore": store,
             "fill_missing_data_reads": not item.is_complete,
         }
-        if self._is_local:
-            spec["kvstore"] = _local_store(item, leaf)
         try:
             self._compare(file, name)
             if not self._is_local:
                 # tensorstore would know neither all stores nor their settings.
-                store = ts.KvStore.open(spec["kvstore"], context=context).result()
                 value = self._value(file, name)
-                store.write(name, value and value.read()).result()
+                memory = ts.KvStore.open(store, context=context).result()
+                memory.write(name, value and value.read()).result()
             array = ts.open(spec, open=True, read=True, context=context).result()
         except (ValueError, FileNotFoundError) as error:
             raise self._unreadable(file, name, error) from error
@@ -207,8 +211,7 @@ class OrbaxArrays:
                 f"{item.key_of(leaf)!r} in {item.folder!r} has the shape {array.shape}, but "
                 "should be a number: the files are of different saves."
             )
-        content = np.empty(ITEM_BYTES[array.dtype], np.uint8)
-        self.read_into(file, [content], 0)
+        content: Any = self._decode(file, array, 0)
         return content.view(array.numpy_dtype)[0].item()
 
     def read_into(self, file: str, buffers: Sequence[Bytes], start: int) -> int:
@@ -242,7 +245,7 @@ class OrbaxArrays:
     def _decode_at_url(self, file: str, array: StoredArray, cell: int) -> Bytes:
         name = array.name_of(cell)
         value = self._value(file, name)
-        store = array.array.kvstore
+        store: Any = array.array.kvstore
         max_bytes = 2 * array.num_bytes(array.chunk) + _MAX_HEAD_BYTES
         try:
             store.write(name, value and value.read(max_bytes)).result()
@@ -254,14 +257,6 @@ class OrbaxArrays:
             return array.decode(cell)
         finally:
             store.write(name, None).result()
-
-
-def _local_store(item: Item, leaf: Leaf) -> dict[str, Any]:
-    """Return where tensorstore finds a local array."""
-    if not item.uses_ocdbt:
-        return {"driver": "file", "path": f"{item.folder}/{leaf.name}/"}
-    base = {"driver": "file", "path": f"{item.folder}/"}
-    return {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
 
 
 def _cells(shape: tuple[int, ...], chunk: Sequence[int]) -> Iterator[Region]:
@@ -295,15 +290,15 @@ def _scatter(contents: Iterable[Bytes], buffers: Sequence[Bytes]) -> int:
 class DecodedCells:
     """Decoded chunks, shared by threads.
 
-    A chunk stays until it was read whole, or another one needs its memory. Each is decoded by one
-    thread, for which the others wait.
+    A chunk stays until it was read whole, or another one needs its memory and no thread waits for
+    it. Each is decoded by one thread, for which the others wait.
     """
 
     def __init__(self) -> None:
         self._num_bytes = 0
         self._contents: OrderedDict[tuple[str, int], Bytes] = OrderedDict()
         self._unread: dict[tuple[str, int], int] = {}
-        self._pending: set[tuple[str, int]] = set()
+        self._num_waiting: Counter[tuple[str, int]] = Counter()
         self._changed = threading.Condition()
 
     def get(
@@ -316,41 +311,35 @@ class DecodedCells:
     ) -> Bytes:
         """Return the content of a chunk, which may be there already.
 
-        Args:
-            key: names the chunk.
-            num_bytes: its size.
-            num_read: the bytes of it that the caller reads.
-            max_bytes: limit of the memory of all chunks.
-            decode: decodes its content.
+        It has `num_bytes`, of which the caller reads `num_read`. `max_bytes` limits the memory of
+        all chunks.
         """
         with self._changed:
+            self._num_waiting[key] += 1
             self._changed.wait_for(lambda: self._is_turn(key, num_bytes, max_bytes))
             if key in self._contents:
                 return self._read(key, num_read)
-            self._pending.add(key)
             self._unread[key] = num_bytes
             self._num_bytes += num_bytes
-        content = None
         try:
             content = decode()
-        finally:
+        except BaseException:
             with self._changed:
-                self._pending.remove(key)
-                if content is not None:
-                    self._contents[key] = content
-                    content = self._read(key, num_read)
-                else:
-                    self._forget(key, num_bytes)
-                self._changed.notify_all()
-        return content
+                self._num_waiting[key] -= 1
+                self._forget(key, num_bytes)
+            raise
+        with self._changed:
+            self._contents[key] = content
+            return self._read(key, num_read)
 
     def _is_turn(self, key: tuple[str, int], num_bytes: int, max_bytes: int) -> bool:
         """Return whether a chunk is there, or has room to be decoded."""
-        if key in self._contents or key in self._pending:
+        # Of a chunk that another thread decodes, bytes are unread.
+        if key in self._contents or key in self._unread:
             return key in self._contents
-        while self._contents and self._num_bytes + num_bytes > max_bytes:
-            oldest, content = self._contents.popitem(last=False)
-            self._forget(oldest, len(content))
+        for other in list(self._contents):
+            if self._num_bytes + num_bytes > max_bytes and not self._num_waiting[other]:
+                self._forget(other, len(self._contents.pop(other)))
         return not self._num_bytes or self._num_bytes + num_bytes <= max_bytes
 
     def _read(self, key: tuple[str, int], num_bytes: int) -> Bytes:
@@ -358,8 +347,10 @@ class DecodedCells:
         content = self._contents[key]
         self._contents.move_to_end(key)
         self._unread[key] -= num_bytes
+        self._num_waiting[key] -= 1
         if self._unread[key] <= 0:
             self._forget(key, len(self._contents.pop(key)))
+        self._changed.notify_all()
         return content
 
     def _forget(self, key: tuple[str, int], num_bytes: int) -> None:

@@ -27,6 +27,7 @@ _LEGACY_NAMES = {"checkpoint", ".zarray"}
 """The file of versions before 0.4, which holds arrays itself, and one in the folder of an array."""
 _TELLING = {TREE_NAME, *_STEP_NAMES, *_JSON_NAMES, *_LEGACY_NAMES}
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_MAX_PARTS = 64
 _MAX_LOOKS = 8
 """Folders of a root that are looked at."""
 _STEP_FOLDER = re.compile(r"(?:.*_)?(\d{1,18})")
@@ -87,11 +88,8 @@ class Item(NamedTuple):
         return (self.name, *leaf.path) if self.prefix else leaf.path
 
 
-class Layout(NamedTuple):
-    """The items of a checkpoint: trees, and JSON values by name."""
-
-    items: list[Item]
-    values: dict[str, Any]
+Layout = tuple[list[Item], dict[str, Any]]
+"""The items of a checkpoint: trees, and JSON values by name."""
 
 
 def is_checkpoint(location: str) -> bool:
@@ -121,7 +119,7 @@ def read_layout(location: str) -> Layout:
         )
     names = set(locations.list_names(location))
     if TREE_NAME in names:
-        return Layout([_read_item(location, "", "")], {})
+        return [_read_item(location, "", "")], {}
     inside = _look_inside(location, names)
     trees = _trees_in(inside, names)
     if not trees:
@@ -141,7 +139,7 @@ def read_layout(location: str) -> Layout:
     _check_keys(location, items)
     if _STEP_NAME in names:
         _check_items(location, names, {*trees, *values})
-    return Layout(items, values)
+    return items, values
 
 
 def _check_items(location: str, names: set[str], found: set[str]) -> None:
@@ -241,22 +239,23 @@ def _read_item(folder: str, name: str, prefix: str) -> Item:
     strings: dict[str, Any] = {}
     try:
         leaves = [_leaf(folder, row, strings) for row in described["tree_metadata"].values()]
-        uses_ocdbt = described.get("use_ocdbt")
     except (KeyError, TypeError, AttributeError) as error:
         raise unreadable("The tree", path, error) from error
+    uses_ocdbt = described.get("use_ocdbt")
     if uses_ocdbt is None:
         uses_ocdbt = locations.exists(locations.join(folder, OCDBT_NAME))
-    item = Item(
-        name,
-        folder,
-        prefix,
-        leaves,
-        bool(uses_ocdbt),
-        bool(described.get("use_zarr3", False)),
-        bool(described.get("store_array_data_equal_to_fill_value", False)),
-    )
+    is_complete = bool(described.get("store_array_data_equal_to_fill_value"))
+    uses_zarr3 = bool(described.get("use_zarr3"))
+    item = Item(name, folder, prefix, leaves, bool(uses_ocdbt), uses_zarr3, is_complete)
     _check_keys(folder, [item])
-    _check_names(item)
+    for leaf in leaves:
+        # Only in a database, a name may lead anywhere.
+        is_inside = locations.is_inner_name(leaf.name, _MAX_PARTS)
+        if leaf.kind != "value" and not (is_inside or (uses_ocdbt and leaf.name)):
+            raise CheckpointingException(
+                f"{folder!r} holds an array with the name {leaf.name!r}, which no key can have: "
+                "save the tree with other names."
+            )
     return item
 
 
@@ -300,20 +299,6 @@ def _check_keys(location: str, items: Iterable[Item]) -> None:
                 )
 
 
-def _check_names(item: Item) -> None:
-    """Check that names of arrays lead to places inside of the item."""
-    for leaf in item.leaves:
-        if leaf.kind == "value":
-            continue
-        parts = leaf.name.split("/")
-        is_outside = not item.uses_ocdbt and not {"", ".", ".."}.isdisjoint(parts)
-        if not leaf.name or is_outside:
-            raise CheckpointingException(
-                f"{item.folder!r} holds an array with the name {leaf.name!r}, which no key can "
-                "have: save the tree with other names."
-            )
-
-
 def common_state(
     layout: Layout, scalars: Mapping[tuple[str, ...], Any], location: str
 ) -> dict[str, Any]:
@@ -321,27 +306,23 @@ def common_state(
 
     `scalars` are numbers by their paths.
     """
+    items, others = layout
     values = dict(scalars)
-    for item in layout.items:
+    for item in items:
         for leaf in item.leaves:
             if leaf.kind == "value":
                 values[item.path_of(leaf)] = leaf.value
     tree: dict[str, Any] = {}
-    for path in sorted(values):
-        _put(tree, path, values[path], location)
-    for name, value in layout.values.items():
-        _put(tree, (name,), value, location)
+    pairs = [(path, values[path]) for path in sorted(values)]
+    pairs += [((name,), value) for name, value in others.items()]
+    for path, value in pairs:
+        node: Any = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or path[-1] in node:
+            raise CorruptCheckpointError(
+                f"{location!r} holds two values at {list(path)}: give the directory of one item, "
+                "or restore the files, if they are of different saves."
+            )
+        node[path[-1]] = value
     return tree
-
-
-def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any, location: str) -> None:
-    """Put a value at a path, where nothing may be."""
-    node: Any = tree
-    for key in path[:-1]:
-        node = node.setdefault(key, {}) if isinstance(node, dict) else None
-    if not isinstance(node, dict) or path[-1] in node:
-        raise CorruptCheckpointError(
-            f"{location!r} holds two values at {list(path)}: give the directory of one item, or "
-            "restore the files, if they are of different saves."
-        )
-    node[path[-1]] = value

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
 import sys
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import distckpt
+from distckpt._foreign.orbax.arrays import DecodedCells
 from tests.data.make_orbax import DTYPES, arrays, trees
 from tests.support.cli_command import call
 from tests.support.disk import flip
@@ -192,7 +195,8 @@ def test_verify_of_a_sealed_one_has_checksums(copied, capsys):
     report = distckpt.verify(copied / "standard")
     assert report.is_whole
     assert report.has_checksums
-    assert "no checksums" not in call(capsys, "verify", copied / "standard")
+    for verb in ("verify", "inspect"):
+        assert "no checksums" not in call(capsys, verb, copied / "standard")
 
 
 def test_a_root_of_steps_names_the_newest(made):
@@ -431,6 +435,29 @@ def test_a_region_decodes_the_chunks_it_touches_and_each_once(made, monkeypatch)
     decoded.clear()
     assert distckpt.verify(made / "chunks_zarr3").is_whole
     assert sorted(decoded) == list(range(num_chunks))
+
+
+def test_a_chunk_stays_while_threads_wait_for_it():
+    cells = DecodedCells()
+    decoded = []
+
+    def read(name):
+        def decode():
+            decoded.append(name)
+            while decoded == ["a"] and len(cells._changed._waiters) < 4:
+                os.sched_yield()
+            return np.zeros(8, np.uint8)
+
+        return cells.get((name, 0), 8, 2, 8, decode)
+
+    with ThreadPoolExecutor(5) as pool:
+        first = pool.submit(read, "a")
+        while not decoded:
+            os.sched_yield()
+        assert all(len(content) == 8 for content in pool.map(read, "baab"))
+        first.result()
+    # Neither is fetched again, though there is room for one only.
+    assert sorted(decoded) == ["a", "b"]
 
 
 def test_a_package_that_is_missing_is_named(made, monkeypatch):
