@@ -49,7 +49,7 @@ from distckpt._storage import locations, object_store
 from distckpt._storage.open_files import OpenFiles
 
 SEALED = "sealed:"
-"""Part of the URLs of arrays whose stored bytes are compared with a seal."""
+"""Part of the URLs of arrays in a sealed directory."""
 _VERSION = 1
 _MAX_NAMED = 5
 _NEAR_BYTES = 64 << 10
@@ -158,11 +158,11 @@ class Seal:
                 problems.append(replace(found, message=text, key=None, region=None))
         return problems, num_read
 
-    def compare(self, what: str, path: str, start: int = 0, stop: int | None = None) -> None:
-        """Compare the blocks of some bytes of a file without pieces, each once.
+    def compare(self, values: str, path: str, start: int = 0, stop: int | None = None) -> None:
+        """Compare some bytes of a file without pieces, each block once.
 
         Args:
-            what: names the values there, in the error.
+            values: names the values there, in the error.
             path: location of the file.
             start: first position.
             stop: position behind the last; None for the whole file.
@@ -175,7 +175,7 @@ class Seal:
             text = "was added"
         else:
             return  # a chunk of zeros, which need not be stored
-        raise changed(self, [Problem(path, text)], what)
+        raise changed(self, [Problem(path, text)], values)
 
     def _is_same_within(self, path: str, start: int, stop: int | None) -> bool:
         number = self._file_ids[path]
@@ -224,7 +224,7 @@ class Seal:
         return np.flatnonzero(is_inside & (is_piece == are_pieces))
 
     def attached(self, manifest: Manifest, prefix: str, names: tuple[str, ...]) -> Manifest:
-        """Compare what a reader has described; return it with checksums."""
+        """Return a reader's description with checksums, after comparing its files."""
         origin = manifest.origin or {}
         if self.format_name != origin["format"]:
             kind = f"is one of {origin['format']!r} now, no longer of {self.format_name!r}"
@@ -272,14 +272,14 @@ class Seal:
         return taken.block_checksums
 
 
-def changed(seal: Seal, problems: Sequence[Problem], what: str = "") -> CorruptCheckpointError:
+def changed(seal: Seal, problems: Sequence[Problem], values: str = "") -> CorruptCheckpointError:
     """Return the error about a sealed directory that has changed.
 
-    `what` names the values that were to be read.
+    `values` names those that were to be read.
     """
     named = [f"{problem.file!r} {problem.message}" for problem in problems[:_MAX_NAMED]]
     more = f"; and {len(problems) - _MAX_NAMED} more" * (len(problems) > _MAX_NAMED)
-    more += f" ({what})" * bool(what)
+    more += f" ({values})" * bool(values)
     return CorruptCheckpointError(
         f"{seal.home!r} has changed since it was sealed: {'; '.join(named)}{more}. Restore the "
         f"files from a copy. If they were meant to change: `distckpt seal --overwrite {seal.home}`,"
@@ -309,7 +309,7 @@ def read_seal(home: str) -> Seal | None:
 
 
 def find_seal(location: str, format_name: str) -> Seal | None:
-    """Read the seal of a directory, or that of the step around an item of Orbax."""
+    """Read the seal of a directory, or of the step around it."""
     seal = read_seal(location)
     home, item = locations.split(location)
     if seal is not None or format_name != ORBAX.name or home.endswith("://"):

@@ -370,7 +370,7 @@ class ArrayFile(RemoteLocation):
         super().__init__(location)
         place, _, self._file = location.removeprefix(object_store.DECODED).rpartition("/!/")
         folder = place.removeprefix(SEALED)
-        # All reads of one call share decoded chunks, and what was compared.
+        # All reads of one call share decoded chunks and compared blocks.
         self._arrays = OrbaxArrays(folder)
         if folder != place:
             self._arrays = OrbaxArrays(folder, partial(find_seal, folder, ORBAX.name))

@@ -53,12 +53,12 @@ class Value(NamedTuple):
     num_bytes: int | None = None
     content: bytes | None = None
 
-    def compare(self, seal: Seal, what: str) -> None:
-        """Compare it with a seal. `what` names it, in the error."""
+    def compare(self, seal: Seal, name: str) -> None:
+        """Compare the value with a seal; `name` is for the error."""
         if self.num_bytes is not None:
-            seal.compare(what, self.file, self.start, self.start + self.num_bytes)
+            seal.compare(name, self.file, self.start, self.start + self.num_bytes)
         elif self.content is None:
-            seal.compare(what, self.file)
+            seal.compare(name, self.file)
 
     def read(self, max_bytes: int = MAX_TABLE_BYTES) -> bytes:
         """Read the value.
@@ -87,7 +87,7 @@ class Value(NamedTuple):
 
 
 class Database:
-    """The values of an OCDBT database, whose index is compared with a seal."""
+    """The values of an OCDBT database. Its index is compared with a seal."""
 
     def __init__(self, folder: str, seal: Seal | None) -> None:
         self._folder = folder
