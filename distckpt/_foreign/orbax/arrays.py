@@ -38,8 +38,10 @@ DECODED_BYTES = 64 << 20
 _MOST_DECODED_BYTES = 1 << 30
 """Memory for chunks side by side, all of which each row needs."""
 _MAX_HEAD_BYTES = 1 << 20
+_DRIVERS = {False: ("zarr", ".zarray"), True: ("zarr3", "zarr.json")}
+"""Drivers of tensorstore and files of metadata, by `uses_zarr3`."""
 _NAMINGS: dict[str, tuple[list[str], str]] = {"default": (["c"], "/"), "v2": ([], ".")}
-"""Beginnings and separators of the names of chunks, unless an array has another separator."""
+"""Beginnings and usual separators of the names of chunks."""
 
 _WIDER = {
     "int2": "int8",
@@ -74,9 +76,10 @@ class StoredArray(NamedTuple):
     cells: list[Region]
     sizes: list[int]
 
-    def num_bytes(self, shape: Iterable[int]) -> int:
-        """Return the bytes of a part with a shape."""
-        return math.prod(shape) * ITEM_BYTES[self.dtype]
+    @property
+    def max_encoded_bytes(self) -> int:
+        """Return a size that no compressed chunk exceeds."""
+        return 2 * math.prod(self.chunk) * ITEM_BYTES[self.dtype] + _MAX_HEAD_BYTES
 
     def name_of(self, cell: int) -> str:
         """Return the name of a chunk."""
@@ -142,15 +145,12 @@ class OrbaxArrays:
         ts = import_tensorstore()
         # Chunks are kept here, not by tensorstore: it keeps none that exceeds its limit.
         context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-        name = "zarr.json" if item.uses_zarr3 else ".zarray"
-        store: dict[str, Any] = {"driver": "memory"}
+        driver, name = _DRIVERS[item.uses_zarr3]
+        store = {"driver": "memory"}
         if self._is_local:
-            store = {"driver": "file", "path": f"{item.folder}/{leaf.name}/"}
-        if self._is_local and item.uses_ocdbt:
-            base = {"driver": "file", "path": f"{item.folder}/"}
-            store = {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
+            store = _local_store(item, leaf)
         spec = {
-            "driver": "zarr3" if item.uses_zarr3 else "zarr",
+            "driver": driver,
             "kvstore": store,
             "fill_missing_data_reads": not item.is_complete,
         }
@@ -178,7 +178,7 @@ class OrbaxArrays:
         return StoredArray(array, shape, STORED_NAMES[dtype], numpy_dtype, chunk, cells, sizes)
 
     def _value(self, file: str, name: str) -> Value | None:
-        """Return the metadata, or a chunk, of an array, None if the index lacks it."""
+        """Return the metadata or a chunk; None if the index lacks it."""
         item, leaf = self.files[file]
         if not item.uses_ocdbt:
             return Value(locations.join(item.folder, *leaf.name.split("/"), *name.split("/")))
@@ -198,9 +198,8 @@ class OrbaxArrays:
     ) -> CorruptCheckpointError:
         """Return the error about the metadata, or a chunk, of an array."""
         item, leaf = self.files[file]
-        value = self._value(file, name)
-        place = item.folder if value is None else value.file
-        return unreadable(f"{item.key_of(leaf)!r}{region}", place, error)
+        value = self._value(file, name) or Value(item.folder)
+        return unreadable(f"{item.key_of(leaf)!r}{region}", value.file, error)
 
     def read_scalar(self, file: str) -> Any:
         """Return the number that an array of one element holds."""
@@ -224,7 +223,8 @@ class OrbaxArrays:
     def _decoded(self, file: str, array: StoredArray, span: Span) -> Bytes:
         """Return some bytes of a cell."""
         # The chunks that the first row goes through.
-        side_by_side = array.num_bytes([*array.cells[0].shape[:1], *array.shape[1:]])
+        shape = [*array.cells[0].shape[:1], *array.shape[1:]]
+        side_by_side = math.prod(shape) * ITEM_BYTES[array.dtype]
         max_bytes = max(DECODED_BYTES, min(side_by_side, _MOST_DECODED_BYTES))
         size = array.sizes[span.chunk]
         decode = partial(self._decode, file, array, span.chunk)
@@ -233,30 +233,33 @@ class OrbaxArrays:
 
     def _decode(self, file: str, array: StoredArray, cell: int) -> Bytes:
         """Read and decode a chunk."""
+        name = array.name_of(cell)
+        memory: Any = array.array.kvstore
         region = f", {array.cells[cell]}"
         try:
-            self._compare(file, array.name_of(cell), region)
+            self._compare(file, name, region)
             if self._is_local:
                 return array.decode(cell)
-            return self._decode_at_url(file, array, cell)
+            value = self._value(file, name)
+            try:
+                memory.write(name, value and value.read(array.max_encoded_bytes)).result()
+            except FileNotFoundError:
+                # Chunks of zeros may be left out, not the files that a database names.
+                if self.files[file][0].uses_ocdbt:
+                    raise
+            content = array.decode(cell)
+            memory.write(name, None).result()
+            return content
         except (ValueError, FileNotFoundError) as error:
-            raise self._unreadable(file, array.name_of(cell), error, region) from error
+            raise self._unreadable(file, name, error, region) from error
 
-    def _decode_at_url(self, file: str, array: StoredArray, cell: int) -> Bytes:
-        name = array.name_of(cell)
-        value = self._value(file, name)
-        store: Any = array.array.kvstore
-        max_bytes = 2 * array.num_bytes(array.chunk) + _MAX_HEAD_BYTES
-        try:
-            store.write(name, value and value.read(max_bytes)).result()
-        except FileNotFoundError:
-            # Chunks of zeros may be left out, not the files that a database names.
-            if self.files[file][0].uses_ocdbt:
-                raise
-        try:
-            return array.decode(cell)
-        finally:
-            store.write(name, None).result()
+
+def _local_store(item: Item, leaf: Leaf) -> dict[str, Any]:
+    """Return where tensorstore finds a local array."""
+    if not item.uses_ocdbt:
+        return {"driver": "file", "path": f"{item.folder}/{leaf.name}/"}
+    base = {"driver": "file", "path": f"{item.folder}/"}
+    return {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
 
 
 def _cells(shape: tuple[int, ...], chunk: Sequence[int]) -> Iterator[Region]:

@@ -24,7 +24,7 @@ _STEP_NAMES = {_STEP_NAME, "orbax.checkpoint"}
 _JSON_NAMES = {"metadata", "metrics"}
 """Files of items that hold JSON."""
 _LEGACY_NAMES = {"checkpoint", ".zarray"}
-"""The file of versions before 0.4, which holds arrays itself, and one in the folder of an array."""
+"""The file of versions before 0.4, and one in the folder of an array."""
 _TELLING = {TREE_NAME, *_STEP_NAMES, *_JSON_NAMES, *_LEGACY_NAMES}
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _MAX_PARTS = 64
@@ -205,9 +205,8 @@ def _look_inside(location: str, names: set[str]) -> dict[str, set[str]]:
 
 def _newest_step(inside: Mapping[str, set[str]]) -> str | None:
     """Return the folder of the newest step, or None."""
-    steps = [name for name, files in inside.items() if files & _STEP_NAMES]
-    newest = max(steps, default="", key=_step_of)
-    return newest if _step_of(newest) >= 0 else None
+    steps = [name for name in inside if _step_of(name) >= 0 and inside[name] & _STEP_NAMES]
+    return max(steps, default=None, key=_step_of)
 
 
 def _trees_in(inside: Mapping[str, set[str]], names: set[str]) -> list[str]:
@@ -225,9 +224,11 @@ def _trees_in(inside: Mapping[str, set[str]], names: set[str]) -> list[str]:
 
 
 def _step_of(name: str) -> int:
-    """Return the step of a folder, -1 if its name is not that of one."""
+    """Return the step that a name ends with, or -1."""
     match = _STEP_FOLDER.fullmatch(name)
-    return int(match[1]) if match else -1
+    if match is None:
+        return -1
+    return int(match[1])
 
 
 # ---- trees
@@ -248,19 +249,11 @@ def _read_item(folder: str, name: str, prefix: str) -> Item:
     uses_zarr3 = bool(described.get("use_zarr3"))
     item = Item(name, folder, prefix, leaves, bool(uses_ocdbt), uses_zarr3, is_complete)
     _check_keys(folder, [item])
-    for leaf in leaves:
-        # Only in a database, a name may lead anywhere.
-        is_inside = locations.is_inner_name(leaf.name, _MAX_PARTS)
-        if leaf.kind != "value" and not (is_inside or (uses_ocdbt and leaf.name)):
-            raise CheckpointingException(
-                f"{folder!r} holds an array with the name {leaf.name!r}, which no key can have: "
-                "save the tree with other names."
-            )
     return item
 
 
 def _leaf(folder: str, entry: Any, strings: dict[str, Any]) -> Leaf:
-    """Return a leaf as it is described; `strings` is filled when one needs it."""
+    """Return a leaf; `strings` is filled when one needs it."""
     path = tuple(str(key["key"]) for key in entry["key_metadata"])
     kind = str(entry["value_metadata"]["value_type"])
     leaf = Leaf(path, "scalar" if kind == "scalar" else "array")
@@ -283,10 +276,17 @@ def _leaf(folder: str, entry: Any, strings: dict[str, Any]) -> Leaf:
 
 
 def _check_keys(location: str, items: Iterable[Item]) -> None:
-    """Check that no two leaves have the same key."""
+    """Check that names are possible, and keys different."""
     known: dict[str, tuple[str, ...]] = {}
     for item in items:
         for leaf in item.leaves:
+            # Only in a database, a name may lead anywhere.
+            is_inside = item.uses_ocdbt or locations.is_inner_name(leaf.name, _MAX_PARTS)
+            if leaf.kind != "value" and not (is_inside and leaf.name):
+                raise CheckpointingException(
+                    f"{item.folder!r} holds an array with the name {leaf.name!r}, which no key can "
+                    "have: save the tree with other names."
+                )
             key = item.key_of(leaf)
             path = item.path_of(leaf)
             if known.setdefault(key, path) != path:
@@ -313,16 +313,21 @@ def common_state(
             if leaf.kind == "value":
                 values[item.path_of(leaf)] = leaf.value
     tree: dict[str, Any] = {}
-    pairs = [(path, values[path]) for path in sorted(values)]
-    pairs += [((name,), value) for name, value in others.items()]
-    for path, value in pairs:
-        node: Any = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {}) if isinstance(node, dict) else None
-        if not isinstance(node, dict) or path[-1] in node:
-            raise CorruptCheckpointError(
-                f"{location!r} holds two values at {list(path)}: give the directory of one item, "
-                "or restore the files, if they are of different saves."
-            )
-        node[path[-1]] = value
+    for path in sorted(values):
+        _put(tree, path, values[path], location)
+    for name, value in others.items():
+        _put(tree, (name,), value, location)
     return tree
+
+
+def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any, location: str) -> None:
+    """Put a value at a path, where nothing may be."""
+    node: Any = tree
+    for key in path[:-1]:
+        node = node.setdefault(key, {}) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or path[-1] in node:
+        raise CorruptCheckpointError(
+            f"{location!r} holds two values at {list(path)}: give the directory of one item, or "
+            "restore the files, if they are of different saves."
+        )
+    node[path[-1]] = value

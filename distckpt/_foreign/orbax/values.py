@@ -1,4 +1,4 @@
-"""Values of Orbax's keys: files, or ranges of the files that an OCDBT database names."""
+"""Values of Orbax's keys: files, or ranges that a database names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import threading
 import urllib.parse
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
-from distckpt._base.threads import NUM_REQUESTS, PART_BYTES, run_threads
+from distckpt._base.threads import NUM_REQUESTS, PART_BYTES, Pool
 from distckpt._foreign.seals import Seal
 from distckpt._format.manifest import MAX_TABLE_BYTES
 from distckpt._format.marker import read_file
@@ -20,7 +21,7 @@ from distckpt._storage import locations
 
 OCDBT_NAME = "manifest.ocdbt"
 _MAX_NODES = 5
-"""Nodes of an index that stay in memory; neighboring keys are in one."""
+"""Nodes of an index that stay in memory."""
 _MAX_PARTS = 8
 
 
@@ -39,13 +40,13 @@ def import_tensorstore() -> Any:
 
 
 class Value(NamedTuple):
-    """The place of a value: a file, a range of it, or the index itself.
+    """The place of a value.
 
     Attributes:
         file: location of the file.
         start: first byte there.
         num_bytes: bytes of the range; None for the whole file.
-        content: the value if the index holds it.
+        content: the value itself, if the index holds it.
     """
 
     file: str
@@ -73,14 +74,10 @@ class Value(NamedTuple):
         if self.num_bytes > max_bytes:
             raise ValueError(f"the index says that a value has {self.num_bytes} bytes")
         stop = self.start + self.num_bytes
-        parts: dict[int, bytes] = {}
-
-        def read_part(start: int) -> None:
-            parts[start] = locations.read_range(self.file, start, min(start + PART_BYTES, stop))
-
         starts = range(self.start, stop, PART_BYTES)
-        run_threads(read_part, starts, NUM_REQUESTS)
-        content = b"".join(map(parts.__getitem__, starts))
+        stops = [*starts[1:], stop]
+        with Pool(NUM_REQUESTS, thread_name_prefix="distckpt-chunk") as pool:
+            content = b"".join(pool.map(partial(locations.read_range, self.file), starts, stops))
         if len(content) < self.num_bytes:
             raise ValueError(f"the file ends before byte {stop}")
         return content
@@ -104,7 +101,7 @@ class Database:
             prefix = entry.get("subtree_common_prefix", b"")
             if "location" not in entry or not rest.startswith(prefix):
                 return None
-            # Keys lack what all keys of the node begin with.
+            # Keys lack the beginning that all keys of the node have.
             rest = rest[len(prefix) :]
             keys, entries = self._node(entry["location"], self._read_node)
             row = bisect.bisect_right(keys, rest) - 1
@@ -171,7 +168,7 @@ class Database:
 
 
 def _dump(name: str, content: bytes, node: str | None = None) -> Any:
-    """Return the fields of the manifest of a database, or of a node of its index."""
+    """Return the fields of a database's manifest, or of a node."""
     ts = import_tensorstore()
     store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
     store.write(name, content).result()
@@ -187,7 +184,7 @@ def read_json(path: str) -> Any:
 
 
 def unreadable(what: str, file: str, error: Exception) -> CorruptCheckpointError:
-    """Return the error about damage in a file, or about a file that is missing."""
+    """Return the error about a file that is damaged or missing."""
     text = "it is missing"
     if not isinstance(error, FileNotFoundError):
         # The specification of the array is of no use to users.
