@@ -234,7 +234,7 @@ def commit_beside_others(directory: str, location: str, is_replaced: Callable[[s
     """Make a directory visible, together with the files already in its place.
 
     Those stay, unless `directory` has one of the same name, or the name is one that the new content
-    replaces. So is a seal: it is of what was there.
+    replaces. So is a seal, since it holds for the replaced files.
     """
     while True:
         try:
