@@ -38,6 +38,7 @@ DECODED_BYTES = 64 << 20
 _MOST_DECODED_BYTES = 1 << 30
 """Memory for chunks side by side, all of which each row needs."""
 _MAX_HEAD_BYTES = 1 << 20
+"""Limit of the metadata of an array, and of what a compressed chunk has besides its values."""
 _DRIVERS = {False: ("zarr", ".zarray"), True: ("zarr3", "zarr.json")}
 """Drivers of tensorstore and files of metadata, by `uses_zarr3`."""
 _NAMINGS: dict[str, tuple[list[str], str]] = {"default": (["c"], "/"), "v2": ([], ".")}
@@ -160,7 +161,7 @@ class OrbaxArrays:
                 # tensorstore would know neither all stores nor their settings.
                 value = self._value(file, name)
                 memory = ts.KvStore.open(store, context=context).result()
-                memory.write(name, value and value.read()).result()
+                memory.write(name, value and value.read(_MAX_HEAD_BYTES)).result()
             array = ts.open(spec, open=True, read=True, context=context).result()
         except (ValueError, FileNotFoundError) as error:
             raise self._unreadable(file, name, error) from error

@@ -27,7 +27,7 @@ _LEGACY_NAMES = {"checkpoint", ".zarray"}
 """The file of versions before 0.4, and one in the folder of an array."""
 _TELLING = {TREE_NAME, *_STEP_NAMES, *_JSON_NAMES, *_LEGACY_NAMES}
 _UNFINISHED = ".orbax-checkpoint-tmp"
-_MAX_PARTS = 64
+_OUTSIDE = {"", ".", ".."}
 _MAX_LOOKS = 8
 """Folders of a root that are looked at."""
 _STEP_FOLDER = re.compile(r"(?:.*_)?(\d{1,18})")
@@ -281,7 +281,7 @@ def _check_keys(location: str, items: Iterable[Item]) -> None:
     for item in items:
         for leaf in item.leaves:
             # Only in a database, a name may lead anywhere.
-            is_inside = item.uses_ocdbt or locations.is_inner_name(leaf.name, _MAX_PARTS)
+            is_inside = item.uses_ocdbt or _OUTSIDE.isdisjoint(leaf.name.split("/"))
             if leaf.kind != "value" and not (is_inside and leaf.name):
                 raise CheckpointingException(
                     f"{item.folder!r} holds an array with the name {leaf.name!r}, which no key can "

@@ -69,16 +69,20 @@ class Value(NamedTuple):
         """
         if self.content is not None:
             return self.content
-        if self.num_bytes is None:
-            return read_file(self.file, max_bytes)
-        if self.num_bytes > max_bytes:
-            raise ValueError(f"the index says that a value has {self.num_bytes} bytes")
-        stop = self.start + self.num_bytes
+        num_bytes = self.num_bytes
+        if num_bytes is None:
+            # A size takes a request.
+            if max_bytes <= 3 * PART_BYTES:
+                return read_file(self.file, max_bytes)
+            num_bytes = locations.file_size(self.file)
+        if num_bytes > max_bytes:
+            raise ValueError(f"a value of at most {max_bytes} bytes has {num_bytes}")
+        stop = self.start + num_bytes
         starts = range(self.start, stop, PART_BYTES)
         stops = [*starts[1:], stop]
         with Pool(NUM_REQUESTS, thread_name_prefix="distckpt-chunk") as pool:
             content = b"".join(pool.map(partial(locations.read_range, self.file), starts, stops))
-        if len(content) < self.num_bytes:
+        if len(content) < num_bytes:
             raise ValueError(f"the file ends before byte {stop}")
         return content
 

@@ -39,7 +39,10 @@ def made(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("name", ["standard", "plain_zarr3"])
+IN_FOLDERS = pytest.param("plain_zarr3", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["standard", IN_FOLDERS])
 def test_all_verbs_take_them(s3_store, made, tmp_path, capsys, name):
     url = put_folder(made / name, f"{s3_store.url}/run/{name}")
     expected = trees()[name]

@@ -267,8 +267,8 @@ def test_arrays_at_urls_have_the_same_bits(made, at_url, name):
 
 
 def test_a_deep_index_leads_to_all_chunks_at_a_url(tmp_path, at_url):
-    values = np.arange(3000, dtype=np.int32).reshape(300, 10)
-    config = {"max_decoded_node_bytes": 300, "max_inline_value_bytes": 20}
+    values = np.arange(800, dtype=np.int32).reshape(80, 10)
+    config = {"max_decoded_node_bytes": 200, "max_inline_value_bytes": 20}
     write_chunks(tmp_path / "made", values, (1, 7), config=config)
     opened = distckpt.open(at_url(tmp_path / "made"))
     assert np.array_equal(opened.read("x").numpy(), values)
@@ -294,7 +294,15 @@ def test_a_chunk_that_is_not_stored_at_a_url(tmp_path, at_url, uses_ocdbt, is_co
         assert np.array_equal(opened.read("x").numpy(), values)
 
 
-@pytest.mark.parametrize("name", ["standard", "plain_zarr3"])
+@pytest.mark.parametrize("uses_ocdbt", [True, False])
+def test_a_large_chunk_is_read_in_parts(tmp_path, at_url, uses_ocdbt, monkeypatch):
+    monkeypatch.setattr("distckpt._foreign.orbax.values.PART_BYTES", 1000)
+    values = np.random.default_rng(0).standard_normal((2, 777), dtype=np.float32)
+    write_chunks(tmp_path / "made", values, (1, 777), uses_ocdbt=uses_ocdbt)
+    assert np.array_equal(distckpt.open(at_url(tmp_path / "made")).read("x").numpy(), values)
+
+
+@pytest.mark.parametrize("name", ["standard", "plain"])
 def test_no_damage_at_a_url_goes_unnoticed(made, at_url, name):
     expected = trees()[name]
     files = fsspec.filesystem("memory")

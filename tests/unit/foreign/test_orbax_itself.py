@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fsspec
 import ml_dtypes
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def random_array(generator):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_trees_have_equal_bits(tmp_path, seed):
+def test_random_trees_have_equal_bits(tmp_path, seed, memory):
     generator = np.random.default_rng(seed)
     tree = random_tree(generator)
     checkpointer = orbax.PyTreeCheckpointer(**WAYS[seed % 4])
@@ -57,6 +58,8 @@ def test_random_trees_have_equal_bits(tmp_path, seed):
     checkpointer.save(tmp_path / "saved", tree, save_args=save_args)
     check(distckpt.open(tmp_path / "saved").read_tensors(), tree)
     assert distckpt.verify(tmp_path / "saved").is_whole
+    fsspec.filesystem("memory").put(f"{tmp_path}/saved", "/bucket/saved", recursive=True)
+    check(distckpt.open(f"{memory}/saved").read_tensors(), tree)
 
 
 def states():
