@@ -16,6 +16,7 @@ from typing import Literal
 
 from distckpt._base.errors import CheckpointExistsError
 from distckpt._commit import hidden_directories, target
+from distckpt._format.foreign_formats import SEAL_NAME
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._storage import locations
 
@@ -233,7 +234,7 @@ def commit_beside_others(directory: str, location: str, is_replaced: Callable[[s
     """Make a directory visible, together with the files already in its place.
 
     Those stay, unless `directory` has one of the same name, or the name is one that the new content
-    replaces.
+    replaces. So is a seal, since it holds for the replaced files.
     """
     while True:
         try:
@@ -241,7 +242,9 @@ def commit_beside_others(directory: str, location: str, is_replaced: Callable[[s
                 locations.rename(directory, location)
                 return
             target.check_replaceable(location)
-            stays = _swap_beside_others(directory, location, is_replaced)
+            stays = _swap_beside_others(
+                directory, location, lambda name: name == SEAL_NAME or is_replaced(name)
+            )
             break
         except OSError as error:
             if not _was_interfered_with(error, directory):

@@ -8,20 +8,26 @@ files that describe the others are compared before.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._checkpoint.file_states import describing, states_of
 from distckpt._checkpoint.stored_pieces import Reader
 from distckpt._format.checksum import checksum
+from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.foreign_formats import (
     DEEPSPEED,
     FORMATS,
     HUGGING_FACE,
+    ORBAX,
     SEAL_NAME,
     TORCH_DIST,
 )
@@ -30,6 +36,7 @@ from distckpt._format.manifest_reading import manifest_from_bytes
 from distckpt._format.marker import read_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
+from distckpt._io.read import unit_bytes_at
 from distckpt._operations.file_checks import (
     Problem,
     check_units,
@@ -41,10 +48,15 @@ from distckpt._operations.file_checks import (
 from distckpt._storage import locations, object_store
 from distckpt._storage.open_files import OpenFiles
 
+SEALED = "sealed:"
+"""Part of the URLs of arrays in a sealed directory."""
 _VERSION = 1
 _MAX_NAMED = 5
 _NEAR_BYTES = 64 << 10
 """Bytes that one read spans, gaps between blocks included."""
+_BLOCKS_AT_ONCE = 16
+_ORBAX_VALUES = ("/metadata", "/metrics")
+"""Files of items that hold JSON."""
 _DESCRIBED_WHOLLY = (HUGGING_FACE.name, TORCH_DIST.name)
 """Formats whose readers look only at pieces after the description."""
 
@@ -57,46 +69,70 @@ class Seal:
         home: path or URL of the directory.
         manifest: its files. Key i has the bytes between the pieces of file i, key n + i the
             pieces; `origin` has the format, and the checksum of its reader's description.
+        prefix: beginning of the names of the files that are compared.
     """
 
     home: str
     manifest: Manifest
+    prefix: str = ""
 
     @property
     def path(self) -> str:
         """The location of the seal itself."""
         return locations.join(self.home, SEAL_NAME)
 
+    @property
+    def format_name(self) -> Any:
+        """The format of the sealed checkpoint."""
+        return (self.manifest.origin or {}).get("format")
+
+    @cached_property
+    def _file_ids(self) -> dict[str, int]:
+        """The numbers of the files that are compared, by location."""
+        found = {}
+        for number, file in enumerate(self.manifest.files):
+            if file.name.startswith(self.prefix):
+                found[self._path_of(file.name)] = number
+        return found
+
+    @cached_property
+    def _is_same(self) -> npt.NDArray[np.bool_]:
+        """Which blocks `compare` has found to be the same."""
+        return np.zeros(len(self.manifest.block_checksums), bool)
+
+    def _path_of(self, name: str) -> str:
+        return locations.join(self.home, *name.split("/"))
+
     def to_bytes(self) -> bytes:
         """Encode as the content of the file; `read_seal` undoes it."""
         data = self.manifest.to_bytes()
         return _head(data) + data
 
-    def changed_files(self, names: tuple[str, ...] | None = None) -> list[Problem]:
+    def changed_files(self, names: tuple[str, ...] = ("",)) -> list[Problem]:
         """Return the files that were added, removed, or have another size.
 
-        With `names`, only those that a reader looks at, see `describing`.
+        Only those that a reader of files with names of such endings looks at, see `describing`.
         """
-        sealed = {self._path_of(file.name): file.num_bytes for file in self.manifest.files}
-        present = list_files(self.home, {file.name for file in self.manifest.files})
-        paths = sorted({*sealed, *map(self._path_of, present)})
-        if names is not None:
-            paths = describing(paths, names)
+        sealed = None
+        if self.format_name != ORBAX.name:
+            sealed = {file.name for file in self.manifest.files}
+        present = list_files(self.home, sealed)
+        inside = [self._path_of(name) for name in present if name.startswith(self.prefix)]
+        paths = describing(sorted({*self._file_ids, *inside}), names)
         states = states_of(paths, locations.listed_states(self.home))
         problems = []
         for path in paths:
             state = states.get(path)
-            if path not in sealed:
+            number = self._file_ids.get(path)
+            if number is None:
                 problems.append(Problem(path, "was added"))
             elif state is None:
                 problems.append(Problem(path, "was removed or renamed"))
-            elif state.num_bytes != sealed[path]:
-                text = f"has {state.num_bytes} bytes, {sealed[path]} were sealed"
+            elif state.num_bytes != self.manifest.files[number].num_bytes:
+                num_bytes = self.manifest.files[number].num_bytes
+                text = f"has {state.num_bytes} bytes, {num_bytes} were sealed"
                 problems.append(Problem(path, text))
         return problems
-
-    def _path_of(self, name: str) -> str:
-        return locations.join(self.home, *name.split("/"))
 
     def changed_blocks(
         self,
@@ -105,38 +141,113 @@ class Seal:
         add_bytes: Callable[[int], None] = lambda _: None,
     ) -> tuple[list[Problem], int]:
         """Compare chunks with their checksums; return changes, and the bytes read."""
-        taken = self.manifest.all_chunks.take(rows, self.manifest.block_bytes)
+        table = self.manifest.all_chunks
+        # Long ranges are read where there are no gaps.
+        max_bytes = unit_bytes_at(self.home)
+        if len(rows) < len(table.key_ids):
+            max_bytes = _NEAR_BYTES
+        part = self.manifest.replaced(chunks=table.take(rows, self.manifest.block_bytes))
+        problems = []
         with OpenFiles() as files:
-            part = self.manifest.replaced(chunks=taken)
             stored = StoredCheckpoint(self.home, part, files=files)
-            all_files = range(len(taken.files))
-            blocks = list_blocks(stored, all_files, num_threads, keeps_checksums=False)
-            units = cut(blocks, range(len(blocks.starts)), _NEAR_BYTES)
+            blocks = list_blocks(stored, range(len(part.files)), num_threads, keeps_checksums=False)
+            units = cut(blocks, range(len(blocks.starts)), max_bytes)
             bad, num_read = check_units(stored, blocks, units, num_threads, add_bytes)
-            problems = describe_blocks(stored, blocks, bad)
-        text = "was changed after it was sealed (checksum mismatch)"
-        return [replace(found, message=text, key=None, region=None) for found in problems], num_read
+            for found in describe_blocks(stored, blocks, bad):
+                text = f"is not as it was sealed: {found.message}"
+                problems.append(replace(found, message=text, key=None, region=None))
+        return problems, num_read
 
-    def check(self, names: tuple[str, ...], *, holds_pieces: bool) -> None:
-        """Check files that a reader looks at: sizes, and bytes without pieces."""
-        manifest = self.manifest
-        files = [file.name for file in manifest.files]
-        are_read = np.isin(files, describing(files, names))
-        with_pieces = np.isin(np.arange(len(files)), manifest.file_ids[self.rows(are_pieces=True)])
+    def compare(self, values: str, path: str, start: int = 0, stop: int | None = None) -> None:
+        """Compare some bytes of a file without pieces, each block once.
+
+        Args:
+            values: names the values there, in the error.
+            path: location of the file.
+            start: first position.
+            stop: position behind the last; None for the whole file.
+        """
+        if path in self._file_ids:
+            text = "is not as it was sealed: checksum mismatch"
+            if self._is_same_within(path, start, stop):
+                return
+        elif locations.exists(path):
+            text = "was added"
+        else:
+            return  # a chunk of zeros, which need not be stored
+        raise changed(self, [Problem(path, text)], values)
+
+    def _is_same_within(self, path: str, start: int, stop: int | None) -> bool:
+        number = self._file_ids[path]
+        step = self.manifest.block_bytes
+        if stop is None:
+            stop = self.manifest.files[number].num_bytes
+        blocks = np.arange(start // step, -(-stop // step))
+        if not len(blocks):
+            return True
+        # A file has one chunk; empty ones have none.
+        row = np.searchsorted(self.manifest.file_ids, number)
+        first = int(self.manifest.first_blocks[row])
+        blocks = blocks[~self._is_same[first + blocks]]
+        for place in range(0, len(blocks), _BLOCKS_AT_ONCE):
+            group = blocks[place : place + _BLOCKS_AT_ONCE].tolist()
+            begin = group[0] * step
+            content = memoryview(locations.read_range(path, begin, (group[-1] + 1) * step))
+            for block in group:
+                digest = checksum(content[block * step - begin :][:step])
+                if digest != self.manifest.block_checksums[first + block]:
+                    return False
+                self._is_same[first + block] = True
+        return True
+
+    def check(self, names: tuple[str, ...], *, is_whole: bool) -> None:
+        """Check files that a reader looks at: sizes, and bytes without pieces.
+
+        Unless `is_whole`, those of files with pieces are taken to be the same.
+        """
+        file_ids = self.manifest.file_ids
+        files = [file.name for file in self.manifest.files]
+        is_read = np.isin(files, describing(files, names))
+        if not is_whole:
+            is_read[file_ids[self.rows(are_pieces=True)]] = False
         rest = self.rows(are_pieces=False)
-        rows = rest[(are_read & (with_pieces == holds_pieces))[manifest.file_ids[rest]]]
+        rows = rest[is_read[file_ids[rest]]]
         problems = self.changed_files(names) or self.changed_blocks(rows)[0]
         if problems:
             raise changed(self, problems)
 
     def rows(self, *, are_pieces: bool) -> IntArray:
         """Return the chunks that are pieces, or the others."""
-        is_piece = self.manifest.key_ids >= len(self.manifest.files)
-        return np.flatnonzero(is_piece == are_pieces)
+        table = self.manifest.all_chunks
+        is_inside = np.isin(table.file_ids, list(self._file_ids.values()))
+        is_piece = table.key_ids >= len(self.manifest.files)
+        return np.flatnonzero(is_inside & (is_piece == are_pieces))
 
-    def attached(self, manifest: Manifest, prefix: str) -> Manifest:
-        """Return a reader's manifest with the checksums of its chunks."""
+    def attached(self, manifest: Manifest, prefix: str, names: tuple[str, ...]) -> Manifest:
+        """Return a reader's description with checksums, after comparing its files."""
+        origin = manifest.origin or {}
+        if self.format_name != origin["format"]:
+            kind = f"is one of {origin['format']!r} now, no longer of {self.format_name!r}"
+            raise changed(self, [Problem(self.home, kind)])
+        # The same description was made of the same bytes between the pieces.
+        sealed = (self.manifest.origin or {}).get("description")
+        is_same = self.format_name in _DESCRIBED_WHOLLY and sealed == description_of(manifest)
+        self.check(names, is_whole=not is_same)
+        if holds_no_pieces(manifest):
+            # Stored bytes are compared before they are decoded.
+            return manifest.replaced(origin={**origin, "decoded": SEALED, "seal": True})
         table = manifest.all_chunks
+        return manifest.replaced(
+            chunks=table._replace(block_checksums=self._checksums_of(manifest, table, prefix)),
+            block_bytes=self.manifest.block_bytes,
+            has_checksums=True,
+            origin={**origin, "seal": True},
+        )
+
+    def _checksums_of(
+        self, manifest: Manifest, table: ChunkTable, prefix: str
+    ) -> npt.NDArray[np.uint64]:
+        """Return the checksums of a reader's chunks, which were sealed as pieces."""
         numbers = {file.name: number for number, file in enumerate(self.manifest.files)}
         ids = np.array([numbers.get(file.name[len(prefix) :], -1) for file in table.files], int)
         rows = np.flatnonzero(table.num_bytes)
@@ -157,20 +268,18 @@ class Seal:
                 f"{table.files[table.file_ids[row]].name!r}, which the release of distckpt that "
                 f"made it read otherwise: `distckpt seal --overwrite {self.home}` makes a new one."
             )
-        block_bytes = self.manifest.block_bytes
-        checksums = self.manifest.all_chunks.take(pieces[places], block_bytes).block_checksums
-        return manifest.replaced(
-            chunks=table._replace(block_checksums=checksums),
-            block_bytes=block_bytes,
-            has_checksums=True,
-            origin={**(manifest.origin or {}), "seal": prefix},
-        )
+        taken = self.manifest.all_chunks.take(pieces[places], self.manifest.block_bytes)
+        return taken.block_checksums
 
 
-def changed(seal: Seal, problems: Sequence[Problem]) -> CorruptCheckpointError:
-    """Return the error about a sealed directory that has changed."""
+def changed(seal: Seal, problems: Sequence[Problem], values: str = "") -> CorruptCheckpointError:
+    """Return the error about a sealed directory that has changed.
+
+    `values` names those that were to be read.
+    """
     named = [f"{problem.file!r} {problem.message}" for problem in problems[:_MAX_NAMED]]
     more = f"; and {len(problems) - _MAX_NAMED} more" * (len(problems) > _MAX_NAMED)
+    more += f" ({values})" * bool(values)
     return CorruptCheckpointError(
         f"{seal.home!r} has changed since it was sealed: {'; '.join(named)}{more}. Restore the "
         f"files from a copy. If they were meant to change: `distckpt seal --overwrite {seal.home}`,"
@@ -199,6 +308,20 @@ def read_seal(home: str) -> Seal | None:
     return Seal(home, manifest_from_bytes(data, path))
 
 
+def find_seal(location: str, format_name: str) -> Seal | None:
+    """Read the seal of a directory, or of the step around it."""
+    seal = read_seal(location)
+    home, item = locations.split(location)
+    if seal is not None or format_name != ORBAX.name or home.endswith("://"):
+        return seal
+    around = None
+    with contextlib.suppress(PermissionError):  # the item alone may be readable
+        around = read_seal(home)
+    if around is None or around.format_name != ORBAX.name:
+        return None
+    return replace(around, prefix=f"{item}/")
+
+
 def read_sealed(reader: Reader, location: str) -> Manifest:
     """Describe a checkpoint as its reader does, with checksums if sealed.
 
@@ -206,44 +329,29 @@ def read_sealed(reader: Reader, location: str) -> Manifest:
         CorruptCheckpointError: files have changed since, or the seal is damaged.
     """
     names = FORMATS[reader.name].names if reader.name in FORMATS else ()
-    seal = _checked_seal(location, names)
+    if reader.name == ORBAX.name:
+        names = (*names, *_ORBAX_VALUES)
+    seal = find_seal(location, reader.name)
     try:
-        manifest = reader.manifest(location)
+        manifest = _description(reader, location, seal)
     except Exception:
         if seal is not None:
-            seal.check(names, holds_pieces=True)
+            seal.check(names, is_whole=True)
         raise
     home, prefix = home_of(location, manifest)
     if home != location:
-        seal = _checked_seal(home, names)
-    return manifest if seal is None else _compared(seal, manifest, prefix, names)
+        seal = read_seal(home)
+    if seal is None:
+        return manifest
+    return seal.attached(manifest, prefix, names)
 
 
-def _compared(seal: Seal, manifest: Manifest, prefix: str, names: tuple[str, ...]) -> Manifest:
-    """Compare a description with a seal, and return it with checksums."""
-    fields = seal.manifest.origin or {}
-    name = (manifest.origin or {})["format"]
-    if fields.get("format") != name:
-        kind = f"is one of {name!r} now, no longer of {fields.get('format')!r}"
-        raise changed(seal, [Problem(seal.home, kind)])
-    if holds_no_pieces(manifest):
-        # Most such formats have checksums of their own; `verify` compares all.
-        if problems := seal.changed_files():
-            raise changed(seal, problems)
-        return manifest.replaced(origin={**(manifest.origin or {}), "seal": prefix})
-    # The same description was made of the same bytes between the pieces.
-    is_same = fields.get("description") == description_of(manifest)
-    if not (is_same and name in _DESCRIBED_WHOLLY):
-        seal.check(names, holds_pieces=True)
-    return seal.attached(manifest, prefix)
-
-
-def _checked_seal(home: str, names: tuple[str, ...]) -> Seal | None:
-    """Read a seal, and check the files that describe the others."""
-    seal = read_seal(home)
-    if seal is not None:
-        seal.check(names, holds_pieces=False)
-    return seal
+def _description(reader: Reader, location: str, seal: Seal | None) -> Manifest:
+    read: Callable[..., Manifest] = reader.manifest
+    if seal is not None and reader.name == ORBAX.name:
+        # It decodes numbers, whose stored bytes are compared before.
+        return read(location, seal)
+    return read(location)
 
 
 def holds_no_pieces(manifest: Manifest) -> bool:
@@ -259,20 +367,22 @@ def description_of(manifest: Manifest) -> str:
 def check_rest(
     location: str, manifest: Manifest | None, mode: str, num_threads: int | None
 ) -> tuple[list[Problem], int]:
-    """Check the sealed bytes of no key; all bytes without a manifest."""
-    home = location if manifest is None else home_of(location, manifest)[0]
-    try:
-        seal = read_seal(home)
-    except CorruptCheckpointError:
-        seal = None  # as opening it has said
+    """Check the sealed bytes of no key, or all without a manifest."""
+    seal = None
+    with contextlib.suppress(CorruptCheckpointError):  # as opening it has said
+        if manifest is None:
+            seal = read_seal(location)
+        else:
+            home = home_of(location, manifest)[0]
+            seal = find_seal(home, (manifest.origin or {})["format"])
     if seal is None:
         return [], 0
     problems = seal.changed_files()
     if mode == "fast":
         return problems, 0
-    rows = np.arange(len(seal.manifest.key_ids))
-    if manifest is not None:
-        rows = seal.rows(are_pieces=False)
+    rows = seal.rows(are_pieces=False)
+    if manifest is None:
+        rows = np.arange(len(seal.manifest.key_ids))
     different, num_read = seal.changed_blocks(rows, num_threads)
     return [*problems, *not_in(problems, different)], num_read
 
@@ -297,13 +407,11 @@ def list_files(home: str, names: Iterable[str] | None) -> list[str]:
 
     Other folders may hold other checkpoints. None stands for all folders.
     """
-    folders = None
-    if names is not None:
-        folders = {name.partition("/")[0] for name in names if "/" in name}
+    folders = None if names is None else {name.partition("/")[0] for name in names}
     if locations.is_local(home):
-        present = list(_names_in(home, "", folders))
+        present = _names_in(home, folders)
     else:
-        present = object_store.at(home).list_files()
+        present = iter(object_store.at(home).list_files())
     listed = []
     for name in present:
         first, slash, _ = name.partition("/")
@@ -314,10 +422,13 @@ def list_files(home: str, names: Iterable[str] | None) -> list[str]:
     return listed
 
 
-def _names_in(folder: str, prefix: str, folders: Set[str] | None) -> Iterator[str]:
-    for name in locations.list_names(folder):
-        path = locations.join(folder, name)
-        if not locations.isdir(path):
-            yield prefix + name
-        elif (folders is None or name in folders) and not os.path.islink(path):
-            yield from _names_in(path, f"{prefix}{name}/", None)
+def _names_in(home: str, folders: set[str] | None) -> Iterator[str]:
+    for folder, inner, names in os.walk(home, onerror=_raise, followlinks=True):
+        if folder == home and folders is not None:
+            inner[:] = folders.intersection(inner)
+        for name in names:
+            yield os.path.relpath(f"{folder}/{name}", home)
+
+
+def _raise(error: OSError) -> None:
+    raise error

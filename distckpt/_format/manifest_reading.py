@@ -224,8 +224,8 @@ def _check(manifest: Manifest) -> None:
 
 
 def _check_files(files: list[ShardFile], is_foreign: bool) -> None:
-    # Our own files lie at most one folder down; other programs may nest theirs deeper.
-    max_parts = 4 if is_foreign else 2
+    # Our own files lie at most one folder down; others may have a folder for each axis.
+    max_parts = 40 if is_foreign else 2
     for name, num_bytes, header_bytes, header_checksum in files:
         if not locations.is_inner_name(name, max_parts):
             raise ValueError(f"the file name {name!r:.300} leads elsewhere")

@@ -77,8 +77,9 @@ class StoredCheckpoint:
     @cached_property
     def root(self) -> str:
         """Return the location of its files, a URL if reads decode them."""
-        if "decoded" in (self.manifest.origin or {}):
-            return f"{object_store.DECODED}{self.location}/!"
+        decoded = (self.manifest.origin or {}).get("decoded")
+        if decoded is not None:
+            return f"{object_store.DECODED}{decoded}{self.location}/!"
         return self.location
 
     def path_of_file(self, file_id: int) -> str:

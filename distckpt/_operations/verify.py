@@ -178,7 +178,7 @@ def unopened_report(location: str, mode: str, problem: Problem, seconds: float) 
     """Return the report of a checkpoint that cannot be opened."""
     problems = [problem]
     if locations.exists(locations.join(location, SEAL_NAME)):
-        problems = check_beside(location, None, mode, None)[0] or problems
+        problems += not_in(problems, check_beside(location, None, mode, None)[0])
     return VerifyReport(location, mode, tuple(problems), True, 0, 0, 0, 0, seconds)
 
 
@@ -278,10 +278,9 @@ def _check_content(
 def check_beside(
     location: str, manifest: Manifest | None, mode: str, num_threads: int | None
 ) -> tuple[list[Problem], int]:
-    """Check the bytes that a seal covers and no key has.
+    """Check the sealed bytes of no key, or all without a manifest.
 
-    Without a manifest, since the checkpoint cannot be opened: all that it covers. Return the bytes
-    read, too.
+    Return the bytes read, too.
     """
     checked: tuple[list[Problem], int] = ([], 0)
     if manifest is None or "seal" in (manifest.origin or {}):

@@ -19,7 +19,7 @@ from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter, run_threads
 from distckpt._base.version import __version__
 from distckpt._checkpoint.consistent_read import check_files
-from distckpt._checkpoint.file_states import changed_file, seconds_until_settled, states_of
+from distckpt._checkpoint.file_states import changed_file, seconds_until_settled
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._foreign.seals import (
     Seal,
@@ -44,11 +44,11 @@ from distckpt._operations.file_checks import (
 )
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt._storage.file_state import written_to
+from distckpt._storage.file_state import FileState, written_to
 from distckpt._storage.open_files import OpenFiles
 
-_MAX_PARTS = 4
-"""Folders that a name may have, and the file."""
+_MAX_PARTS = 40
+"""Folders that a name may have, and the file, see `manifest_reading`."""
 
 
 @dataclass(frozen=True)
@@ -133,35 +133,42 @@ def seal(
 
 
 def _check_is_same(made: Seal, num_threads: int | None, progress: Progress | None) -> None:
-    add_bytes = ProgressCounter(progress, int(made.manifest.sums.bytes_in_files.sum())).add
+    counter = ProgressCounter(progress, int(made.manifest.sums.bytes_in_files.sum()))
     rows = np.arange(len(made.manifest.key_ids))
-    problems = made.changed_files() or made.changed_blocks(rows, num_threads, add_bytes)[0]
+    problems = made.changed_files() or made.changed_blocks(rows, num_threads, counter.add)[0]
     if problems:
         raise CheckpointExistsError(str(changed(made, problems)))
 
 
 def _make(stored: StoredCheckpoint, num_threads: int | None, progress: Progress | None) -> Seal:
     """Read all files of a checkpoint, and return their seal."""
+    try:
+        return _read_and_seal(stored, num_threads, progress)
+    except OSError as error:
+        raise CheckpointingException(
+            f"{error.filename or stored.location!r} cannot be sealed: {error.strerror or error}. "
+            "Remove it from there if it is no file, or make it readable, and seal then."
+        ) from error
+
+
+def _read_and_seal(
+    stored: StoredCheckpoint, num_threads: int | None, progress: Progress | None
+) -> Seal:
     home, prefix = home_of(stored.location, stored.manifest)
     read = None
     if not holds_no_pieces(stored.manifest):
         read = {file.name[len(prefix) :] for file in stored.manifest.files}
-    names = _names_at(home, read)
-    paths = [locations.join(home, *name.split("/")) for name in names]
-    states = states_of(paths, locations.listed_states(home))
+    states: dict[str, FileState] = {}
+    files = _describe_files(home, read, states)
     time.sleep(seconds_until_settled(states.values(), time.time()))
-    states = states_of(paths, locations.listed_states(home))
-    files = []
-    for name, path in zip(names, paths, strict=True):
-        _check_name(home, name)
-        # Links that lead nowhere, pipes and directories have no state: this raises the reason.
-        size = states[path].num_bytes if path in states else locations.file_size(path)
-        files.append(ShardFile(name, size, 0, 0))
+    files = _describe_files(home, read, states)
     unhashed = _manifest_of_files(stored, files, prefix)
-    checksums = _checksums(StoredCheckpoint(home, unhashed), num_threads, progress)
+    with OpenFiles() as open_files:
+        place = StoredCheckpoint(home, unhashed, files=open_files)
+        checksums = _checksums(place, num_threads, progress)
     check_files(stored)
     written = changed_file(home, states)
-    if written is None and names != _names_at(home, read):
+    if written is None and [file.name for file in files] != sorted(list_files(home, read)):
         written = home
     if written is not None:
         raise written_to(written)
@@ -169,24 +176,28 @@ def _make(stored: StoredCheckpoint, num_threads: int | None, progress: Progress 
     return Seal(home, unhashed.replaced(chunks=chunks, has_checksums=True))
 
 
-def _names_at(home: str, read: set[str] | None) -> list[str]:
-    """Return the names of all files to seal."""
-    return sorted({*list_files(home, read), *(read or ())})
-
-
-def _check_name(home: str, name: str) -> None:
-    if name.endswith(CHECKSUMS_SUFFIX) or not locations.is_inner_name(name, _MAX_PARTS):
-        raise CheckpointingException(
-            f"{home!r} has a file {name!r:.300}, and {SEAL_NAME} takes no name with a backslash, "
-            f"more than {_MAX_PARTS - 1} folders, or the ending {CHECKSUMS_SUFFIX}: move it "
-            "elsewhere, and seal then."
-        )
+def _describe_files(
+    home: str, read: set[str] | None, states: dict[str, FileState]
+) -> list[ShardFile]:
+    """Return all files to seal, and note their states."""
+    known = locations.listed_states(home)
+    files = []
+    for name in sorted(list_files(home, read)):
+        if name.endswith(CHECKSUMS_SUFFIX) or not locations.is_inner_name(name, _MAX_PARTS):
+            raise CheckpointingException(
+                f"{home!r} has a file {name!r:.300}, and {SEAL_NAME} takes no name with a "
+                f"backslash, or the ending {CHECKSUMS_SUFFIX}: move it elsewhere, and seal then."
+            )
+        path = locations.join(home, *name.split("/"))
+        # Of links that lead nowhere and of pipes this raises the reason.
+        states[path] = known.get(path) or locations.file_state(path)
+        files.append(ShardFile(name, states[path].num_bytes, 0, 0))
+    return files
 
 
 def _manifest_of_files(stored: StoredCheckpoint, files: list[ShardFile], prefix: str) -> Manifest:
     """Return the manifest of a seal, see `Seal`, without checksums."""
     num_files = len(files)
-    sizes = np.array([file.num_bytes for file in files], np.int64)
     names = [file.name for file in files]
     numbers = dict(zip(names, range(num_files), strict=True))
     pieces = stored.manifest.all_chunks
@@ -194,31 +205,27 @@ def _manifest_of_files(stored: StoredCheckpoint, files: list[ShardFile], prefix:
         pieces = ChunkTable.empty()
     ids = np.array([numbers[file.name[len(prefix) :]] for file in pieces.files], np.int64)
     rows = np.flatnonzero(pieces.num_bytes)
-    columns = (ids[pieces.file_ids[rows]], pieces.first_bytes[rows], pieces.num_bytes[rows])
-    file_ids, starts, lengths = np.unique(np.stack(columns), axis=1)
-    stops = starts + lengths
+    starts = pieces.first_bytes[rows]
+    stops = starts + pieces.num_bytes[rows]
+    places = np.unique(np.stack([ids[pieces.file_ids[rows]], starts, stops]), axis=1)
     # Between two pieces, before the first one of each file, and behind the last.
-    all_ids = np.concatenate([np.arange(num_files), file_ids])
-    ends = np.concatenate([np.zeros(num_files, np.int64), stops])
-    order = np.lexsort((ends, all_ids))
-    rest_ids = all_ids[order]
-    rest_starts = ends[order]
-    rest_stops = sizes[rest_ids].copy()
-    is_before = np.flatnonzero(rest_ids[1:] == rest_ids[:-1])
-    rest_stops[is_before] = starts
-    if (rest_stops < rest_starts).any():
+    file_ids = np.concatenate([np.arange(num_files), places[0]])
+    begins = np.concatenate([np.zeros(num_files, np.int64), places[2]])
+    ends = np.concatenate([np.array([file.num_bytes for file in files], np.int64), places[1]])
+    begins = begins[np.lexsort((begins, file_ids))]
+    ends = ends[np.lexsort((ends, file_ids))]
+    if (ends < begins).any():
         raise CheckpointingException(f"The reader of {stored.location!r} describes bytes twice.")
-    is_rest = rest_stops > rest_starts
-    rest = (rest_ids[is_rest], rest_starts[is_rest], rest_stops[is_rest])
-    both = [np.concatenate(pair) for pair in zip(rest, (file_ids, starts, stops), strict=True)]
+    rest = np.stack([np.sort(file_ids), begins, ends])[:, ends > begins]
+    all_ids, first_bytes, last_bytes = np.concatenate([rest, places], axis=1)
     table = ChunkTable.empty()._replace(
         files=files,
-        key_ids=np.concatenate([rest[0], file_ids + num_files]),
-        file_ids=both[0],
-        first_bytes=both[1],
-        num_bytes=both[2] - both[1],
-        offsets=both[1][:, None],
-        shapes=(both[2] - both[1])[:, None],
+        key_ids=np.concatenate([rest[0], places[0] + num_files]),
+        file_ids=all_ids,
+        first_bytes=first_bytes,
+        num_bytes=last_bytes - first_bytes,
+        offsets=first_bytes[:, None],
+        shapes=(last_bytes - first_bytes)[:, None],
     )
     return Manifest(
         [*names, *(f"{name}/" for name in names)],
@@ -239,28 +246,22 @@ def _checksums(
     stored: StoredCheckpoint, num_threads: int | None, progress: Progress | None
 ) -> npt.NDArray[np.uint64]:
     """Return the checksums of all blocks, in the order of the chunks."""
-    manifest = stored.manifest
-    all_files = range(len(manifest.files))
+    all_files = range(len(stored.manifest.files))
     blocks = list_blocks(stored, all_files, num_threads, keeps_checksums=False)
     digests = np.zeros(len(blocks.starts), np.uint64)
-    counter = ProgressCounter(progress, int(manifest.sums.bytes_in_files.sum()))
-    with OpenFiles() as files:
-        opened = stored.with_files(files)
+    counter = ProgressCounter(progress, int(stored.manifest.sums.bytes_in_files.sum()))
 
-        def compute(unit: range) -> None:
-            for numbers, data in read_blocks(opened, blocks, unit):
-                first = blocks.starts[numbers.start]
-                for number in numbers:
-                    start = int(blocks.starts[number] - first)
-                    stop = int(blocks.stops[number] - first)
-                    if stop > len(data):
-                        raise written_to(opened.path_of_file(int(blocks.file_ids[number])))
-                    digests[number] = checksum(data[start:stop])
-                counter.add(len(data))
+    def compute(unit: range) -> None:
+        for numbers, data in read_blocks(stored, blocks, unit):
+            first = blocks.starts[numbers.start]
+            for number in numbers:
+                # Fewer bytes where a file was cut off, which its state tells later.
+                block = data[blocks.starts[number] - first : blocks.stops[number] - first]
+                digests[number] = checksum(block)
+            counter.add(len(data))
 
-        threads = num_threads or default_threads(stored.location)
-        is_local = locations.is_local(stored.location)
-        units = units_of_blocks(blocks, stored.location)
-        run_threads(compute, units, threads, in_stretches=is_local)
+    units = units_of_blocks(blocks, stored.location)
+    threads = num_threads or default_threads(stored.location)
+    run_threads(compute, units, threads, in_stretches=locations.is_local(stored.location))
     # Blocks are in the order of files.
     return digests[np.argsort(blocks.chunks, kind="stable")]

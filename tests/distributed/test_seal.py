@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import pathlib
+import tarfile
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import distckpt
 from distckpt import ShardedTensor
+from tests.support.disk import flip
 from tests.support.harness import error_of, run
+
+ORBAX = pathlib.Path(__file__).parents[1] / "data" / "orbax_0_12.tar.xz"
 
 TABLE = torch.arange(400_000.0).view(800, 500)
 
@@ -43,3 +49,23 @@ def test_ranks_compare_what_they_read(tmp_path, damaged):
     place.write_bytes(content)
     for error in run(load_rows_and_fail, 2, path):
         assert "seal" in str(error)
+
+
+def load_rows_of_orbax(rank, path):
+    part = torch.zeros(24, 24, dtype=torch.bfloat16)
+    shard = ShardedTensor.from_rank_offsets("params.embed", part, (0, rank, 2))
+    return error_of(lambda: distckpt.load({"embed": shard}, path))
+
+
+def test_each_rank_compares_the_chunks_that_it_decodes(tmp_path):
+    pytest.importorskip("tensorstore")
+    with tarfile.open(ORBAX) as archive:
+        archive.extractall(tmp_path, filter="data")
+    path = tmp_path / "zarr3"
+    distckpt.seal(path)
+    assert run(load_rows_of_orbax, 2, path) == [None, None]
+    data = max(path.glob("ocdbt.process_0/d/*"), key=lambda file: file.stat().st_size)
+    flip(data, 300)
+    for error in run(load_rows_of_orbax, 2, path):
+        assert "seal" in str(error)
+        assert data.name in str(error)

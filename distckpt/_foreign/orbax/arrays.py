@@ -23,6 +23,8 @@ from distckpt._base.errors import CorruptCheckpointError, UnsupportedObjectError
 from distckpt._base.memory import Bytes, copy_into
 from distckpt._foreign.orbax.layout import Item, Layout, Leaf, read_layout
 from distckpt._foreign.orbax.values import Database, Value, import_tensorstore, unreadable
+from distckpt._foreign.seals import SEALED, Seal, find_seal
+from distckpt._format.foreign_formats import ORBAX
 from distckpt._geometry.region import Region
 from distckpt._geometry.units import Span, spans_within
 from distckpt._storage import locations, object_store
@@ -98,10 +100,14 @@ class StoredArray(NamedTuple):
 
 
 class OrbaxArrays:
-    """The arrays of a checkpoint, and chunks of them that stay decoded."""
+    """The arrays of a checkpoint, and chunks of them that stay decoded.
 
-    def __init__(self, location: str) -> None:
+    With a seal, stored bytes are compared with it before they are decoded.
+    """
+
+    def __init__(self, location: str, find: Callable[[], Seal | None] = lambda: None) -> None:
         self._location = location
+        self._find_seal = find
         self._is_local = locations.is_local(location)
         self._arrays: dict[str, StoredArray] = {}
         self._databases: dict[str, Database] = {}
@@ -111,6 +117,10 @@ class OrbaxArrays:
     def layout(self) -> Layout:
         """Return the items of the checkpoint."""
         return read_layout(self._location)
+
+    @cached_property
+    def _seal(self) -> Seal | None:
+        return self._find_seal()
 
     @cached_property
     def files(self) -> dict[str, tuple[Item, Leaf]]:
@@ -146,6 +156,7 @@ class OrbaxArrays:
             "fill_missing_data_reads": not item.is_complete,
         }
         try:
+            self._compare(file, name)
             if not self._is_local:
                 # tensorstore would know neither all stores nor their settings.
                 value = self._value(file, name)
@@ -172,8 +183,16 @@ class OrbaxArrays:
         item, leaf = self.files[file]
         if not item.uses_ocdbt:
             return Value(locations.join(item.folder, *leaf.name.split("/"), *name.split("/")))
-        database = self._databases.setdefault(item.folder, Database(item.folder))
+        database = self._databases.setdefault(item.folder, Database(item.folder, self._seal))
         return database.find(f"{leaf.name}/{name}")
+
+    def _compare(self, file: str, name: str, region: object = "") -> None:
+        """Compare the metadata, or a chunk, of an array with the seal."""
+        if self._seal is not None:
+            item, leaf = self.files[file]
+            value = self._value(file, name)
+            if value is not None:
+                value.compare(self._seal, f"{item.key_of(leaf)!r}{region}")
 
     def _unreadable(
         self, file: str, name: str, error: Exception, region: object = ""
@@ -217,7 +236,9 @@ class OrbaxArrays:
         """Read and decode a chunk."""
         name = array.name_of(cell)
         memory: Any = array.array.kvstore
+        region = f", {array.cells[cell]}"
         try:
+            self._compare(file, name, region)
             if self._is_local:
                 return array.decode(cell)
             value = self._value(file, name)
@@ -231,7 +252,7 @@ class OrbaxArrays:
             memory.write(name, None).result()
             return content
         except (ValueError, FileNotFoundError) as error:
-            raise self._unreadable(file, name, error, f", {array.cells[cell]}") from error
+            raise self._unreadable(file, name, error, region) from error
 
 
 def _local_store(item: Item, leaf: Leaf) -> dict[str, Any]:
@@ -351,11 +372,14 @@ class ArrayFile(RemoteLocation):
 
     def __init__(self, location: str, decoded: dict[str, Any] | None) -> None:
         super().__init__(location)
-        folder, _, self._file = location.removeprefix(object_store.DECODED).rpartition("/!/")
-        # All reads of one call share decoded chunks.
+        place, _, self._file = location.removeprefix(object_store.DECODED).rpartition("/!/")
+        folder = place.removeprefix(SEALED)
+        # All reads of one call share decoded chunks and compared blocks.
         self._arrays = OrbaxArrays(folder)
+        if folder != place:
+            self._arrays = OrbaxArrays(folder, partial(find_seal, folder, ORBAX.name))
         if decoded is not None:
-            self._arrays = decoded.setdefault(folder, self._arrays)
+            self._arrays = decoded.setdefault(place, self._arrays)
 
     def read_into(self, buffers: Sequence[Bytes], start: int) -> int:
         return self._arrays.read_into(self._file, buffers, start)

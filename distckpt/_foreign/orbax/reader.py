@@ -10,6 +10,7 @@ from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
 from distckpt._foreign.orbax.arrays import ArrayFile, OrbaxArrays
 from distckpt._foreign.orbax.layout import common_state, is_checkpoint
+from distckpt._foreign.seals import Seal
 from distckpt._format import codec
 from distckpt._format.foreign_formats import ORBAX
 from distckpt._format.manifest import Manifest
@@ -31,8 +32,8 @@ class OrbaxReader(Reader):
     def detect(self, location: str, marker: Mapping[str, Any] | None) -> bool:
         return marker is None and is_checkpoint(location)
 
-    def manifest(self, location: str) -> Manifest:
-        arrays = OrbaxArrays(location)
+    def manifest(self, location: str, seal: Seal | None = None) -> Manifest:
+        arrays = OrbaxArrays(location, lambda: seal)
         num_threads = 1 if locations.is_local(location) else NUM_REQUESTS
         run_threads(arrays.open, arrays.files, num_threads)
         pieces = []
@@ -52,7 +53,7 @@ class OrbaxReader(Reader):
             files.append(ShardFile(file, position, 0, 0))
         # Read here, so that `verify` finds damage in them.
         common = common_state(arrays.layout, scalars, location)
-        fields = {"decoded": True, "common": base64.b64encode(codec.encode(common)).decode()}
+        fields = {"decoded": "", "common": base64.b64encode(codec.encode(common)).decode()}
         return build_manifest(self.name, location, pieces, files, fields)
 
     def load_common_state(self, stored: StoredCheckpoint) -> Any:

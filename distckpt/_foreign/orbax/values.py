@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.threads import NUM_REQUESTS, PART_BYTES, Pool
+from distckpt._foreign.seals import Seal
 from distckpt._format.manifest import MAX_TABLE_BYTES
 from distckpt._format.marker import read_file
 from distckpt._storage import locations
@@ -53,6 +54,13 @@ class Value(NamedTuple):
     num_bytes: int | None = None
     content: bytes | None = None
 
+    def compare(self, seal: Seal, name: str) -> None:
+        """Compare the value with a seal; `name` is for the error."""
+        if self.num_bytes is not None:
+            seal.compare(name, self.file, self.start, self.start + self.num_bytes)
+        elif self.content is None:
+            seal.compare(name, self.file)
+
     def read(self, max_bytes: int = MAX_TABLE_BYTES) -> bytes:
         """Read the value.
 
@@ -80,10 +88,11 @@ class Value(NamedTuple):
 
 
 class Database:
-    """The values of an OCDBT database."""
+    """The values of an OCDBT database. Its index is compared with a seal."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, seal: Seal | None) -> None:
         self._folder = folder
+        self._seal = seal
         self._lock = threading.Lock()
         self._nodes: OrderedDict[str, Any] = OrderedDict()
 
@@ -129,6 +138,8 @@ class Database:
     def _read_root(self, name: str) -> dict[str, Any]:
         path = locations.join(self._folder, name)
         try:
+            if self._seal is not None:
+                self._seal.compare("the index", path)
             root = _dump(name, read_file(path, MAX_TABLE_BYTES))["versions"][-1]
         except (FileNotFoundError, ValueError, LookupError) as error:
             raise unreadable("The index", path, error) from error
@@ -140,6 +151,8 @@ class Database:
         # The node alone, at the beginning of a file of its name.
         node = ":".join([kind, base, name, "0", num_bytes])
         try:
+            if self._seal is not None:
+                value.compare(self._seal, "the index")
             entries = _dump(urllib.parse.unquote(base + name), value.read(), node)["entries"]
         except (FileNotFoundError, ValueError) as error:
             raise unreadable("The index", value.file, error) from error

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointingException, CorruptCheckpointError
 from distckpt.readers import register_reader
+from distckpt.torch_dist import export
 from tests.support.cli_command import call
 from tests.support.toy_format import ToyReader, write_toy
 
@@ -398,9 +399,57 @@ def test_links_are_sealed_as_what_they_lead_to(made, tmp_path):
     flip(blobs / "config.json", 3)
     with pytest.raises(CorruptCheckpointError, match=r"config\.json.*sealed|sealed.*config\.json"):
         distckpt.open(snapshot)
-    (snapshot / "lost.bin").symlink_to("nowhere")
-    with pytest.raises(FileNotFoundError, match=r"lost\.bin"):
-        distckpt.seal(snapshot, overwrite=True)
+
+
+def make_link(path):
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("make", [make_link, os.mkfifo])
+def test_what_is_no_file_is_refused_by_name(copy_of, make):
+    folder = copy_of("hf")
+    make(folder / "strange.bin")
+    with pytest.raises(CheckpointingException, match=r"strange\.bin.*cannot be sealed.*[Rr]emove"):
+        distckpt.seal(folder)
+    assert not (folder / SEAL).exists()
+    (folder / "strange.bin").unlink()
+    distckpt.seal(folder)
+    # Later, it is named by what reads it, and by verify.
+    make(folder / "strange.bin")
+    assert same_bits(loaded(folder)[0], some_tensors())
+    [problem] = distckpt.verify(folder).problems
+    assert problem.file.endswith("strange.bin")
+    (folder / "config.json").unlink()
+    make(folder / "config.json")
+    with pytest.raises(CorruptCheckpointError, match=r"config\.json"):
+        distckpt.open(folder)
+
+
+def test_an_overwrite_takes_the_seal_away(copy_of):
+    source = copy_of("hf_index")
+    folder = copy_of("hf")
+    distckpt.seal(folder)
+    with pytest.raises(CheckpointExistsError):
+        distckpt.consolidate(source, folder)
+    assert distckpt.verify(folder).has_checksums
+
+    def fail(*_):
+        raise OSError("a disk fails")
+
+    with pytest.raises(OSError, match="disk"):
+        distckpt.consolidate(source, folder, overwrite=True, progress=fail)
+    assert distckpt.verify(folder).has_checksums
+    distckpt.consolidate(source, folder, overwrite=True, dtype=torch.bfloat16)
+    assert not (folder / SEAL).exists()
+    assert loaded(folder)[0]["wide"].dtype == torch.bfloat16
+    assert (folder / "tokenizer.txt").exists()
+    for write in (distckpt.reshard, export):
+        folder = copy_of("dcp")
+        distckpt.seal(folder)
+        write(source, folder, overwrite=True)
+        assert not (folder / SEAL).exists()
+        assert torch.equal(loaded(folder)[0]["wide"], some_tensors()["wide"])
+        shutil.rmtree(folder)
 
 
 def test_a_copy_goes_with_its_seal_or_without(copy_of, tmp_path):
