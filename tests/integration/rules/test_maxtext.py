@@ -40,7 +40,7 @@ LLAMA_3_1 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
+    "original_max_position_embeddings": 8192,
 }
 
 
@@ -234,24 +234,85 @@ def test_untied_values_of_a_tied_configuration_are_not_left_out(tmp_path):
         )
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "gpt2"}, "gpt2"),
-        ({"attention_bias": True}, "biases"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "dense layers"),
-        ({"model_type": "gemma3_text", "layer_types": ["full_attention"] * 2}, "another order"),
-        ({"model_type": "gemma3_text", "query_pre_attn_scalar": 100}, "another scale"),
-        ({"model_type": "deepseek_v3", "rope_interleave": False}, "halves"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-    ],
-)
-def test_models_that_maxtext_does_not_have_are_refused(changes, message):
-    config = make_config("llama").to_dict() | changes
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+REFUSED = [
+    ("gpt2", {}, "gpt2"),
+    ("llama", {"attention_bias": True}, "attention_bias true"),
+    ("llama", {"mlp_bias": True}, "mlp_bias true"),
+    ("llama", {"hidden_act": "gelu"}, 'hidden_act "gelu"'),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 'rope_type "dynamic"'),
+    ("llama", {"rope_parameters": LLAMA_3_1 | {"factor": 32.0}}, "factor 32"),
+    ("llama", {"rope_parameters": LLAMA_3_1 | {"high_freq_factor": 2.0}}, "high_freq_factor"),
+    ("llama", {"rope_parameters": YARN | {"attention_factor": 2.0}}, "attention_factor 2.0"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ("qwen3", {"rope_parameters": LLAMA_3_1}, 'rope_type "llama3"'),
+    ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
+    ("mistral", {"sliding_window": 4}, "sliding_window 4"),
+    ("mixtral", {"sliding_window": 4}, "sliding_window 4"),
+    ("mistral", {"sliding_window": None, "attention_bias": True}, "attention_bias"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, re.escape("mlp_only_layers [0]")),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+    ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob false"),
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob false"),
+    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+    ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts"),
+    ("deepseek_v3", {"rope_parameters": {"rope_type": "linear"}}, 'rope_type "linear"'),
+    (
+        "deepseek_v3",
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}},
+        "mscale_all_dim 1.0",
+    ),
+    ("gemma3_text", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+    ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 2}, "sliding_window_pattern"),
+    ("gemma3_text", {"query_pre_attn_scalar": 100}, "query_pre_attn_scalar 100"),
+    ("gemma3_text", {"hidden_activation": "gelu"}, 'hidden_activation "gelu"'),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        'sliding_attention "linear"',
+    ),
+    ("gemma3_text", {"rope_parameters": {"full_attention": YARN}}, 'rope_type "yarn"'),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0"),
+    ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+]
+
+
+def config_of(kind):
+    config = make_config("llama" if kind == "gpt2" else kind).to_dict()
+    own = {"query_pre_attn_scalar": 8, "layer_types": None} if kind == "gemma3_text" else {}
+    return config | own | {"model_type": kind}
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), REFUSED)
+def test_models_that_maxtext_computes_otherwise_are_refused(kind, changes, message):
+    config = config_of(kind) | changes
     for call in (to_maxtext, lambda c: from_maxtext(c, {"token_embedder.embedding": (40, 32)})):
         with pytest.raises(CheckpointingException, match=message):
             call(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        # The logits of MaxText were equal for each of these.
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("llama", {"rope_parameters": YARN}),
+        ("llama", {"rope_parameters": YARN | {"attention_factor": 1.0}}),
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+        ("qwen3", {"rope_parameters": YARN}),
+        ("mistral", {"sliding_window": 64}),
+        ("deepseek_v3", {"rope_interleave": False}),
+        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}),
+        ("deepseek_v3", {"rope_parameters": YARN}),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+        ("gemma3_text", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    ],
+)
+def test_settings_that_maxtext_has_change_nothing_in_the_parameters(kind, changes):
+    config = config_of(kind)
+    assert to_maxtext(config | changes)[-1].tensors == to_maxtext(config)[-1].tensors
 
 
 def test_arguments_are_checked(tmp_path):
