@@ -284,12 +284,11 @@ def _family_rules(
     selected: Mapping[str, TensorSpec],
     shapes: Mapping[str, tuple[int, ...]] | None,
 ) -> list[Rule]:
-    is_maxtext = any("token_embedder.embedding" in key for key in selected)
-    if options.layout is not None or is_maxtext:
+    from distckpt.families._config import is_maxtext, rules_for
+
+    if options.layout is not None or is_maxtext(selected):
         rules: list[Rule] = wing("jax").export_rules(config, selected, shapes, options.layout)
         return rules
-    from distckpt.families._config import rules_for
-
     return rules_for(config, selected, shapes)
 
 

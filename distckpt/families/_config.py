@@ -165,6 +165,11 @@ def rules_for(
     return [*rules(config, source), *forms_on_disk(Config(config), on_disk or {})]
 
 
+def is_maxtext(keys: Iterable[str]) -> bool:
+    """Whether tensors have the names of MaxText, which the wing `jax` knows."""
+    return any("token_embedder.embedding" in key for key in keys)
+
+
 def _count_token_prediction(config: dict[str, Any], keys: Iterable[str]) -> None:
     """Set the number of multi-token prediction layers in the configuration.
 

@@ -121,6 +121,7 @@ class MaxTextModel:
 
     Attributes:
         num_layers: number of layers, without those for multi-token prediction.
+        num_extra: number of the latter.
         is_tied: whether there is no output layer of its own.
         vocab_size: rows of the embedding in a Hugging Face directory.
         num_rows: rows of the embedding that both have; MaxText's has `num_stored` rows.
@@ -135,6 +136,7 @@ class MaxTextModel:
         self._is_gemma = self._kind == "gemma3_text"
         self._is_deepseek = self._kind == "deepseek_v3"
         self.num_layers = config.number_of("num_hidden_layers", least=1)
+        self.num_extra = config.number_of("num_nextn_predict_layers", default=0)
         self.is_tied = bool(config("tie_word_embeddings", default=self._is_gemma))
         self.vocab_size = self._size("vocab_size")
         self.num_rows = min(self.vocab_size, num_stored)

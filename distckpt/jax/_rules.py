@@ -23,7 +23,7 @@ Layout: TypeAlias = Literal["jax", "jax-layers"]
 """Names of MaxText, with layers stacked or not."""
 
 _ROOT = re.compile(rf"(.*\.)?{re.escape(EMBEDDING)}(\.value)?")
-_STATES = re.compile(r"(^|\.)(opt_state|mu|nu|count|step|optimizer|\w*rngs)(\.|$)")
+_STATES = re.compile(r"(^|\.)(opt_state|mu|nu|count|step|optimizer|\w*rngs|nnx_aux)(\.|$)")
 """Keys of optax, counters and random states."""
 _STACK = re.compile(r"decoder\.(\w*layers|layers_remainder)\.")
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -42,19 +42,45 @@ def to_maxtext(config: Any, layout: Layout = "jax") -> list[Rule]:
         CheckpointingException: MaxText has no such model.
     """
     check_choice("layout", layout, ("jax", "jax-layers"))
-    values = _values(config)
-    model = MaxTextModel(values)
-    tensors = model.tensors(is_stacked=layout == "jax")
-    parts = itertools.chain(*(tensor.parts for tensor in tensors.values()))
-    sources = _extents((part.key, part.source) for part in parts)
+    model = MaxTextModel(_values(config))
     rules: list[Rule] = []
     if model.is_tied:
         rules.append(Tie(_VOCABULARY[1], _VOCABULARY[0], optional=True))
-    for number in range(values.get("num_nextn_predict_layers") or 0):
+    for number in range(model.num_layers, model.num_layers + model.num_extra):
         # MaxText keeps layers for multi-token prediction elsewhere.
-        rules.append(Drop(f"model.layers.{model.num_layers + number}.**", optional=True))
-    named = {f"params.{name}": tensor for name, tensor in tensors.items()}
-    return [*rules, Assemble(named, sources)]
+        rules.append(Drop(f"model.layers.{number}.**", optional=True))
+    tensors = model.tensors(is_stacked=layout == "jax")
+    return [*rules, _assemble({f"params.{name}": tensor for name, tensor in tensors.items()})]
+
+
+def load_rules(config: Any, keys: Iterable[str], shapes: Shapes) -> list[Rule]:
+    """Return the rules from names of a model in memory to stored names of MaxText."""
+    _, _, tensors = _stored(config, shapes)
+    return [*rules_for(config, keys), _assemble(tensors)]
+
+
+def _assemble(tensors: Mapping[str, MappedTensor]) -> Assemble:
+    parts = itertools.chain(*(tensor.parts for tensor in tensors.values()))
+    return Assemble(tensors, _extents((part.key, part.source) for part in parts))
+
+
+def _stored(
+    config: Any, shapes: Shapes
+) -> tuple[MaxTextModel, dict[str, str], dict[str, MappedTensor]]:
+    """Return the model, its stored keys by name, and its tensors by stored key."""
+    names = _names_of(shapes)
+    model = MaxTextModel(_values(config), shapes[names[EMBEDDING]][0])
+    if model.is_tied and LOGITS in names:
+        raise CheckpointingException(
+            f"The configuration ties the output layer to the embedding, and {names[LOGITS]!r} is "
+            "an output layer: set tie_word_embeddings to false in it."
+        )
+    is_stacked = any(map(_STACK.match, names))
+    root = names[EMBEDDING].partition(EMBEDDING)[0]
+    tensors = {}
+    for name, tensor in model.tensors(is_stacked=is_stacked, axis=_axis(names, shapes)).items():
+        tensors[names.get(name, root + name)] = tensor
+    return model, names, tensors
 
 
 def from_maxtext(config: Any, shapes: Shapes) -> list[Rule]:
@@ -69,18 +95,7 @@ def from_maxtext(config: Any, shapes: Shapes) -> list[Rule]:
     Raises:
         CheckpointingException: MaxText has no such model, or the tensors are of another one.
     """
-    names = _names_of(shapes)
-    model = MaxTextModel(_values(config), shapes[names[EMBEDDING]][0])
-    if model.is_tied and LOGITS in names:
-        raise CheckpointingException(
-            f"The configuration ties the output layer to the embedding, and {names[LOGITS]!r} is "
-            "an output layer: set tie_word_embeddings to false in it."
-        )
-    is_stacked = any(map(_STACK.match, names))
-    root = names[EMBEDDING].partition(EMBEDDING)[0]
-    tensors = {}
-    for name, tensor in model.tensors(is_stacked=is_stacked, axis=_axis(names, shapes)).items():
-        tensors[names.get(name, root + name)] = tensor
+    model, names, tensors = _stored(config, shapes)
     rules: list[Rule] = []
     for key in shapes:
         if _STATES.search(key):
