@@ -44,24 +44,30 @@ def to_maxtext(config: Any, layout: Layout = "jax") -> list[Rule]:
     check_choice("layout", layout, ("jax", "jax-layers"))
     model = MaxTextModel(_values(config))
     rules: list[Rule] = []
-    if model.is_tied:
-        rules.append(Tie(_VOCABULARY[1], _VOCABULARY[0], optional=True))
     for number in range(model.num_layers, model.num_layers + model.num_extra):
         # MaxText keeps layers for multi-token prediction elsewhere.
         rules.append(Drop(f"model.layers.{number}.**", optional=True))
     tensors = model.tensors(is_stacked=layout == "jax")
-    return [*rules, _assemble({f"params.{name}": tensor for name, tensor in tensors.items()})]
+    named = {f"params.{name}": tensor for name, tensor in tensors.items()}
+    return [*rules, *_assemble(model, named)]
 
 
 def load_rules(config: Any, keys: Iterable[str], shapes: Shapes) -> list[Rule]:
     """Return the rules from names of a model in memory to stored names of MaxText."""
-    _, _, tensors = _stored(config, shapes)
-    return [*rules_for(config, keys), _assemble(tensors)]
+    model, _, tensors = _stored(config, shapes)
+    rules = _assemble(model, tensors)
+    if {*rules[-1].reads, *_VOCABULARY}.issuperset(keys):
+        return rules
+    return [*rules_for(config, keys), *rules]
 
 
-def _assemble(tensors: Mapping[str, MappedTensor]) -> Assemble:
+def _assemble(model: MaxTextModel, tensors: Mapping[str, MappedTensor]) -> list[Rule]:
+    """Return the rules that make tensors of those of a Hugging Face directory."""
     parts = itertools.chain(*(tensor.parts for tensor in tensors.values()))
-    return Assemble(tensors, _extents((part.key, part.source) for part in parts))
+    assemble = Assemble(tensors, _extents((part.key, part.source) for part in parts))
+    if not model.is_tied:
+        return [assemble]
+    return [Tie(_VOCABULARY[1], _VOCABULARY[0], optional=True), assemble]
 
 
 def _stored(

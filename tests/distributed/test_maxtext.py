@@ -64,7 +64,7 @@ def load_rows(rank, folder):
         torch.testing.assert_close(halves[key].data, value.chunk(2)[rank], rtol=2e-7, atol=0)
 
 
-def test_each_rank_loads_its_rows_of_a_transformers_model(tmp_path):
+def test_each_rank_loads_its_rows(tmp_path):
     write_llama(tmp_path / "hf")
     distckpt.consolidate(tmp_path / "hf", tmp_path / "jax", layout="jax", family=tmp_path / "hf")
     run(load_rows, 2, tmp_path)
