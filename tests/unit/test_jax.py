@@ -181,3 +181,14 @@ def test_a_configuration_that_lacks_a_value_is_an_error_with_its_name(weights, t
     (tmp_path / "hf/config.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointingException, match="vocab_size"):
         export(tmp_path, "hf", "jax", layout="jax")
+
+
+@pytest.mark.parametrize("max_bytes", [80, 600, 4_000, 40_000])
+def test_bands_of_any_size_give_the_same_tensors(weights, tmp_path, max_bytes, monkeypatch):
+    monkeypatch.setattr("distckpt._io.write.UNIT_BYTES", 256)
+    found = export(tmp_path, "hf", "jax", layout="jax", max_inflight_bytes=max_bytes)
+    for name, value in expected(weights).items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    back = export(tmp_path, "jax", "back", max_inflight_bytes=max_bytes, dtype=torch.float64)
+    for name, value in weights.items():
+        np.testing.assert_allclose(back[name], value, rtol=2e-7, err_msg=name)
