@@ -89,7 +89,8 @@ class TensorSource:
         shape = wanted.tensor.shape
         wanted_shape = wanted.region.shape
         parts = wanted.tensor.mapped.parts[:1]
-        if wanted_shape == shape or all(list(part.order) == sorted(part.order) for part in parts):
+        is_direct = wanted_shape == shape or wanted.view.nbytes >= self._band_bytes
+        if is_direct or all(list(part.order) == sorted(part.order) for part in parts):
             return None
         for axis in range(len(shape)):
             if math.prod(shape[axis + 1 :]) * wanted.view.itemsize <= self._band_bytes:
