@@ -93,8 +93,7 @@ def stored_source(stored: StoredCheckpoint, options: ExportOptions) -> TensorSou
     """
     has_rules = bool(options.rules) or options.family is not None
     changes = options.quantize or options.merge_adapter is not None or is_for_all(options.dtype)
-    view = decoded(stored) if has_rules or changes else stored
-    return TensorSource(view, options.max_inflight_bytes // 4)
+    return TensorSource(decoded(stored) if has_rules or changes else stored)
 
 
 def plan_export(

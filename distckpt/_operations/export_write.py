@@ -134,7 +134,8 @@ def _write_files(
         source = plan.source.with_files(open_files)
         for file in mine:
             path = locations.join(output.location, file.name)
-            write_files([output_file(source, file, path, overflows)], settings)
+            max_bytes = request.options.max_inflight_bytes
+            write_files([output_file(source, file, path, overflows, max_bytes)], settings)
         output.sync()
         counter.finish()
     for other in ranks.all_gather(json.dumps(overflows).encode()):
