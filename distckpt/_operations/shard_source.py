@@ -97,14 +97,9 @@ class ShardSource(ABC):
 
     def rules_of_family(self, family: FamilyName, location: str, keys: Sequence[str]) -> list[Rule]:
         """Return the rules from requested names to names of this source."""
-        from distckpt.families._config import config_for, is_maxtext, rules_for
+        from distckpt.families._config import config_for, rules_for
 
-        config = config_for(family, location)
-        shapes = self.shapes()
-        if is_maxtext(shapes or ()):
-            rules: list[Rule] = wing("jax").load_rules(config, keys, shapes)
-            return rules
-        return rules_for(config, keys, shapes)
+        return rules_for(config_for(family, location), keys, self.shapes())
 
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
         """Return stored shapes by key, if known without reading."""

@@ -104,16 +104,11 @@ class _Weight(NamedTuple):
 _Weights: TypeAlias = dict[str, _Weight]
 
 
-def _kernel(name: str, num_out: int, num_in: int, num_experts: int = 0) -> _Weight:
-    return _Weight(name, (num_out, num_in), (num_in, num_out), num_experts)
-
-
-def _to_heads(name: str, heads: int, size: int, num_in: int) -> _Weight:
-    return _Weight(name, (heads * size, num_in), (num_in, heads, size))
-
-
-def _from_heads(name: str, heads: int, size: int, num_out: int) -> _Weight:
-    return _Weight(name, (num_out, heads * size), (heads, size, num_out))
+def _kernel(
+    name: str, outputs: tuple[int, ...], inputs: tuple[int, ...], num_experts: int = 0
+) -> _Weight:
+    shape = (math.prod(outputs), math.prod(inputs))
+    return _Weight(name, shape, (*inputs, *outputs), num_experts)
 
 
 class MaxTextModel:
@@ -160,7 +155,7 @@ class MaxTextModel:
             "decoder.decoder_norm.scale": self._norm("norm").mapped("model."),
         }
         if not self.is_tied:
-            tensors[LOGITS] = _kernel("lm_head.weight", *shape).mapped()
+            tensors[LOGITS] = _kernel("lm_head.weight", (self.num_rows,), (self._width,)).mapped()
         for block, numbers, is_stack, is_sparse in self._blocks(is_stacked):
             prefixes = [f"model.layers.{number}." for number in numbers]
             for suffix, weight in self._weights(is_sparse).items():
@@ -213,15 +208,15 @@ class MaxTextModel:
     def _attention(self) -> _Weights:
         heads, groups, size = self._config.heads
         is_rotated = _rope_of(self._config)[0]["rope_type"] == "llama3"
-        query = _to_heads("q_proj.weight", heads, size, self._width)
+        query = _kernel("q_proj.weight", (heads, size), (self._width,))
         if self._kind in _SCALED:
             query = query._replace(factor=1 / math.sqrt(size))
-        key = _to_heads("k_proj.weight", groups, size, self._width)
+        key = _kernel("k_proj.weight", (groups, size), (self._width,))
         weights = {
             "query.kernel": query._replace(is_rotated=is_rotated),
             "key.kernel": key._replace(is_rotated=is_rotated),
-            "value.kernel": _to_heads("v_proj.weight", groups, size, self._width),
-            "out.kernel": _from_heads("o_proj.weight", heads, size, self._width),
+            "value.kernel": _kernel("v_proj.weight", (groups, size), (self._width,)),
+            "out.kernel": _kernel("o_proj.weight", (self._width,), (heads, size)),
         }
         if self._kind in _HEAD_NORMS:
             weights["query_norm.scale"] = self._norm("q_norm", size)
@@ -235,25 +230,25 @@ class MaxTextModel:
         plain = self._size("qk_nope_head_dim")
         value = self._size("v_head_dim")
         weights = {
-            "wkv_a.kernel": _kernel("kv_a_proj_with_mqa.weight", rank + rotated, self._width),
+            "wkv_a.kernel": _kernel("kv_a_proj_with_mqa.weight", (rank + rotated,), (self._width,)),
             "kv_norm.scale": self._norm("kv_a_layernorm", rank),
-            "wkv_b.kernel": _to_heads("kv_b_proj.weight", heads, plain + value, rank),
-            "out.kernel": _from_heads("o_proj.weight", heads, value, self._width),
+            "wkv_b.kernel": _kernel("kv_b_proj.weight", (heads, plain + value), (rank,)),
+            "out.kernel": _kernel("o_proj.weight", (self._width,), (heads, value)),
         }
         if self._config.values.get("q_lora_rank") is None:
-            query = _to_heads("q_proj.weight", heads, plain + rotated, self._width)
+            query = _kernel("q_proj.weight", (heads, plain + rotated), (self._width,))
             return weights | {"query.kernel": query}
         low = self._size("q_lora_rank")
-        weights["wq_a.kernel"] = _kernel("q_a_proj.weight", low, self._width)
+        weights["wq_a.kernel"] = _kernel("q_a_proj.weight", (low,), (self._width,))
         weights["q_norm.scale"] = self._norm("q_a_layernorm", low)
-        weights["wq_b.kernel"] = _to_heads("q_b_proj.weight", heads, plain + rotated, low)
+        weights["wq_b.kernel"] = _kernel("q_b_proj.weight", (heads, plain + rotated), (low,))
         return weights
 
     def _gated_mlp(self, name: str, own: str, size: int) -> _Weights:
         return {
-            f"{name}.wi_0.kernel": _kernel(f"{own}.gate_proj.weight", size, self._width),
-            f"{name}.wi_1.kernel": _kernel(f"{own}.up_proj.weight", size, self._width),
-            f"{name}.wo.kernel": _kernel(f"{own}.down_proj.weight", self._width, size),
+            f"{name}.wi_0.kernel": _kernel(f"{own}.gate_proj.weight", (size,), (self._width,)),
+            f"{name}.wi_1.kernel": _kernel(f"{own}.up_proj.weight", (size,), (self._width,)),
+            f"{name}.wo.kernel": _kernel(f"{own}.down_proj.weight", (self._width,), (size,)),
         }
 
     def _experts(self) -> _Weights:
@@ -269,10 +264,10 @@ class MaxTextModel:
         size = self._size(size_name)
         gate, up, down = (f"{own}.experts.*.{name}.weight" for name in names)
         weights = {
-            f"{block}.gate.kernel": _kernel(f"{own}.gate.weight", num, self._width),
-            f"{block}.wi_0": _kernel(gate, size, self._width, num),
-            f"{block}.wi_1": _kernel(up, size, self._width, num),
-            f"{block}.wo": _kernel(down, self._width, size, num),
+            f"{block}.gate.kernel": _kernel(f"{own}.gate.weight", (num,), (self._width,)),
+            f"{block}.wi_0": _kernel(gate, (size,), (self._width,), num),
+            f"{block}.wi_1": _kernel(up, (size,), (self._width,), num),
+            f"{block}.wo": _kernel(down, (self._width,), (size,), num),
         }
         if self._is_deepseek:
             bias = f"{own}.gate.e_score_correction_bias"
