@@ -292,7 +292,7 @@ _COMPUTED: dict[str, Container[Any]] = {
     "mlp_only_layers": ([],),
     "decoder_sparse_step": (1,),
 }
-"""Fields of configurations, and their values that MaxText computes as transformers does."""
+"""Fields of configurations, with the values that MaxText computes."""
 _COMPUTED_IN: dict[str, dict[str, Container[Any]]] = {
     "llama": {"rope_type": ("default", "linear", "yarn", "llama3")},
     "qwen3_moe": {"norm_topk_prob": (True,)},

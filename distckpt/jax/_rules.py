@@ -113,7 +113,7 @@ def from_maxtext(config: Any, shapes: Shapes) -> list[Rule]:
 
 def rules_of(
     config: dict[str, Any] | None,
-    keys: Collection[str],
+    keys: Any,
     on_disk: Shapes | None,
     layout: Layout | None,
 ) -> list[Rule]:
@@ -124,13 +124,10 @@ def rules_of(
             "directory. For other models, pass `rules` without `layout`."
         )
     is_maxtext = any(map(_ROOT.fullmatch, keys))
-    if layout is None and isinstance(keys, Mapping) and is_maxtext:
+    if layout is None and is_maxtext:
         return from_maxtext(config, {key: spec.shape for key, spec in keys.items()})
     if layout is None:
-        model, _, tensors = _stored(config, on_disk or {})
-        rules = _assemble(model, tensors)
-        is_hugging_face = {*rules[-1].reads, *_VOCABULARY}.issuperset(keys)
-        return rules if is_hugging_face else [*rules_for(config, keys), *rules]
+        return _load_rules(config, keys, on_disk or {})
     if is_maxtext:
         raise CheckpointingException(
             f"layout={layout!r} is for a Hugging Face directory, or names of transformers or "
@@ -142,6 +139,14 @@ def rules_of(
         # Of a Hugging Face directory, where names of transformers in memory may differ.
         return rules
     return [*rules_for(config, keys, on_disk), *rules]
+
+
+def _load_rules(config: Any, keys: Collection[str], shapes: Shapes) -> list[Rule]:
+    model, _, tensors = _stored(config, shapes)
+    rules = _assemble(model, tensors)
+    if {*rules[-1].reads, *_VOCABULARY}.issuperset(keys):
+        return rules
+    return [*rules_for(config, keys), *rules]
 
 
 def _values(config: Any) -> dict[str, Any]:
