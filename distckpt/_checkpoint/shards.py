@@ -216,17 +216,19 @@ def _complete(
     lost: set[str] = set()
     if separated.pairs:
         lost = _join(planned, separated, view.location)
+    if settings.options.allow_dtype_cast:
+        warn_of_overflows(
+            (request.key, FROM_NAME[view.dtype_name(request.key)], target)
+            for request, target in zip(planned.requests, planned.targets, strict=True)
+        )
     # Once per memory.
     places = {(t.data_ptr(), t.shape, t.stride()): (key, t, how) for key, t, how in planned.changes}
     with torch.no_grad():
         for _, target, how in places.values():
             change(target, *how)
-    # Products may be beyond any dtype's range.
-    converted = [(key, torch.float64, target) for key, target, _ in places.values()]
-    if settings.options.allow_dtype_cast:
-        for request, target in zip(planned.requests, planned.targets, strict=True):
-            converted.append((request.key, FROM_NAME[view.dtype_name(request.key)], target))
-    warn_of_overflows(converted)
+    if places:
+        # Products may be beyond any dtype's range.
+        warn_of_overflows((key, torch.float64, target) for key, target, _ in places.values())
     lost |= _settle(planned.shards, filled, view.location)
     settings.overwritten.update(lost)
 

@@ -30,7 +30,7 @@ _WINDOWS_PER_THREAD = 4
 conversion.
 """
 _SHARE_OF_BAND = 5
-"""Three bands and the windows of the threads are in memory at a time."""
+"""Three bands, and windows, share the memory."""
 _COMPARED_AT_ONCE = 1 << 20
 """Elements of two tensors that are compared at a time."""
 _counting = threading.Lock()
@@ -250,7 +250,7 @@ def _copied_tensors(
 
 
 def _is_transposed(source: TensorSource, piece: _Range) -> bool:
-    """Whether a range is a part of a stored tensor that is transposed."""
+    """Whether a range is a part of a transposed tensor."""
     tensor = piece.tensor
     if len(piece.values) == tensor.num_elements or not source.is_stored(tensor):
         return False

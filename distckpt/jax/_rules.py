@@ -71,7 +71,7 @@ def _sources(tensors: Mapping[str, MappedTensor]) -> dict[str, tuple[int, ...]]:
 def _stored(
     config: Any, shapes: Shapes
 ) -> tuple[MaxTextModel, dict[str, str], dict[str, MappedTensor]]:
-    """Return the model, its stored keys by name, and its tensors by stored key."""
+    """Return the model, stored keys by name, and tensors by key."""
     names = _names_of(shapes)
     model = MaxTextModel(_values(config), shapes[names[EMBEDDING]][0])
     if model.is_tied and LOGITS in names:
@@ -117,7 +117,7 @@ def rules_of(
     on_disk: Shapes | None,
     layout: Layout | None,
 ) -> list[Rule]:
-    """Return the rules for `layout` and `family` of an export or load, see `rules_for`."""
+    """Return the rules for names of MaxText, see `rules_for`."""
     if config is None:
         raise CheckpointingException(
             f"layout={layout!r} needs `family`: the path of the model's config.json or of its "
