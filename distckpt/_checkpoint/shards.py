@@ -40,6 +40,7 @@ from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import ShardedObject
+from distckpt.rules._mapped import UNCHANGED, change
 from distckpt.rules._rule import Rule
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class _Requests:
         requests: regions of the checkpoint, one for each target.
         targets: views of the tensors of the shards.
         copies: regions to read, by chunk; none for requests whose elements lie apart.
-        additions: values to add to targets after reading.
+        changes: keys and targets, and how these are changed after reading.
         paddings: memory to fill with zeros before reading.
     """
 
@@ -82,7 +83,7 @@ class _Requests:
     requests: list[Request]
     targets: Sequence[torch.Tensor]
     copies: list[Copy]
-    additions: list[tuple[torch.Tensor, float]]
+    changes: list[tuple[str, torch.Tensor, tuple[float, float]]]
     paddings: list[torch.Tensor]
 
 
@@ -221,10 +222,13 @@ def _complete(
             for request, target in zip(planned.requests, planned.targets, strict=True)
         )
     # Once per memory.
-    places = {(t.data_ptr(), t.shape, t.stride()): (t, value) for t, value in planned.additions}
+    places = {(t.data_ptr(), t.shape, t.stride()): (key, t, how) for key, t, how in planned.changes}
     with torch.no_grad():
-        for target, value in places.values():
-            target.add_(value)
+        for _, target, how in places.values():
+            change(target, *how)
+    if places:
+        # Products may be beyond any dtype's range.
+        warn_of_overflows((key, torch.float64, target) for key, target, _ in places.values())
     lost |= _settle(planned.shards, filled, view.location)
     settings.overwritten.update(lost)
 
@@ -276,12 +280,13 @@ def _translated(
     translated = translate(settings.rules, planned.requests, planned.targets)
     dtypes = [view.dtype for view in translated.views]
     requests, copies = _plan_copies(stored, translated.requests, dtypes, settings)
-    additions = []
-    for pair in zip(translated.views, translated.adds, strict=True):
-        if pair[1]:
-            additions.append(pair)
+    changes = []
+    keys = [request.key for request in requests]
+    for changed in zip(keys, translated.views, translated.changes, strict=True):
+        if changed[2] != UNCHANGED:
+            changes.append(changed)
     paddings = list(translated.padding)
-    return _Requests(planned.shards, requests, translated.views, copies, additions, paddings)
+    return _Requests(planned.shards, requests, translated.views, copies, changes, paddings)
 
 
 def _with_memory(shard: ShardedTensor) -> ShardedTensor:

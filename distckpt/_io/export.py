@@ -29,6 +29,8 @@ _WINDOWS_PER_THREAD = 4
 """Buffers of `UNIT_BYTES` that a thread may use at a time: window, bounce buffer with its widening,
 conversion.
 """
+_SHARE_OF_BAND = 5
+"""Three bands, and windows, share the memory."""
 _COMPARED_AT_ONCE = 1 << 20
 """Elements of two tensors that are compared at a time."""
 _counting = threading.Lock()
@@ -58,10 +60,11 @@ def output_file(
     file: OutputFile,
     location: str,
     overflows: dict[str, int],
+    max_inflight_bytes: int,
 ) -> NewFile:
     """Describe a file for a location where none is yet; writing it fills `overflows`."""
     tensors, header = file.laid_out
-    fill = filling(source, tensors, overflows)
+    fill = filling(source, tensors, overflows, max_inflight_bytes // _SHARE_OF_BAND)
     return NewFile(location, header, [tensor.num_bytes for tensor in tensors], fill)
 
 
@@ -102,21 +105,62 @@ class _Range(NamedTuple):
 
 
 def filling(
-    source: TensorSource, tensors: Sequence[OutputTensor], overflows: dict[str, int]
+    source: TensorSource,
+    tensors: Sequence[OutputTensor],
+    overflows: dict[str, int],
+    band_bytes: int = 0,
 ) -> Fill:
     """Return the function that fills a file whose chunks are `tensors`.
 
     It adds to `overflows`, by name, the number of values that did not fit the dtype they were
     converted to.
+
+    Rows of a transposed tensor are columns of what is stored: to read a few costs as much as to
+    read many. So such a tensor is read in bands of `band_bytes`, and threads take theirs from two
+    of these, since units follow each other.
     """
+    bands: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
+    one_at_a_time = threading.Lock()
+
+    def band(tensor: OutputTensor, first: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        key = (tensor.name, first, dtype)
+        with one_at_a_time:
+            if key not in bands:
+                while len(bands) > 1:
+                    del bands[next(iter(bands))]
+                size = min(size, tensor.num_elements - first)
+                values = torch.empty(size, dtype=dtype, device="cpu")
+                _read_directly(source, [_Range(tensor, first, values)])
+                bands[key] = values
+            return bands[key]
+
+    def read(ranges: Sequence[_Range]) -> None:
+        direct = []
+        for piece in ranges:
+            tensor, first, values = piece
+            if values.nbytes >= band_bytes or not _is_transposed(source, piece):
+                direct.append(piece)
+                continue
+            size = band_bytes // values.itemsize
+            row = tensor.num_elements // tensor.shape[0]
+            # A part of a row is read by itself.
+            size = size // row * row or size
+            while len(values):
+                place = first % size
+                rows = band(tensor, first - place, size, values.dtype)
+                rows = rows[place : place + len(values)]
+                values[: len(rows)] = rows
+                values = values[len(rows) :]
+                first += len(rows)
+        _read_directly(source, direct)
 
     def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
         filled = memory_of_thread[: sum(span.num_bytes for span in unit)]
         copied, as_read, to_cast = _divide(source, tensors, unit, filled)
         read_parts(source.stored, copied, num_threads=1)
-        _read_ranges(source, as_read)
+        read(as_read)
         to_cast += _overflowed(source, as_read)
-        for tensor, num_overflows in _read_and_cast(source, to_cast):
+        for tensor, num_overflows in _read_and_cast(source, read, to_cast):
             with _counting:
                 overflows[tensor.name] = overflows.get(tensor.name, 0) + num_overflows
         return [filled]
@@ -205,11 +249,16 @@ def _copied_tensors(
             yield place, key_id, tensor.num_bytes // num_rows
 
 
-def _read_ranges(
-    source: TensorSource,
-    ranges: Sequence[_Range],
-    factor: float = 1.0,
-) -> None:
+def _is_transposed(source: TensorSource, piece: _Range) -> bool:
+    """Whether a range is a part of a transposed tensor."""
+    tensor = piece.tensor
+    if len(piece.values) == tensor.num_elements or not source.is_stored(tensor):
+        return False
+    # All parts are alike.
+    return any(list(part.order) != sorted(part.order) for part in tensor.mapped.parts[:1])
+
+
+def _read_directly(source: TensorSource, ranges: Sequence[_Range], factor: float = 1.0) -> None:
     """Read ranges, times a factor."""
     regions = []
     for tensor, first, values in ranges:
@@ -234,7 +283,7 @@ def _overflowed(source: TensorSource, ranges: Sequence[_Range]) -> list[_Range]:
 
 
 def _read_and_cast(
-    source: TensorSource, ranges: Sequence[_Range]
+    source: TensorSource, read: Callable[[Sequence[_Range]], None], ranges: Sequence[_Range]
 ) -> Iterator[tuple[OutputTensor, int]]:
     """Read and convert ranges; yield the numbers of values that do not fit."""
     sizes = []
@@ -255,7 +304,7 @@ def _read_and_cast(
             values = memory[begin : begin + span.num_bytes].view(dtype)[: len(targets[-1])]
             wide.append(_Range(tensor, first + start, values))
             begin += span.num_bytes
-        _read_ranges(source, wide)
+        read(wide)
         for piece, target in zip(wide, targets, strict=True):
             num_overflows = _count_overflowed(source, piece) + cast_and_count(piece.values, target)
             if num_overflows:
@@ -271,7 +320,7 @@ def _count_overflowed(source: TensorSource, computed: _Range) -> int:
     if not source.may_overflow(tensor) or are_finite(values):
         return 0
     zeros = scratch("zeros", values.shape, torch.promote_types(values.dtype, torch.float64))
-    _read_ranges(source, [_Range(tensor, first, zeros)], factor=0.0)
+    _read_directly(source, [_Range(tensor, first, zeros)], factor=0.0)
     return int((zeros.isfinite() & ~values.isfinite()).sum())
 
 

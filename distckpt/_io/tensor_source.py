@@ -18,7 +18,7 @@ from distckpt._io.read_values import read_apart, read_requests
 from distckpt._plan.export import OutputTensor
 from distckpt._plan.load import Request
 from distckpt._storage.open_files import OpenFiles
-from distckpt.rules._mapped import RegionCopy, resolve, target_view
+from distckpt.rules._mapped import RegionCopy, change, resolve, target_view
 
 
 class Wanted(NamedTuple):
@@ -82,10 +82,7 @@ class TensorSource:
         if requests:
             self.read_requests(requests, views, factor)
         for view, part in changes:
-            if part.factor != 1.0:
-                view.mul_(part.factor)
-            if part.add:
-                view.add_(part.add)
+            change(view, part.factor, part.add)
 
     def read_requests(
         self, requests: Sequence[Request], views: Sequence[torch.Tensor], factor: float

@@ -22,6 +22,7 @@ from distckpt._move.pieces import Piece, Pieces
 from distckpt._move.plan import RankPlan
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import Transfer
+from distckpt.rules._mapped import UNCHANGED, change
 
 
 def carry(
@@ -102,15 +103,14 @@ class _Carrier:
         for source, target, at, to, shape in self._plan.copies:
             view = _part(self._sources.views[source], at, shape)
             place = _part(self._targets[target], to, shape)
-            copy_values(_moved(view, self._sources.adds[source]), place)
+            copy_values(_moved(view, self._sources.changes[source]), place)
 
     def _pack(self, wave: int) -> None:
         for _, start, source, at, shape in self._packs.get(wave, ()):
             view = _part(self._sources.views[source], at, shape)
             buffer = self._memory.buffer(self._ranks.rank, False, wave)
-            copy_values(
-                _moved(view, self._sources.adds[source]), _unit(buffer[start:], view.dtype, shape)
-            )
+            moved = _moved(view, self._sources.changes[source])
+            copy_values(moved, _unit(buffer[start:], view.dtype, shape))
 
     def _take(self, wave: int, is_landed: bool) -> None:
         for _, holder, has_landed, start, dtype, target, *places in self._takes.get(wave, ()):
@@ -144,11 +144,10 @@ def _unit(buffer: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> tor
     return buffer[:num_bytes].view(dtype).view(tuple(shape))
 
 
-def _moved(view: torch.Tensor, add: float) -> torch.Tensor:
+def _moved(view: torch.Tensor, change: tuple[float, float]) -> torch.Tensor:
     """Return the values to move for values in memory."""
-    if add:
-        return view - add
-    return view
+    factor, add = change
+    return view if change == UNCHANGED else (view - add) / factor
 
 
 # --- The memory that is filled --------------------------------------------------------------------
@@ -222,12 +221,11 @@ class Staged(NamedTuple):
         for padding in self.targets.padding:
             padding.zero_()
         # Once, if several targets are the same memory.
-        adds = {}
-        for view, add in zip(self.targets.views, self.targets.adds, strict=True):
-            adds[(view.data_ptr(), view.shape, view.stride())] = (view, add)
-        for view, add in adds.values():
-            if add:
-                view.add_(add)
+        changes = {}
+        for view, how in zip(self.targets.views, self.targets.changes, strict=True):
+            changes[(view.data_ptr(), view.shape, view.stride())] = (view, how)
+        for view, how in changes.values():
+            change(view, *how)
 
 
 def _refuse_repeated_memory(targets: Pieces) -> None:
@@ -278,7 +276,7 @@ def check_arrival(
 def _sent(plan: RankPlan, sources: Pieces) -> Iterator[LiveRegion]:
     for slot, row, dtype, offset, shape in plan.sent:
         region, view = _place(sources.table[row], sources.views[row], offset, shape)
-        moved = _moved(view, sources.adds[row])
+        moved = _moved(view, sources.changes[row])
         taken_as = FROM_NAME[dtype]
         values = moved
         if moved.dtype != taken_as:

@@ -17,6 +17,7 @@ from distckpt._state.shards import region_view, shard_regions
 from distckpt.mapping._base import BufferReplicaId, OpenReplicaId
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import is_main_replica
+from distckpt.rules._mapped import UNCHANGED
 from distckpt.rules._rule import Rule
 
 
@@ -52,13 +53,13 @@ class Pieces(NamedTuple):
     Attributes:
         table: their places in their tensors.
         views: the memory of each, shaped as its region; of any strides, device and dtype.
-        adds: the surplus of the values in memory over the moved values.
+        changes: the factor that makes values in memory of moved values, and the number added then.
         padding: memory without a counterpart on the other side: zeros.
     """
 
     table: list[Piece]
     views: list[torch.Tensor]
-    adds: list[float]
+    changes: list[tuple[float, float]]
     padding: list[torch.Tensor]
 
     def key(self, row: int) -> str:
@@ -97,11 +98,12 @@ def pieces_of(
             owners.append(shard)
             requests.append(request_of(shard, region))
             views.append(region_view(shard, region))
-    translated = Translated(list(range(len(owners))), requests, views, [0.0] * len(owners), [])
+    same = [UNCHANGED] * len(owners)
+    translated = Translated(list(range(len(owners))), requests, views, same, [])
     if rules:
         translated = translate(rules, requests, views, drops=drops)
     pieces = Pieces([], [], [], translated.padding)
-    for number, request, view, add in zip(*translated[:4], strict=True):
+    for number, request, view, change in zip(*translated[:4], strict=True):
         shape = request.global_shape
         kind = Kind(request.key, TO_NAME[view.dtype], shape, request.allow_shape_mismatch)
         replica = owners[number].replica_id
@@ -110,7 +112,7 @@ def pieces_of(
         for region, part in _single_steps(request, view):
             pieces.table.append(Piece(kind, region, is_main, is_buffer))
             pieces.views.append(part)
-            pieces.adds.append(add)
+            pieces.changes.append(change)
     return pieces
 
 

@@ -266,31 +266,16 @@ def _model(options: ExportOptions, selected: Mapping[str, TensorSpec]) -> _Model
     if reference is not None:
         location = reference.location
         shapes = reference.manifest.shapes_by_key
-    from distckpt.families._config import config_for
+    from distckpt.families._config import config_for, rules_for
 
     config = config_for(options.family, location)
-    rules = _family_rules(options, config, selected, shapes)
+    rules = rules_for(config, selected, shapes, options.layout)
     if options.layout is not None:
         return _Model(None, config, rules)
     if shapes is not None:
         shapes_of_selected = {key: spec.shape for key, spec in selected.items()}
         rules = without_ties(options.rules, rules, shapes_of_selected, shapes)
     return _Model(reference, config, rules)
-
-
-def _family_rules(
-    options: ExportOptions,
-    config: dict[str, Any] | None,
-    selected: Mapping[str, TensorSpec],
-    shapes: Mapping[str, tuple[int, ...]] | None,
-) -> list[Rule]:
-    is_maxtext = any("token_embedder.embedding" in key for key in selected)
-    if options.layout is not None or is_maxtext:
-        rules: list[Rule] = wing("jax").export_rules(config, selected, shapes, options.layout)
-        return rules
-    from distckpt.families._config import rules_for
-
-    return rules_for(config, selected, shapes)
 
 
 def _check_is_no_checkpoint(directory: str) -> None:

@@ -47,7 +47,8 @@ class ExportReport:
         num_parameters: number of their elements.
         files: names of the files with tensors.
         dtypes: number of tensors of each safetensors dtype.
-        left_out: keys of the tensors of optimizers that were left out, see `ExportOptions.keys`.
+        left_out: keys of the tensors of optimizers that were left out, see `ExportOptions.keys`,
+            and of the tensors that rules drop.
         overflows: for each tensor, the number of values that did not fit the dtype they were
             converted to (finite ones that became infinite or, in 8-bit floats without infinities,
             NaN; numbers beyond an integer's range).
@@ -110,7 +111,7 @@ def report_of_export(
         dtypes=dict(Counter(tensor.dtype for tensor in plan.outputs)),
         overflows=overflows,
         seconds=seconds,
-        left_out=tuple(plan.left_out),
+        left_out=(*plan.left_out, *plan.dropped),
     )
 
 
@@ -133,7 +134,8 @@ def _write_files(
         source = plan.source.with_files(open_files)
         for file in mine:
             path = locations.join(output.location, file.name)
-            write_files([output_file(source, file, path, overflows)], settings)
+            max_bytes = request.options.max_inflight_bytes
+            write_files([output_file(source, file, path, overflows, max_bytes)], settings)
         output.sync()
         counter.finish()
     for other in ranks.all_gather(json.dumps(overflows).encode()):

@@ -10,9 +10,15 @@ from typing import NamedTuple
 import torch
 
 from distckpt._base.dtypes import TO_NAME
-from distckpt._base.errors import CheckpointingException
 from distckpt._plan.load import Request
-from distckpt.rules._mapped import MappedTensor, TensorSpec, resolve, resolve_padding, target_view
+from distckpt.rules._mapped import (
+    UNCHANGED,
+    MappedTensor,
+    TensorSpec,
+    resolve,
+    resolve_padding,
+    target_view,
+)
 from distckpt.rules._rule import Rule
 from distckpt.rules._rules import Tie, apply_rules, invert, matched_rules
 
@@ -208,14 +214,14 @@ class Translated(NamedTuple):
         numbers: for each view, the number of its original request.
         requests: the request of each view.
         views: views of the tensors of the model, shaped as the stored regions.
-        adds: for each view, the number that is added to the stored values.
+        changes: for each view, the factor of the stored values, and the number that is added.
         padding: views of elements for which the checkpoint has nothing: zeros.
     """
 
     numbers: list[int]
     requests: list[Request]
     views: list[torch.Tensor]
-    adds: list[float]
+    changes: list[tuple[float, float]]
     padding: list[torch.Tensor]
 
 
@@ -238,26 +244,22 @@ def translate(
     infos = {r.key: TensorSpec(r.global_shape, TO_NAME[t.dtype]) for r, t in pairs}
     stored = _apply_some(rules, infos)
     mapped = invert(stored, infos | _tensors_of_other_ranks(stored, infos))
-    rows: list[tuple[int, Request, torch.Tensor, float]] = []
+    rows: list[tuple[int, Request, torch.Tensor, tuple[float, float]]] = []
     padding = []
     for number, (request, tensor) in enumerate(zip(requests, tensors, strict=True)):
         if request.key not in mapped:
             if not drops:
-                rows.append((number, request, tensor, 0.0))
+                rows.append((number, request, tensor, UNCHANGED))
             continue
         for gap in resolve_padding(mapped[request.key], request.region):
             padding.append(tensor[gap.slices()])
         for place, part in resolve(mapped[request.key], request.region):
             shape = stored[part.key].shape
             may_differ = request.allow_shape_mismatch
-            if part.factor != 1.0:
-                raise CheckpointingException(
-                    f"The rules multiply {request.key!r} by {part.factor:g}, which only an export "
-                    "does: `consolidate` the checkpoint, and load the export."
-                )
             translated = Request(part.key, shape, part.source, may_differ, part.source_step)
-            rows.append((number, translated, target_view(tensor, place, part), part.add))
+            change = (part.factor, part.add)
+            rows.append((number, translated, target_view(tensor, place, part), change))
     if not rows:
         return Translated([], [], [], [], padding)
-    numbers, stored_requests, views, adds = map(list, zip(*rows, strict=True))
-    return Translated(numbers, stored_requests, views, adds, padding)
+    numbers, stored_requests, views, changes = map(list, zip(*rows, strict=True))
+    return Translated(numbers, stored_requests, views, changes, padding)

@@ -80,7 +80,7 @@ def _print_report(output_dir: str, report: ExportReport, output: Output) -> int:
 def _print_left_out(left_out: Sequence[str], output: Output) -> None:
     if left_out:
         count = count_text(len(left_out), "tensor")
-        output.line(f"left out: {count} of the optimizer; --all exports them, too")
+        output.line(f"left out: {count}; --dry-run names them, --all exports an optimizer's")
 
 
 # --- Without writing ------------------------------------------------------------------------------

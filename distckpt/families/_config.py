@@ -6,11 +6,12 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.messages import check_choice, check_path
+from distckpt._base.wings import wing
 from distckpt._storage import locations
 from distckpt.families._blocks import MTP_NAMES, Config, IncompleteConfigError, joined_experts
 from distckpt.families._megatron import megatron_rules
@@ -35,6 +36,7 @@ _MEGATRON_KEY = re.compile(
     r"|mtp\.layers|embedding\.word_embeddings)\.(?!(fc\d|[qkvo]_proj)\.)"
 )
 
+_MAXTEXT = "token_embedder.embedding"
 _MTP_KEY = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.")
 
 
@@ -141,7 +143,10 @@ def config_for(
 
 
 def rules_for(
-    config: dict[str, Any] | None, keys: Iterable[str], on_disk: Shapes | None = None
+    config: dict[str, Any] | None,
+    keys: Collection[str],
+    on_disk: Shapes | None = None,
+    layout: str | None = None,
 ) -> list[Rule]:
     """Return the rules for `family=` of an operation, if it is given.
 
@@ -149,12 +154,15 @@ def rules_for(
 
     Args:
         config: the configuration; it is changed to fit the checkpoint.
-        keys: keys of the tensors in memory or in the checkpoint.
+        keys: keys of the tensors in memory or in the checkpoint; in an export, with their shapes.
         on_disk: shapes of the tensors in the Hugging Face directory, by name.
+        layout: names of MaxText to export.
     """
+    if layout is not None or any(_MAXTEXT in key for key in (*keys, *(on_disk or ()))):
+        rules_of_maxtext: list[Rule] = wing("jax").rules_of(config, keys, on_disk, layout)
+        return rules_of_maxtext
     if config is None:
         return []
-    keys = list(keys)
     is_megatron = any(map(_MEGATRON_KEY.search, keys))
     source: Source = "megatron" if is_megatron else "transformers"
     logger.info("rules for model_type %s, tensors named as in %s", config.get("model_type"), source)

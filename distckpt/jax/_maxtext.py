@@ -6,8 +6,9 @@ attention has no scale, the weights of the query have it; Llama 3.1 rotates neig
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -103,16 +104,11 @@ class _Weight(NamedTuple):
 _Weights: TypeAlias = dict[str, _Weight]
 
 
-def _kernel(name: str, num_out: int, num_in: int, num_experts: int = 0) -> _Weight:
-    return _Weight(name, (num_out, num_in), (num_in, num_out), num_experts)
-
-
-def _to_heads(name: str, heads: int, size: int, num_in: int) -> _Weight:
-    return _Weight(name, (heads * size, num_in), (num_in, heads, size))
-
-
-def _from_heads(name: str, heads: int, size: int, num_out: int) -> _Weight:
-    return _Weight(name, (num_out, heads * size), (heads, size, num_out))
+def _kernel(
+    name: str, outputs: tuple[int, ...], inputs: tuple[int, ...], num_experts: int = 0
+) -> _Weight:
+    shape = (math.prod(outputs), math.prod(inputs))
+    return _Weight(name, shape, (*inputs, *outputs), num_experts)
 
 
 class MaxTextModel:
@@ -120,6 +116,7 @@ class MaxTextModel:
 
     Attributes:
         num_layers: number of layers, without those for multi-token prediction.
+        num_extra: number of the latter.
         is_tied: whether there is no output layer of its own.
         vocab_size: rows of the embedding in a Hugging Face directory.
         num_rows: rows of the embedding that both have; MaxText's has `num_stored` rows.
@@ -134,6 +131,7 @@ class MaxTextModel:
         self._is_gemma = self._kind == "gemma3_text"
         self._is_deepseek = self._kind == "deepseek_v3"
         self.num_layers = config.number_of("num_hidden_layers", least=1)
+        self.num_extra = config.number_of("num_nextn_predict_layers", default=0)
         self.is_tied = bool(config("tie_word_embeddings", default=self._is_gemma))
         self.vocab_size = self._size("vocab_size")
         self.num_rows = min(self.vocab_size, num_stored)
@@ -157,7 +155,7 @@ class MaxTextModel:
             "decoder.decoder_norm.scale": self._norm("norm").mapped("model."),
         }
         if not self.is_tied:
-            tensors[LOGITS] = _kernel("lm_head.weight", *shape).mapped()
+            tensors[LOGITS] = _kernel("lm_head.weight", (self.num_rows,), (self._width,)).mapped()
         for block, numbers, is_stack, is_sparse in self._blocks(is_stacked):
             prefixes = [f"model.layers.{number}." for number in numbers]
             for suffix, weight in self._weights(is_sparse).items():
@@ -209,18 +207,16 @@ class MaxTextModel:
 
     def _attention(self) -> _Weights:
         heads, groups, size = self._config.heads
-        scaling = self._config("rope_scaling", "rope_parameters", default={})
-        kind = scaling.get("rope_type", scaling.get("type"))
-        is_rotated = self._kind == "llama" and kind == "llama3"
-        query = _to_heads("q_proj.weight", heads, size, self._width)
+        is_rotated = _rope_of(self._config)[0]["rope_type"] == "llama3"
+        query = _kernel("q_proj.weight", (heads, size), (self._width,))
         if self._kind in _SCALED:
             query = query._replace(factor=1 / math.sqrt(size))
-        key = _to_heads("k_proj.weight", groups, size, self._width)
+        key = _kernel("k_proj.weight", (groups, size), (self._width,))
         weights = {
             "query.kernel": query._replace(is_rotated=is_rotated),
             "key.kernel": key._replace(is_rotated=is_rotated),
-            "value.kernel": _to_heads("v_proj.weight", groups, size, self._width),
-            "out.kernel": _from_heads("o_proj.weight", heads, size, self._width),
+            "value.kernel": _kernel("v_proj.weight", (groups, size), (self._width,)),
+            "out.kernel": _kernel("o_proj.weight", (self._width,), (heads, size)),
         }
         if self._kind in _HEAD_NORMS:
             weights["query_norm.scale"] = self._norm("q_norm", size)
@@ -234,25 +230,25 @@ class MaxTextModel:
         plain = self._size("qk_nope_head_dim")
         value = self._size("v_head_dim")
         weights = {
-            "wkv_a.kernel": _kernel("kv_a_proj_with_mqa.weight", rank + rotated, self._width),
+            "wkv_a.kernel": _kernel("kv_a_proj_with_mqa.weight", (rank + rotated,), (self._width,)),
             "kv_norm.scale": self._norm("kv_a_layernorm", rank),
-            "wkv_b.kernel": _to_heads("kv_b_proj.weight", heads, plain + value, rank),
-            "out.kernel": _from_heads("o_proj.weight", heads, value, self._width),
+            "wkv_b.kernel": _kernel("kv_b_proj.weight", (heads, plain + value), (rank,)),
+            "out.kernel": _kernel("o_proj.weight", (self._width,), (heads, value)),
         }
         if self._config.values.get("q_lora_rank") is None:
-            query = _to_heads("q_proj.weight", heads, plain + rotated, self._width)
+            query = _kernel("q_proj.weight", (heads, plain + rotated), (self._width,))
             return weights | {"query.kernel": query}
         low = self._size("q_lora_rank")
-        weights["wq_a.kernel"] = _kernel("q_a_proj.weight", low, self._width)
+        weights["wq_a.kernel"] = _kernel("q_a_proj.weight", (low,), (self._width,))
         weights["q_norm.scale"] = self._norm("q_a_layernorm", low)
-        weights["wq_b.kernel"] = _to_heads("q_b_proj.weight", heads, plain + rotated, low)
+        weights["wq_b.kernel"] = _kernel("q_b_proj.weight", (heads, plain + rotated), (low,))
         return weights
 
     def _gated_mlp(self, name: str, own: str, size: int) -> _Weights:
         return {
-            f"{name}.wi_0.kernel": _kernel(f"{own}.gate_proj.weight", size, self._width),
-            f"{name}.wi_1.kernel": _kernel(f"{own}.up_proj.weight", size, self._width),
-            f"{name}.wo.kernel": _kernel(f"{own}.down_proj.weight", self._width, size),
+            f"{name}.wi_0.kernel": _kernel(f"{own}.gate_proj.weight", (size,), (self._width,)),
+            f"{name}.wi_1.kernel": _kernel(f"{own}.up_proj.weight", (size,), (self._width,)),
+            f"{name}.wo.kernel": _kernel(f"{own}.down_proj.weight", (self._width,), (size,)),
         }
 
     def _experts(self) -> _Weights:
@@ -268,21 +264,57 @@ class MaxTextModel:
         size = self._size(size_name)
         gate, up, down = (f"{own}.experts.*.{name}.weight" for name in names)
         weights = {
-            f"{block}.gate.kernel": _kernel(f"{own}.gate.weight", num, self._width),
-            f"{block}.wi_0": _kernel(gate, size, self._width, num),
-            f"{block}.wi_1": _kernel(up, size, self._width, num),
-            f"{block}.wo": _kernel(down, self._width, size, num),
+            f"{block}.gate.kernel": _kernel(f"{own}.gate.weight", (num,), (self._width,)),
+            f"{block}.wi_0": _kernel(gate, (size,), (self._width,), num),
+            f"{block}.wi_1": _kernel(up, (size,), (self._width,), num),
+            f"{block}.wo": _kernel(down, (self._width,), (size,), num),
         }
         if self._is_deepseek:
             bias = f"{own}.gate.e_score_correction_bias"
             weights[f"{block}.gate.bias"] = _Weight(bias, (num,), (num,))
-            if shared := self._config("n_shared_experts", default=0):
-                name = "DeepSeekMoeBlock_0.shared_experts"
-                weights |= self._gated_mlp(name, f"{own}.shared_experts", shared * size)
+            shared = self._size("n_shared_experts") * size
+            name = "DeepSeekMoeBlock_0.shared_experts"
+            weights |= self._gated_mlp(name, f"{own}.shared_experts", shared)
         return weights
 
 
 _KINDS = ("llama", "mistral", "qwen3", "gemma3_text", *_SPARSE)
+_ACTIVATIONS = ("silu", "swish", "relu", "gelu_new", "gelu_pytorch_tanh")
+_COMPUTED: dict[str, Container[Any]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "hidden_act": _ACTIVATIONS,
+    "hidden_activation": _ACTIVATIONS,
+    "partial_rotary_factor": (1.0,),
+    "rope_type": ("default", "linear", "yarn"),
+    "use_sliding_window": (False,),
+    "use_bidirectional_attention": (False,),
+    "mlp_only_layers": ([],),
+    "decoder_sparse_step": (1,),
+}
+"""Fields of configurations, with the values that MaxText computes."""
+_COMPUTED_IN: dict[str, dict[str, Container[Any]]] = {
+    "llama": {"rope_type": ("default", "linear", "yarn", "llama3")},
+    "qwen3_moe": {"norm_topk_prob": (True,)},
+    "gemma3_text": {
+        "rope_type": ("default", "linear"),
+        "sliding_attention": ("default",),
+        "sliding_window_pattern": (_PATTERN,),
+        "_sliding_window_pattern": (_PATTERN,),
+    },
+    # Of the norms of low rank, transformers takes the default.
+    "deepseek_v3": {
+        "rope_type": ("default", "yarn"),
+        "norm_topk_prob": (True,),
+        "rms_norm_eps": (1e-6,),
+    },
+}
+_LLAMA_3_1 = {
+    "factor": (8.0,),
+    "low_freq_factor": (1.0,),
+    "high_freq_factor": (4.0,),
+    "original_max_position_embeddings": (8192,),
+}
 
 
 def check_supported(config: Config) -> None:
@@ -294,36 +326,50 @@ def check_supported(config: Config) -> None:
             f"{', '.join(sorted(_KINDS))}: pass `rules`. For the text model of one with a tower, "
             "give the content of its text_config as the configuration."
         )
-    why = None
-    if any(config(name, default=False) for name in ("attention_bias", "mlp_bias")):
-        why = "biases"
-    if config("mlp_only_layers", default=[]) or config("decoder_sparse_step", default=1) > 1:
-        why = "dense layers among sparse ones"
-    if kind == "gemma3_text" and not _alternates(config):
-        why = "another order of layers than five with a window and one without"
-    why = why or _unusual_attention(config)
-    if why:
-        raise CheckpointingException(
-            f"The configuration of model_type {kind!r} asks for {why}, which MaxText does not have."
-        )
+    rope, local = _rope_of(config)
+    given = {**config.values, **rope, "sliding_attention": local["rope_type"]}
+    if kind == "qwen3_moe":
+        given["norm_topk_prob"] = config("norm_topk_prob", default=False)
+    if kind == "mistral":
+        given.setdefault("sliding_window", 4096)
+    for name, values in _computed(config, rope).items():
+        value = given.get(name)
+        if value is not None and value not in values:
+            raise CheckpointingException(
+                f"The configuration of model_type {kind!r} has {name} {json.dumps(value):.99}, "
+                "which MaxText does not have: it would compute something else. To get the tensors "
+                "all the same, give a configuration without that as `family`."
+            )
 
 
-def _unusual_attention(config: Config) -> str | None:
-    """Return in words what MaxText computes otherwise in attention."""
-    if config("model_type") == "deepseek_v3" and not config("rope_interleave", default=True):
-        return "a rotation of halves"
-    if config("model_type") == "gemma3_text":
+def _computed(config: Config, rope: Mapping[str, Any]) -> dict[str, Container[Any]]:
+    """Return the fields of a configuration with the values that MaxText computes."""
+    kind = config("model_type")
+    computed = _COMPUTED | _COMPUTED_IN.get(kind, {})
+    if rope["rope_type"] == "llama3":
+        computed |= _LLAMA_3_1
+    if rope["rope_type"] == "yarn":
+        computed["factor"] = range(1, _MAX_SIZE)
+        scale = 0.1 * math.log(max(rope.get("factor", 1), 1)) + 1
+        computed["attention_factor"] = (1.0, scale)
+        computed["mscale_all_dim"] = (0, rope.get("mscale") or rope.get("mscale_all_dim"))
+    if kind in ("mistral", "mixtral"):
+        longest = config.number_of("max_position_embeddings", default=_MAX_SIZE, most=_MAX_SIZE)
+        computed["sliding_window"] = range(longest, _MAX_SIZE)
+    if kind == "gemma3_text":
         # MaxText scales by the size of a head; for 27B, by the width for each head.
         heads, _, size = config.heads
-        scalar = config("query_pre_attn_scalar", default=size)
-        if scalar not in (size, config.number_of("hidden_size", most=_MAX_SIZE) // heads):
-            return "another scale of attention than by the size of a head"
-    return None
+        width = config.number_of("hidden_size", most=_MAX_SIZE)
+        computed["query_pre_attn_scalar"] = (size, width // heads)
+        layers = ["sliding_attention"] * config.number_of("num_hidden_layers", least=1)
+        layers[_PATTERN - 1 :: _PATTERN] = ["full_attention"] * (len(layers) // _PATTERN)
+        computed["layer_types"] = (layers,)
+    return computed
 
 
-def _alternates(config: Config) -> bool:
-    every = config("sliding_window_pattern", "_sliding_window_pattern", default=_PATTERN)
-    for number, name in enumerate(config("layer_types", default=[]), 1):
-        if (number % _PATTERN == 0) != (name == "full_attention"):
-            return False
-    return bool(every == _PATTERN)
+def _rope_of(config: Config) -> list[dict[str, Any]]:
+    """Return the parameters of rotation, of layers without and with a window."""
+    values = config("rope_scaling", "rope_parameters", default={})
+    own = (values.get("full_attention", values), values.get("sliding_attention"))
+    ropes = [rope or {} for rope in own]
+    return [{"rope_type": rope.get("type", "default"), **rope} for rope in ropes]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
@@ -15,15 +14,15 @@ from distckpt._base.messages import check_choice
 from distckpt._geometry.region import Region
 from distckpt.families._config import Shapes, read_config, rules_for
 from distckpt.jax._maxtext import EMBEDDING, LOGITS, MaxTextModel
-from distckpt.rules._mapped import MappedTensor, RegionCopy, inverse_part
+from distckpt.rules._mapped import MappedTensor, TensorSpec
 from distckpt.rules._rule import Rule
-from distckpt.rules._rules import Assemble, Drop, Tie, Trim
+from distckpt.rules._rules import Assemble, Drop, Tie, Trim, invert
 
 Layout: TypeAlias = Literal["jax", "jax-layers"]
 """Names of MaxText, with layers stacked or not."""
 
 _ROOT = re.compile(rf"(.*\.)?{re.escape(EMBEDDING)}(\.value)?")
-_STATES = re.compile(r"(^|\.)(opt_state|mu|nu|count|step|optimizer|\w*rngs)(\.|$)")
+_STATES = re.compile(r"(^|\.)(opt_state|mu|nu|count|step|optimizer|\w*rngs|nnx_aux)(\.|$)")
 """Keys of optax, counters and random states."""
 _STACK = re.compile(r"decoder\.(\w*layers|layers_remainder)\.")
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -42,19 +41,50 @@ def to_maxtext(config: Any, layout: Layout = "jax") -> list[Rule]:
         CheckpointingException: MaxText has no such model.
     """
     check_choice("layout", layout, ("jax", "jax-layers"))
-    values = _values(config)
-    model = MaxTextModel(values)
-    tensors = model.tensors(is_stacked=layout == "jax")
-    parts = itertools.chain(*(tensor.parts for tensor in tensors.values()))
-    sources = _extents((part.key, part.source) for part in parts)
+    model = MaxTextModel(_values(config))
     rules: list[Rule] = []
-    if model.is_tied:
-        rules.append(Tie(_VOCABULARY[1], _VOCABULARY[0], optional=True))
-    for number in range(values.get("num_nextn_predict_layers") or 0):
+    for number in range(model.num_layers, model.num_layers + model.num_extra):
         # MaxText keeps layers for multi-token prediction elsewhere.
-        rules.append(Drop(f"model.layers.{model.num_layers + number}.**", optional=True))
+        rules.append(Drop(f"model.layers.{number}.**", optional=True))
+    tensors = model.tensors(is_stacked=layout == "jax")
     named = {f"params.{name}": tensor for name, tensor in tensors.items()}
-    return [*rules, Assemble(named, sources)]
+    return [*rules, *_assemble(model, named)]
+
+
+def _assemble(model: MaxTextModel, tensors: Mapping[str, MappedTensor]) -> list[Rule]:
+    """Return the rules that make tensors of those of a Hugging Face directory."""
+    assemble = Assemble(tensors, _sources(tensors))
+    if not model.is_tied:
+        return [assemble]
+    return [Tie(_VOCABULARY[1], _VOCABULARY[0], optional=True), assemble]
+
+
+def _sources(tensors: Mapping[str, MappedTensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that others are made of."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in itertools.chain(*(tensor.parts for tensor in tensors.values())):
+        ends = tuple(map(operator.add, *part.source))
+        shapes[part.key] = tuple(map(max, shapes.get(part.key, ends), ends))
+    return shapes
+
+
+def _stored(
+    config: Any, shapes: Shapes
+) -> tuple[MaxTextModel, dict[str, str], dict[str, MappedTensor]]:
+    """Return the model, stored keys by name, and tensors by key."""
+    names = _names_of(shapes)
+    model = MaxTextModel(_values(config), shapes[names[EMBEDDING]][0])
+    if model.is_tied and LOGITS in names:
+        raise CheckpointingException(
+            f"The configuration ties the output layer to the embedding, and {names[LOGITS]!r} is "
+            "an output layer: set tie_word_embeddings to false in it."
+        )
+    is_stacked = any(map(_STACK.match, names))
+    root = names[EMBEDDING].partition(EMBEDDING)[0]
+    tensors = {}
+    for name, tensor in model.tensors(is_stacked=is_stacked, axis=_axis(names, shapes)).items():
+        tensors[names.get(name, root + name)] = tensor
+    return model, names, tensors
 
 
 def from_maxtext(config: Any, shapes: Shapes) -> list[Rule]:
@@ -69,18 +99,7 @@ def from_maxtext(config: Any, shapes: Shapes) -> list[Rule]:
     Raises:
         CheckpointingException: MaxText has no such model, or the tensors are of another one.
     """
-    names = _names_of(shapes)
-    model = MaxTextModel(_values(config), shapes[names[EMBEDDING]][0])
-    if model.is_tied and LOGITS in names:
-        raise CheckpointingException(
-            f"The configuration ties the output layer to the embedding, and {names[LOGITS]!r} is "
-            "an output layer: set tie_word_embeddings to false in it."
-        )
-    is_stacked = any(map(_STACK.match, names))
-    root = names[EMBEDDING].partition(EMBEDDING)[0]
-    tensors = {}
-    for name, tensor in model.tensors(is_stacked=is_stacked, axis=_axis(names, shapes)).items():
-        tensors[names.get(name, root + name)] = tensor
+    model, names, tensors = _stored(config, shapes)
     rules: list[Rule] = []
     for key in shapes:
         if _STATES.search(key):
@@ -92,32 +111,42 @@ def from_maxtext(config: Any, shapes: Shapes) -> list[Rule]:
     return [*rules, Assemble(_inverse(tensors, model.vocab_size), sources)]
 
 
-def export_rules(
+def rules_of(
     config: dict[str, Any] | None,
-    selected: Mapping[str, Any],
+    keys: Any,
     on_disk: Shapes | None,
     layout: Layout | None,
 ) -> list[Rule]:
-    """Return the rules for `layout` and `family` of an export."""
+    """Return the rules for names of MaxText, see `rules_for`."""
     if config is None:
         raise CheckpointingException(
             f"layout={layout!r} needs `family`: the path of the model's config.json or of its "
             "directory. For other models, pass `rules` without `layout`."
         )
-    shapes = {key: spec.shape for key, spec in selected.items()}
+    is_maxtext = any(map(_ROOT.fullmatch, keys))
+    if layout is None and is_maxtext:
+        return from_maxtext(config, {key: spec.shape for key, spec in keys.items()})
     if layout is None:
-        return from_maxtext(config, shapes)
-    if any(map(_ROOT.fullmatch, shapes)):
+        return _load_rules(config, keys, on_disk or {})
+    if is_maxtext:
         raise CheckpointingException(
             f"layout={layout!r} is for a Hugging Face directory, or names of transformers or "
             "Megatron Core: the checkpoint has MaxText's names already. To stack its layers or "
             "take them apart, export it to a Hugging Face directory first, without `layout`."
         )
     rules = to_maxtext(config, layout)
-    if shapes.keys() >= set(rules[-1].reads):
+    if set(keys).issuperset(rules[-1].reads):
         # Of a Hugging Face directory, where names of transformers in memory may differ.
         return rules
-    return [*rules_for(config, selected, on_disk), *rules]
+    return [*rules_for(config, keys, on_disk), *rules]
+
+
+def _load_rules(config: Any, keys: Collection[str], shapes: Shapes) -> list[Rule]:
+    model, _, tensors = _stored(config, shapes)
+    rules = _assemble(model, tensors)
+    if {*rules[-1].reads, *_VOCABULARY}.issuperset(keys):
+        return rules
+    return [*rules_for(config, keys), *rules]
 
 
 def _values(config: Any) -> dict[str, Any]:
@@ -163,26 +192,12 @@ def _inverse(tensors: Mapping[str, MappedTensor], num_rows: int) -> dict[str, Ma
 
     Embedding and output layer get `num_rows` rows.
     """
-    parts: defaultdict[str, list[RegionCopy]] = defaultdict(list)
-    for name, tensor in tensors.items():
-        for part in tensor.parts:
-            parts[part.key].append(inverse_part(name, part))
-    inverse = {}
-    for key, pieces in parts.items():
-        shape = _extents((key, piece.target) for piece in pieces)[key]
-        tensor = MappedTensor(shape, "F32", tuple(pieces))
-        if key in _VOCABULARY and shape[0] < num_rows:
+    sources = {key: TensorSpec(shape, "F32") for key, shape in _sources(tensors).items()}
+    inverse = invert(tensors, sources)
+    for key in _VOCABULARY:
+        if key in inverse and inverse[key].shape[0] < num_rows:
             # Rows that MaxText does without, as in Gemma 3.
-            gap = Region((shape[0], 0), (num_rows - shape[0], shape[1]))
-            tensor = replace(tensor, shape=(num_rows, shape[1]), padding=(gap,))
-        inverse[key] = tensor
+            rows, width = inverse[key].shape
+            gap = Region((rows, 0), (num_rows - rows, width))
+            inverse[key] = replace(inverse[key], shape=(num_rows, width), padding=(gap,))
     return inverse
-
-
-def _extents(regions: Iterable[tuple[str, Region]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors that regions tile, by key."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for key, region in regions:
-        ends = tuple(map(operator.add, *region))
-        shapes[key] = tuple(map(max, shapes.get(key, ends), ends))
-    return shapes

@@ -27,6 +27,8 @@ from distckpt._geometry.region import (
     with_item,
 )
 
+UNCHANGED = (1.0, 0.0)
+"""Factor and addition that change nothing."""
 _FEW_PARTS = 8
 """Number of parts up to which intersecting one by one is faster."""
 
@@ -208,6 +210,14 @@ def target_view(tensor: torch.Tensor, place: Region, part: RegionCopy) -> torch.
     return in_source_order[_index_of_axes(part.source.shape, None)]
 
 
+def change(values: torch.Tensor, factor: float, add: float) -> None:
+    """Multiply values in place, and add a number."""
+    if factor != 1.0:
+        values.mul_(factor)
+    if add:
+        values.add_(add)
+
+
 def _index_of_axes(shape: tuple[int, ...], unit_index: int | None) -> tuple[Any, ...]:
     """Return an index of all axes, `unit_index` for unit axes."""
     index: list[Any] = [slice(None)] * len(shape)
@@ -373,7 +383,7 @@ def same_as(mapped: MappedTensor) -> str | None:
     part = mapped.parts[0]
     is_whole = part.source == part.target and part.target.shape == mapped.shape
     has_order = part.order == tuple(range(len(mapped.shape)))
-    if is_whole and has_order and (part.add, part.factor) == (0.0, 1.0):
+    if is_whole and has_order and (part.factor, part.add) == UNCHANGED:
         return part.key
     return None
 

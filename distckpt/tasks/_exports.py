@@ -92,6 +92,7 @@ class _ExportWork(FileWork):
         self.checkpoints = opened.all
         self.sources = located.all
         self.source = plan.source
+        self._max_inflight_bytes = options.max_inflight_bytes
         self.write_settings = export_settings(num_export_threads(options.max_inflight_bytes))
         self.divide(
             {file.name: file.file_bytes for file in plan.files},
@@ -135,7 +136,7 @@ class _ExportWork(FileWork):
         self, source: TensorSource, output: Output, name: str, overflows: dict[str, int]
     ) -> NewFile:
         path = locations.join(output.location, name)
-        return output_file(source, self._files[name], path, overflows)
+        return output_file(source, self._files[name], path, overflows, self._max_inflight_bytes)
 
     def add_rest(self, results: Sequence[Any]) -> None:
         complete_export(self._plan, self.checkpoints, self.output())

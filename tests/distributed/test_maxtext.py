@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import distckpt
-from distckpt import cli
+from distckpt import ShardedTensor, cli
 from tests.support.harness import run
 from tests.support.hf_folders import read_export, same_bytes
 from tests.support.llama_folder import write_llama
@@ -50,3 +51,20 @@ def test_parts_write_what_one_call_writes(tmp_path):
     options = {"family": tmp_path / "hf", "layout": "jax"}
     distckpt.consolidate(tmp_path / "hf", tmp_path / "alone", **options)
     assert same_bytes(read_export(tmp_path / "jax"), read_export(tmp_path / "alone"))
+
+
+def load_rows(rank, folder):
+    options = {"family": folder / "hf"}
+    halves = {}
+    for key, value in read_export(folder / "hf").items():
+        rows = value.chunk(2)[rank]
+        halves[key] = ShardedTensor.from_rank_offsets(key, torch.zeros_like(rows), (0, rank, 2))
+    distckpt.load(halves, folder / "jax", **options)
+    for key, value in read_export(folder / "hf").items():
+        torch.testing.assert_close(halves[key].data, value.chunk(2)[rank], rtol=2e-7, atol=0)
+
+
+def test_each_rank_loads_its_rows(tmp_path):
+    write_llama(tmp_path / "hf")
+    distckpt.consolidate(tmp_path / "hf", tmp_path / "jax", layout="jax", family=tmp_path / "hf")
+    run(load_rows, 2, tmp_path)

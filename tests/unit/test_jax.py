@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import distckpt
 from distckpt import CheckpointingException, InvalidShardingError, ShardedTensor, cli
-from distckpt.rules import Concat, Split, Transpose
+from distckpt.rules import Concat, Split, Stack, Transpose
 from tests.support.llama_folder import (
     CONFIG,
     GROUPS,
@@ -22,6 +22,7 @@ from tests.support.llama_folder import (
     WIDTH,
     write_llama,
 )
+from tests.support.read_counts import counted_reads
 
 
 @pytest.fixture
@@ -181,3 +182,21 @@ def test_a_configuration_that_lacks_a_value_is_an_error_with_its_name(weights, t
     (tmp_path / "hf/config.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointingException, match="vocab_size"):
         export(tmp_path, "hf", "jax", layout="jax")
+
+
+@pytest.mark.parametrize("max_bytes", [1_000_000, 50_000_000, 125_000_000, 256_000_000])
+def test_bands_of_any_size_give_the_same_stack_of_transposed_tensors(tmp_path, max_bytes):
+    generator = np.random.default_rng(0)
+    layers = generator.integers(0, 256, (3, 2200, 1500, 4), np.uint8).view(np.int32)[..., 0]
+    tensors = {f"layers.{number}": layer for number, layer in enumerate(layers)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    rules = [
+        Stack("layers.*", "stack", axis=0, size=3),
+        Transpose("stack", "turned", order=(2, 0, 1)),
+    ]
+    with counted_reads() as counts:
+        distckpt.consolidate(tmp_path, tmp_path / "out", rules=rules, max_inflight_bytes=max_bytes)
+    found = load_file(tmp_path / "out/model.safetensors")["turned"]
+    np.testing.assert_array_equal(found, layers.transpose(2, 0, 1))
+    # Five times without bands, which have a fifth of the memory.
+    assert (counts.num_bytes < 1.5 * layers.nbytes) == (max_bytes == 256_000_000)

@@ -470,7 +470,7 @@ def test_export_says_that_it_leaves_out_the_optimizer(tmp_path, capsys):
     keys = ("weight", "optimizer.state.exp_avg.weight")
     state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(2)) for key in keys}
     distckpt.save(state, tmp_path / "saved")
-    said = "left out: 1 tensor of the optimizer; --all exports them, too"
+    said = "left out: 1 tensor; --dry-run names them, --all exports an optimizer's"
     assert said in call(capsys, "export", tmp_path / "saved", tmp_path / "out", "--dry-run")
     assert said in call(capsys, "export", tmp_path / "saved", tmp_path / "out")
     assert "left out" not in call(capsys, "export", tmp_path / "saved", tmp_path / "all", "--all")
