@@ -11,6 +11,7 @@ import torch
 
 import distckpt
 from tests.data.make_orbax import DTYPES, leaves_of
+from tests.support.llama_folder import write_llama
 from tests.support.orbax_trees import check
 from tests.support.read_counts import counted_reads
 
@@ -136,3 +137,29 @@ def test_the_leaf_names_are_those_of_orbax(tmp_path):
     tree = {"a": [np.ones(1), {"b": np.zeros(2)}]}
     orbax.PyTreeCheckpointer().save(tmp_path / "saved", tree)
     assert set(distckpt.open(tmp_path / "saved").tensors) == set(leaves_of(tree))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "lion"])
+def test_a_training_state_of_maxtext_is_exported_without_that_of_optax(tmp_path, name):
+    optax = pytest.importorskip("optax")
+    weights = write_llama(tmp_path / "hf")
+    family = tmp_path / "hf"
+    distckpt.consolidate(family, tmp_path / "jax", layout="jax", family=family)
+    params = {}
+    for key, tensor in distckpt.open(tmp_path / "jax").read_tensors().items():
+        inner = params
+        *names, last = key.split(".")
+        for part in names:
+            inner = inner.setdefault(part, {})
+        inner[last] = jax.numpy.asarray(tensor.numpy())
+    state = getattr(optax, name)(1e-3).init(params)
+    moments = jax.tree.map(lambda value: jax.numpy.full_like(value, 77), state)
+    tree = {"params": params, "opt_state": moments, "step": jax.numpy.int32(5)}
+    orbax.PyTreeCheckpointer().save(tmp_path / "step", tree)
+    stored = distckpt.open(tmp_path / "step").tensors
+    report = distckpt.consolidate(tmp_path / "step", tmp_path / "back", family=family)
+    back = distckpt.open(tmp_path / "back").read_tensors()
+    assert back.keys() == weights.keys()
+    for key, value in weights.items():
+        np.testing.assert_allclose(back[key].numpy(), value, rtol=2e-7)
+    assert set(report.left_out) == {key for key in stored if not key.startswith("params.")}
