@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _IncompatibleKeys
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.memory import fill
@@ -84,6 +85,8 @@ def sharded_state_dict(
     prepended_axes(offsets, "sharded_offsets")
     state: ShardedStateDict = {}
     entries, delegates = _entries(module)
+    if delegates:
+        _check_delegates(module)
     for name, (_, value) in entries.items():
         key = prefix + name
         if name.endswith(EXTRA_STATE) or not isinstance(value, torch.Tensor):
@@ -100,6 +103,17 @@ def sharded_state_dict(
             below = _with_replica_id(below, replica_id)
         _add(state, below)
     return state
+
+
+def _check_delegates(module: torch.nn.Module) -> None:
+    """Refuse Megatron Core's modules inside Megatron-FSDP, whose division they do not know."""
+    if any(type(below).__name__ == "MegatronFSDP" for below in module.modules()):
+        raise InvalidShardingError(
+            f"Megatron-FSDP has divided modules in the {type(module).__name__} that describe "
+            "themselves, in a way that they do not know. Put the state dicts that Megatron-LM "
+            "makes for fsdp_dtensor in place of model and optimizer: those of generate_state_dict, "
+            "after preprocess_fsdp_dtensor_state_dict."
+        )
 
 
 def _add(state: ShardedStateDict, description: ShardedStateDict) -> None:
@@ -154,6 +168,7 @@ def sharded_state_dict_default(
     offsets = tuple(sharded_offsets)
     own = getattr(module, "sharded_state_dict", None)
     if callable(own):
+        _check_delegates(module)
         own_state: ShardedStateDict = own(prefix=prefix, sharded_offsets=offsets, metadata=metadata)
         return own_state
     entries, delegates = _entries(module)
@@ -258,6 +273,7 @@ def _fill(
         else:
             others[own_name] = value
     if not others:
+        _call_hooks(module)
         return
     try:
         # Extra state, and whatever else only the module can load.
@@ -267,6 +283,17 @@ def _fill(
             f"{type(module).__name__} does not take what was loaded for it: {error}",
             unexpected=[prefix + name for name in others],
         ) from error
+
+
+def _call_hooks(module: torch.nn.Module) -> None:
+    """Call what follows `load_state_dict`: Megatron-FSDP renews its copies of parameters there.
+
+    Those of torch look for parameters that were replaced.
+    """
+    for below in module.modules():
+        for hook in below._load_state_dict_post_hooks.values():
+            if not getattr(hook, "__module__", "").startswith("torch."):
+                hook(below, _IncompatibleKeys([], []))
 
 
 def _resized_now(
