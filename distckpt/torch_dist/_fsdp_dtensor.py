@@ -205,6 +205,7 @@ def plan_conversion(
     stored: StoredCheckpoint, to: Layout, names: FsdpNames, with_optimizer: bool
 ) -> Conversion:
     """Return the content of a converted checkpoint."""
+    names.check_direction(to)
     manifest = stored.manifest
     tensors: dict[str, TensorSpec] = {}
     for key, place in manifest.key_index.items():

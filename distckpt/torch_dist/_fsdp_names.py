@@ -50,6 +50,12 @@ _FUSED = (
     ("x", "B", "C"),
 )
 """Parts that gated delta nets and Mamba mixers fuse, in order."""
+_ONE_WAY = {
+    "fsdp_dtensor": ("gated", "local_experts", "fuse", "wrappers"),
+    "torch_dist": ("expert_parallel", "sizes"),
+}
+"""Facts that conversions to one format need."""
+_NUMBERED = re.compile(r"optimizer\.state\.\d+\.")
 _NOT_TRAINED = (".expert_bias", "._extra_state")
 
 
@@ -76,6 +82,16 @@ class FsdpNames:
     fuse: bool = False
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     wrappers: int = 3
+
+    def check_direction(self, to: str) -> None:
+        """Refuse facts for conversions to the other format."""
+        for other, facts in _ONE_WAY.items():
+            for fact in facts:
+                if other != to and getattr(self, fact) != getattr(FsdpNames, fact, {}):
+                    raise CheckpointingException(
+                        f"`{fact}` (--{fact.replace('_', '-')}) is for conversions to {other}: "
+                        "leave it out."
+                    )
 
     def is_gated(self, name: str) -> bool:
         """Whether a parameter is the first layer of a gated MLP."""
@@ -319,6 +335,12 @@ def _states_of_fsdp(tensors: Iterable[str]) -> _States:
             states.of_optimizer[state][_without_wrappers(name)] = key
         elif not key.startswith(("rng_state.", "rerun_state_machine.")):
             other.append(key)
+    if any(map(_NUMBERED.match, other)):
+        raise CheckpointingException(
+            "The optimizer has numbers in place of names: fully_shard of Megatron-FSDP saved it "
+            "outside Megatron-LM. Convert without it (--without-optimizer), or put model and "
+            "optimizer into distckpt.load({'model': model, 'optimizer': optimizer}, path)."
+        )
     if other or not states.weights:
         what = summarize_keys(other) if other else "No key"
         raise CheckpointingException(
