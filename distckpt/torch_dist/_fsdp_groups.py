@@ -30,14 +30,13 @@ def gated_of(common: Mapping[Any, Any]) -> bool:
 
 
 def fsdp_common(
-    common: Mapping[Any, Any], trained: Sequence[str], shapes: Mapping[str, int], prefix: str
+    common: Mapping[Any, Any], num_axes: Mapping[str, int], prefix: str
 ) -> dict[Any, Any]:
     """Return common state with the options of each trained parameter.
 
     Args:
         common: of Megatron Core.
-        trained: names of parameters.
-        shapes: the number of axes of each.
+        num_axes: of the trained parameters, by name.
         prefix: the beginning of names in Megatron-FSDP's optimizer.
 
     Raises:
@@ -49,8 +48,8 @@ def fsdp_common(
         return result
     groups = list(_groups_of(stored))
     options = {}
-    for name in trained:
-        group = _group_of(name, shapes[name], groups)
+    for name, ndim in num_axes.items():
+        group = _group_of(name, ndim, groups)
         kept = {option: value for option, value in group.items() if option != "params"}
         if "is_expert_parallel" in kept:
             # Its parameters forget it, and a load refuses groups in which it differs.

@@ -374,9 +374,7 @@ def test_an_optimizer_by_number_is_refused_with_the_way_out(tmp_path):
     text = refusal(distckpt.CheckpointingException, tmp_path / "numbered", out, "torch_dist")
     assert "distckpt.load(" in text
     assert "--without-optimizer" in text
-    torch_dist.convert_fsdp_dtensor(
-        tmp_path / "numbered", out, "torch_dist", with_optimizer=False
-    )
+    torch_dist.convert_fsdp_dtensor(tmp_path / "numbered", out, "torch_dist", with_optimizer=False)
     assert torch.equal(distckpt.open(out).read("a"), torch.ones(4, 4))
 
 
