@@ -33,8 +33,6 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of most tensors, asked about first."""
 _ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 """Attributes of torch's `CheckpointableTensor`, new in torch 2.14."""
-_CHUNKS = "__create_chunk_list__"
-"""The method by which a tensor tells torch's checkpoints its place."""
 _Split: TypeAlias = tuple[int, int, int, int]
 """Mesh axis, tensor axis, split factor (1 unless strided), number of parts."""
 
@@ -111,7 +109,7 @@ def _find_part(
     shape = tuple(dtensor.shape)
     placements = dtensor.placements
     splits = tuple(_splits(key, placements, mesh_shape))
-    # Megatron-FSDP divides what tensor parallelism has divided, and notes the order there.
+    # Megatron-FSDP divides the parts of tensor parallelism, and notes that order there.
     order = getattr(mesh, "_shard_order", None)
     if order is not None:
         splits = tuple(sorted(splits, key=lambda split: order.index(split[0])))
@@ -137,7 +135,7 @@ def _noted_runs(dtensor: Any) -> list[tuple[tuple[Runs, ...], tuple[int, ...] | 
 
     Megatron-FSDP notes it, as torch's checkpoints ask for: its parts follow no rule.
     """
-    noted = vars(dtensor._local_tensor).get(_CHUNKS)
+    noted = vars(dtensor._local_tensor).get("__create_chunk_list__")
     if noted is None:
         return []
     (chunk,) = noted()

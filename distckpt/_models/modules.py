@@ -85,8 +85,6 @@ def sharded_state_dict(
     prepended_axes(offsets, "sharded_offsets")
     state: ShardedStateDict = {}
     entries, delegates = _entries(module)
-    if delegates:
-        _check_delegates(module)
     for name, (_, value) in entries.items():
         key = prefix + name
         if name.endswith(EXTRA_STATE) or not isinstance(value, torch.Tensor):
@@ -106,13 +104,12 @@ def sharded_state_dict(
 
 
 def _check_delegates(module: torch.nn.Module) -> None:
-    """Refuse Megatron Core's modules inside Megatron-FSDP, whose division they do not know."""
+    """Refuse Megatron Core's modules inside Megatron-FSDP."""
     if any(type(below).__name__ == "MegatronFSDP" for below in module.modules()):
         raise InvalidShardingError(
-            f"Megatron-FSDP has divided modules in the {type(module).__name__} that describe "
-            "themselves, in a way that they do not know. Put the state dicts that Megatron-LM "
-            "makes for fsdp_dtensor in place of model and optimizer: those of generate_state_dict, "
-            "after preprocess_fsdp_dtensor_state_dict."
+            f"Modules in the {type(module).__name__} describe themselves, and do not know how "
+            "Megatron-FSDP has divided them: pass the state dict of Megatron-LM, the result of "
+            "preprocess_fsdp_dtensor_state_dict, to distckpt.dcp.save and load."
         )
 
 
@@ -286,12 +283,10 @@ def _fill(
 
 
 def _call_hooks(module: torch.nn.Module) -> None:
-    """Call what follows `load_state_dict`: Megatron-FSDP renews its copies of parameters there.
-
-    Those of torch look for parameters that were replaced.
-    """
+    """Call hooks of `load_state_dict`, where Megatron-FSDP renews its copies of parameters."""
     for below in module.modules():
         for hook in below._load_state_dict_post_hooks.values():
+            # Those of torch look for parameters that were replaced.
             if not getattr(hook, "__module__", "").startswith("torch."):
                 hook(below, _IncompatibleKeys([], []))
 
@@ -378,6 +373,8 @@ def _entries(
     delegates: list[tuple[str, torch.nn.Module]] = []
     if delegate:
         delegates += _delegates(module)
+    if delegates:
+        _check_delegates(module)
     plain_names = _PlainNames(module)
     entries: dict[str, tuple[str, Any]] = {}
     # Not walked by hand: hooks rename entries, and FSDP takes its parameters apart again in one.

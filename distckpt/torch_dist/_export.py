@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -128,12 +129,8 @@ def _write(
     share = share_of(sizes, ranks.rank, ranks.size)
     settings = OutputSettings(num_bytes=sum(sizes[share]), overwrite=overwrite)
 
-    def write(directory: str, name: str) -> list[Written]:
-        return write_chunks(stored, chunks[share], directory, name, progress)
-
-    def complete(written: list[list[Written]], directory: str) -> None:
-        write_metadata(stored, common, written, directory)
-
+    write = partial(write_chunks, stored, chunks[share], progress=progress)
+    complete = partial(write_metadata, stored, common)
     write_together(ranks, stored, target, settings, write, complete)
 
 

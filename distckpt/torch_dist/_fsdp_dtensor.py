@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -69,10 +69,11 @@ class _Piece(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """The tensors and common state of a converted checkpoint."""
+    """The content of a converted checkpoint."""
 
     tensors: Mapping[str, MappedTensor]
     common: dict[Any, Any]
+    objects: dict[tuple[Any, ...], Any]
 
 
 @collective()
@@ -163,21 +164,13 @@ def convert_fsdp_dtensor(
         with ranks.phase("plan the conversion", decision=True):
             conversion = plan_conversion(stored, to, names, with_optimizer)
         pieces = list(_pieces_of(conversion.tensors, dtype))
-        sizes = [piece.num_bytes for piece in pieces]
-        share = share_of(sizes, ranks.rank, ranks.size)
-        settings = OutputSettings(num_bytes=sum(sizes[share]), overwrite=overwrite)
-        is_core = to == "torch_dist"
-        objects = {} if is_core else dict(_leaves(conversion.common))
+        piece_bytes = [piece.num_bytes for piece in pieces]
+        share = share_of(piece_bytes, ranks.rank, ranks.size)
+        settings = OutputSettings(num_bytes=sum(piece_bytes[share]), overwrite=overwrite)
 
-        def write(directory: str, name: str) -> list[_Place]:
-            own = objects if ranks.is_coordinator else {}
-            return _write(stored, pieces[share], own, locations.join(directory, name), progress)
-
-        def complete(written: list[list[_Place]], directory: str) -> None:
-            if is_core:
-                write_common_state(conversion.common, directory)
-            _write_index(pieces, objects, itertools.chain(*written), directory, is_core)
-
+        own = conversion.objects if ranks.is_coordinator else {}
+        write = partial(_write, stored, pieces[share], own, progress=progress)
+        complete = partial(_complete, conversion, pieces, to)
         write_together(ranks, stored, target, settings, write, complete)
 
 
@@ -200,18 +193,25 @@ def plan_conversion(
     if to == "torch_dist":
         mapped = core_tensors(tensors, names)
         has_state = any(key.startswith("optimizer.") for key in mapped)
-        return Conversion(mapped, core_common(common, has_state, names.expert_parallel))
-    if names.gated is None:
-        names = replace(names, gated=gated_of(common))
+        common = core_common(common, has_state, names.expert_parallel)
+        return Conversion(mapped, common, {})
     if not with_optimizer:
         common.pop("optimizer", None)
+    return _to_fsdp(tensors, common, names)
+
+
+def _to_fsdp(
+    tensors: Mapping[str, TensorSpec], common: dict[Any, Any], names: FsdpNames
+) -> Conversion:
+    if names.gated is None:
+        names = replace(names, gated=gated_of(common))
     mapped, trained, prefix = fsdp_tensors(tensors, names)
     num_axes = {}
     for name in trained:
         key = MODEL_PREFIX + name
         half = mapped.get(f"{key}_w")
         num_axes[name] = len((half or mapped[key]).shape)
-    return Conversion(mapped, fsdp_common(common, num_axes, prefix))
+    return Conversion(mapped, {}, dict(_leaves(fsdp_common(common, num_axes, prefix))))
 
 
 def rewriting(source: str, names: Mapping[str, Any], with_optimizer: bool) -> dict[str, Any]:
@@ -268,11 +268,12 @@ def _write(
     stored: StoredCheckpoint,
     pieces: Sequence[_Piece],
     objects: Mapping[tuple[Any, ...], Any],
-    path: str,
+    directory: str,
+    name: str,
     progress: Progress | None,
 ) -> list[_Place]:
     """Write pieces and objects into one file; return their places."""
-    name = os.path.basename(path)
+    path = locations.join(directory, name)
     places: list[_Place] = []
     counter = ProgressCounter(progress, sum(piece.num_bytes for piece in pieces))
     with (
@@ -311,21 +312,25 @@ def _values(source: TensorSource, piece: _Piece) -> Any:
     return flat_bytes(values.to(piece.dtype)).numpy().data
 
 
-def _write_index(
+def _complete(
+    conversion: Conversion,
     pieces: Sequence[_Piece],
-    objects: Mapping[tuple[Any, ...], Any],
-    places: Iterable[_Place],
+    to: Layout,
+    places: Sequence[Sequence[_Place]],
     directory: str,
-    is_core: bool,
 ) -> None:
+    """Write the files that describe those of all ranks."""
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[Region]]] = {}
     for piece in pieces:
         entry = tensors.setdefault(piece.name, (piece.dtype, piece.whole, []))
         entry[2].append(piece.region)
-    paths = {".".join(map(str, steps)): steps for steps in objects}
-    if not is_core:
+    paths = {".".join(map(str, steps)): steps for steps in conversion.objects}
+    if to == "torch_dist":
+        write_common_state(conversion.common, directory)
+    else:
         paths |= {name: path_of(name) for name in tensors}
-    write_index(tensors, paths, list(places), directory, is_megatron=is_core)
+    where = [place for of_rank in places for place in of_rank]
+    write_index(tensors, paths, where, directory, is_megatron=to == "torch_dist")
 
 
 def path_of(name: str) -> tuple[str, ...]:

@@ -114,7 +114,12 @@ def core_common(
         # The order of Megatron Core: without weight decay comes last.
         groups.sort(key=lambda group: group.get("wd_mult", 1.0) == 0)
         if groups and has_state:
-            states.append(_optimizer(groups))
+            states.append(
+                {
+                    "optimizer": {"param_groups": groups},
+                    "param_state_sharding_type": "fully_reshardable",
+                }
+            )
     if states:
         result["optimizer"] = states[0] if len(states) == 1 else dict(enumerate(states))
     return result
@@ -135,10 +140,3 @@ def _groups_of_kinds(
         if group not in groups:
             groups.append(group)
     return dense, experts
-
-
-def _optimizer(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "optimizer": {"param_groups": groups},
-        "param_state_sharding_type": "fully_reshardable",
-    }
