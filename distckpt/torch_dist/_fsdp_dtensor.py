@@ -167,7 +167,6 @@ def convert_fsdp_dtensor(
         piece_bytes = [piece.num_bytes for piece in pieces]
         share = share_of(piece_bytes, ranks.rank, ranks.size)
         settings = OutputSettings(num_bytes=sum(piece_bytes[share]), overwrite=overwrite)
-
         own = conversion.objects if ranks.is_coordinator else {}
         write = partial(_write, stored, pieces[share], own, progress=progress)
         complete = partial(_complete, conversion, pieces, to)
