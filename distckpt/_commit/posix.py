@@ -113,6 +113,8 @@ def _put_in_place(
     if state in ("absent", "empty"):
         locations.rename(directory, location, durable)
         return
+    if target.is_all_foreign(location):
+        state = "complete"
     aside = hidden_directories.beside(
         location, "incomplete", hidden_directories.nonce_of(directory)
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from distckpt._base.errors import CheckpointExistsError, CorruptCheckpointError
 from distckpt._commit import hidden_directories
-from distckpt._format.foreign_formats import MARKED_CHECKPOINTS, ORBAX, ForeignFormat
+from distckpt._format.foreign_formats import MARKED_CHECKPOINTS, ORBAX, SEAL_NAME, ForeignFormat
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._storage import locations
 
@@ -50,6 +50,14 @@ def _foreign_format_in(location: str) -> ForeignFormat | None:
         if locations.exists(locations.join(location, known.marker)):
             return known
     return None
+
+
+def is_all_foreign(location: str) -> bool:
+    """Return whether a local directory holds another program's checkpoint and nothing else."""
+    known = _foreign_format_in(location)
+    if known is None:
+        return False
+    return all(name.endswith((*known.names, SEAL_NAME)) for name in names_in(location))
 
 
 def others_in(location: str) -> list[str]:

@@ -109,7 +109,11 @@ def _find_part(
     shape = tuple(dtensor.shape)
     placements = dtensor.placements
     splits = tuple(_splits(key, placements, mesh_shape))
-    for runs, fragmentations in _possible_runs(shape, splits, coordinate):
+    # Megatron-FSDP divides the parts of tensor parallelism, and notes that order there.
+    order = getattr(mesh, "_shard_order", None)
+    if order is not None:
+        splits = tuple(sorted(splits, key=lambda split: order.index(split[0])))
+    for runs, fragmentations in _noted_runs(dtensor) or _possible_runs(shape, splits, coordinate):
         sizes = tuple(map(_num_indices, runs))
         # FSDP2 empties other axes of an empty part, too.
         if sizes == local_shape or (0 in sizes and 0 in local_shape):
@@ -120,9 +124,25 @@ def _find_part(
     raise InvalidShardingError(
         f"DTensor {key!r} of shape {shape} has the placements {tuple(placements)} on a mesh of "
         f"{mesh_shape}; at {coordinate} of it that does not give a local part of {local_shape}. "
-        "Make it with distribute_tensor or from_local(..., shape=, stride=), or wrap its local "
+        "Make it with distribute_tensor or from_local(..., shape=, stride=), pass a state dict of "
+        "Megatron-FSDP through its preprocess_state_dict_for_uneven_dtensor, or wrap the local "
         "part in a ShardedTensor yourself."
     )
+
+
+def _noted_runs(dtensor: Any) -> list[tuple[tuple[Runs, ...], tuple[int, ...] | None]]:
+    """Return the runs of a local part that notes its place, for `_possible_runs`.
+
+    Megatron-FSDP notes it, as torch's checkpoints ask for: its parts follow no rule.
+    """
+    noted = vars(dtensor._local_tensor).get("__create_chunk_list__")
+    if noted is None:
+        return []
+    (chunk,) = noted()
+    runs = []
+    for start, size in zip(chunk.offsets, chunk.sizes, strict=True):
+        runs.append(_joined([(start, start + size)]))
+    return [(tuple(runs), None)]
 
 
 def _num_indices(runs: Runs) -> int:

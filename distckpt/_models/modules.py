@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _IncompatibleKeys
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.memory import fill
@@ -102,6 +103,16 @@ def sharded_state_dict(
     return state
 
 
+def _check_delegates(module: torch.nn.Module) -> None:
+    """Refuse Megatron Core's modules inside Megatron-FSDP."""
+    if any(type(below).__name__ == "MegatronFSDP" for below in module.modules()):
+        raise InvalidShardingError(
+            f"Modules in the {type(module).__name__} describe themselves, and do not know how "
+            "Megatron-FSDP has divided them: pass the state dict of Megatron-LM, the result of "
+            "preprocess_fsdp_dtensor_state_dict, to distckpt.dcp.save and load."
+        )
+
+
 def _add(state: ShardedStateDict, description: ShardedStateDict) -> None:
     """Add the sharded state dict of a module inside.
 
@@ -154,6 +165,7 @@ def sharded_state_dict_default(
     offsets = tuple(sharded_offsets)
     own = getattr(module, "sharded_state_dict", None)
     if callable(own):
+        _check_delegates(module)
         own_state: ShardedStateDict = own(prefix=prefix, sharded_offsets=offsets, metadata=metadata)
         return own_state
     entries, delegates = _entries(module)
@@ -258,6 +270,7 @@ def _fill(
         else:
             others[own_name] = value
     if not others:
+        _call_hooks(module)
         return
     try:
         # Extra state, and whatever else only the module can load.
@@ -267,6 +280,15 @@ def _fill(
             f"{type(module).__name__} does not take what was loaded for it: {error}",
             unexpected=[prefix + name for name in others],
         ) from error
+
+
+def _call_hooks(module: torch.nn.Module) -> None:
+    """Call hooks of `load_state_dict`, where Megatron-FSDP renews its copies of parameters."""
+    for below in module.modules():
+        for hook in below._load_state_dict_post_hooks.values():
+            # Those of torch look for parameters that were replaced.
+            if not getattr(hook, "__module__", "").startswith("torch."):
+                hook(below, _IncompatibleKeys([], []))
 
 
 def _resized_now(
@@ -351,6 +373,8 @@ def _entries(
     delegates: list[tuple[str, torch.nn.Module]] = []
     if delegate:
         delegates += _delegates(module)
+    if delegates:
+        _check_delegates(module)
     plain_names = _PlainNames(module)
     entries: dict[str, tuple[str, Any]] = {}
     # Not walked by hand: hooks rename entries, and FSDP takes its parameters apart again in one.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -123,20 +124,43 @@ def _write(
         common = {}
         if ranks.is_coordinator:
             common = common_state_to_write(stored)
-    chunks = _chunks_of_rank(stored, ranks.rank, ranks.size)
-    num_bytes = sum(int(stored.manifest.num_bytes[chunk]) for chunk in chunks)
-    settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
+    chunks = chunks_to_write(stored)
+    sizes = [int(stored.manifest.num_bytes[chunk]) for chunk in chunks]
+    share = share_of(sizes, ranks.rank, ranks.size)
+    settings = OutputSettings(num_bytes=sum(sizes[share]), overwrite=overwrite)
+
+    write = partial(write_chunks, stored, chunks[share], progress=progress)
+    complete = partial(write_metadata, stored, common)
+    write_together(ranks, stored, target, settings, write, complete)
+
+
+def write_together(
+    ranks: Ranks,
+    stored: StoredCheckpoint,
+    target: str,
+    settings: OutputSettings,
+    write: Callable[[str, str], list[Any]],
+    complete: Callable[[list[list[Any]], str], None],
+) -> None:
+    """Write a directory of torch's files, one of each rank.
+
+    Args:
+        ranks: all that write.
+        stored: the source.
+        target: where the directory appears.
+        settings: of the output.
+        write: writes this rank's file, given directory and name; what it returns is for `complete`.
+        complete: writes the other files on the coordinator, given what all ranks returned.
+    """
     with new_output(ranks, target, settings) as output, output.being_written():
         with ranks.telling("write the export") as messages:
             output.check_is_seen()
-            name = f"__{ranks.rank}_0.distcp"
-            written = write_chunks(stored, chunks, output.location, name, progress)
+            written = write(output.location, f"__{ranks.rank}_0.distcp")
             messages.payload = json.dumps(written).encode()
         with ranks.answering(messages, "commit the export"):
             if ranks.is_coordinator:
-                entries_of_ranks = [json.loads(entries) for entries in messages.payloads]
-                write_metadata(stored, common, entries_of_ranks, output.location)
-                if stored.manifest.origin is not None:
+                complete([json.loads(payload) for payload in messages.payloads], output.location)
+                if not stored.manifest.has_checksums:
                     check_is_unchanged(stored)
                 output.commit(None)
 
@@ -160,13 +184,12 @@ def chunks_to_write(stored: StoredCheckpoint) -> list[int]:
     return chunks
 
 
-def _chunks_of_rank(stored: StoredCheckpoint, rank: int, num_ranks: int) -> list[int]:
-    """Return the chunks of one rank: a run with an equal share of the bytes."""
-    chunks = chunks_to_write(stored)
-    ends = np.cumsum([int(stored.manifest.num_bytes[chunk]) + 1 for chunk in chunks])
-    shares = (ends - 1) * num_ranks // max(1, int(ends[-1]) if chunks else 1)
+def share_of(sizes: Sequence[int], rank: int, num_ranks: int) -> slice:
+    """Return the share of one rank: a run with an equal part of the bytes."""
+    ends = np.cumsum([size + 1 for size in sizes])
+    shares = (ends - 1) * num_ranks // max(1, int(ends[-1]) if sizes else 1)
     first, last = np.searchsorted(shares, (rank, rank + 1)).tolist()
-    return chunks[first:last]
+    return slice(first, last)
 
 
 # ---- writing

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,9 +15,9 @@ from distckpt._base.dtypes import FROM_NAME, flat_bytes
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
-from distckpt._checkpoint.opening import check_is_unchanged, open_undisturbed, opened
+from distckpt._checkpoint.opening import open_undisturbed, opened
 from distckpt._commit import posix
-from distckpt._commit.output import Output, OutputSettings, new_output
+from distckpt._commit.output import OutputSettings
 from distckpt._format.manifest import OBJECT
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
@@ -33,8 +33,10 @@ from distckpt.torch_dist._encode import TensorRecord, refuse_formless, write_obj
 from distckpt.torch_dist._export import (
     check_place,
     common_state_to_write,
+    share_of,
     write_common_state,
     write_index,
+    write_together,
 )
 from distckpt.torch_dist._fsdp_groups import core_common, fsdp_common, gated_of
 from distckpt.torch_dist._fsdp_names import (
@@ -67,10 +69,11 @@ class _Piece(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """The tensors and common state of a converted checkpoint."""
+    """The content of a converted checkpoint."""
 
     tensors: Mapping[str, MappedTensor]
     common: dict[Any, Any]
+    objects: dict[tuple[Any, ...], Any]
 
 
 @collective()
@@ -161,41 +164,13 @@ def convert_fsdp_dtensor(
         with ranks.phase("plan the conversion", decision=True):
             conversion = plan_conversion(stored, to, names, with_optimizer)
         pieces = list(_pieces_of(conversion.tensors, dtype))
-        share = _share(pieces, ranks.rank, ranks.size)
-        num_bytes = sum(piece.num_bytes for piece in share)
-        settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
-        with new_output(ranks, target, settings) as output, output.being_written():
-            _write_together(ranks, stored, conversion, pieces, share, output, to, progress)
-
-
-def _write_together(
-    ranks: Ranks,
-    stored: StoredCheckpoint,
-    conversion: Conversion,
-    pieces: Sequence[_Piece],
-    share: Sequence[_Piece],
-    output: Output,
-    to: Layout,
-    progress: Progress | None,
-) -> None:
-    objects: dict[tuple[Any, ...], Any] = {}
-    if to == "fsdp_dtensor":
-        objects = dict(_leaves(conversion.common))
-    with ranks.telling("write the conversion") as messages:
-        output.check_is_seen()
-        name = f"__{ranks.rank}_0.distcp"
-        own = objects if ranks.is_coordinator else {}
-        written = _write(stored, share, own, output.location, name, progress)
-        messages.payload = json.dumps(written).encode()
-    with ranks.answering(messages, "commit the conversion"):
-        if ranks.is_coordinator:
-            if to == "torch_dist":
-                write_common_state(conversion.common, output.location)
-            places = [json.loads(payload) for payload in messages.payloads]
-            _write_index(pieces, objects, places, output.location, to)
-            if not stored.manifest.has_checksums:
-                check_is_unchanged(stored)
-            output.commit(None)
+        piece_bytes = [piece.num_bytes for piece in pieces]
+        share = share_of(piece_bytes, ranks.rank, ranks.size)
+        settings = OutputSettings(num_bytes=sum(piece_bytes[share]), overwrite=overwrite)
+        own = conversion.objects if ranks.is_coordinator else {}
+        write = partial(_write, stored, pieces[share], own, progress=progress)
+        complete = partial(_complete, conversion, pieces, to)
+        write_together(ranks, stored, target, settings, write, complete)
 
 
 # --- Planning -------------------------------------------------------------------------------------
@@ -205,6 +180,7 @@ def plan_conversion(
     stored: StoredCheckpoint, to: Layout, names: FsdpNames, with_optimizer: bool
 ) -> Conversion:
     """Return the content of a converted checkpoint."""
+    names.check_direction(to)
     manifest = stored.manifest
     tensors: dict[str, TensorSpec] = {}
     for key, place in manifest.key_index.items():
@@ -216,8 +192,25 @@ def plan_conversion(
     if to == "torch_dist":
         mapped = core_tensors(tensors, names)
         has_state = any(key.startswith("optimizer.") for key in mapped)
-        return Conversion(mapped, core_common(common, has_state, names.expert_parallel))
-    return _to_fsdp(tensors, common, names, with_optimizer)
+        common = core_common(common, has_state, names.expert_parallel)
+        return Conversion(mapped, common, {})
+    if not with_optimizer:
+        common.pop("optimizer", None)
+    return _to_fsdp(tensors, common, names)
+
+
+def _to_fsdp(
+    tensors: Mapping[str, TensorSpec], common: dict[Any, Any], names: FsdpNames
+) -> Conversion:
+    if names.gated is None:
+        names = replace(names, gated=gated_of(common))
+    mapped, trained, prefix = fsdp_tensors(tensors, names)
+    num_axes = {}
+    for name in trained:
+        key = MODEL_PREFIX + name
+        half = mapped.get(f"{key}_w")
+        num_axes[name] = len((half or mapped[key]).shape)
+    return Conversion(mapped, {}, dict(_leaves(fsdp_common(common, num_axes, prefix))))
 
 
 def rewriting(source: str, names: Mapping[str, Any], with_optimizer: bool) -> dict[str, Any]:
@@ -234,25 +227,6 @@ def rewriting(source: str, names: Mapping[str, Any], with_optimizer: bool) -> di
             if not stored.is_object(key) and key not in sources:
                 rules.append(Drop(key, optional=True))
     return {"source_dir": source, "rules": rules, "common_state": conversion.common}
-
-
-def _to_fsdp(
-    tensors: dict[str, TensorSpec],
-    common: dict[Any, Any],
-    names: FsdpNames,
-    with_optimizer: bool,
-) -> Conversion:
-    if names.gated is None:
-        names = replace(names, gated=gated_of(common))
-    if not with_optimizer:
-        common = {key: value for key, value in common.items() if key != "optimizer"}
-    mapped, trained, prefix = fsdp_tensors(tensors, names)
-    num_axes = {}
-    for name in trained:
-        key = MODEL_PREFIX + name
-        half = mapped.get(f"{key}_w")
-        num_axes[name] = len((half or mapped[key]).shape)
-    return Conversion(mapped, fsdp_common(common, trained, num_axes, prefix))
 
 
 def _pieces_of(tensors: Mapping[str, MappedTensor], dtype: torch.dtype | None) -> Iterator[_Piece]:
@@ -272,18 +246,6 @@ def _pieces_of(tensors: Mapping[str, MappedTensor], dtype: torch.dtype | None) -
             size = (min(num_rows, shape[0] - first), *shape[1:])
             region = Region((first, *(0,) * (len(shape) - 1)), size)
             yield _Piece(name, region, shape, kind, crop(mapped, region))
-
-
-def _share(pieces: Sequence[_Piece], rank: int, num_ranks: int) -> list[_Piece]:
-    """Return the pieces of one rank: a run with an equal share of the bytes."""
-    total = sum(piece.num_bytes + 1 for piece in pieces)
-    share = []
-    done = 0
-    for piece in pieces:
-        if done * num_ranks // total == rank:
-            share.append(piece)
-        done += piece.num_bytes + 1
-    return share
 
 
 def _leaves(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
@@ -310,9 +272,9 @@ def _write(
     progress: Progress | None,
 ) -> list[_Place]:
     """Write pieces and objects into one file; return their places."""
+    path = locations.join(directory, name)
     places: list[_Place] = []
     counter = ProgressCounter(progress, sum(piece.num_bytes for piece in pieces))
-    path = locations.join(directory, name)
     with (
         locations.naming(path),
         open(path, "w+b") as file,
@@ -349,19 +311,22 @@ def _values(source: TensorSource, piece: _Piece) -> Any:
     return flat_bytes(values.to(piece.dtype)).numpy().data
 
 
-def _write_index(
+def _complete(
+    conversion: Conversion,
     pieces: Sequence[_Piece],
-    objects: Mapping[tuple[Any, ...], Any],
+    to: Layout,
     places: Sequence[Sequence[_Place]],
     directory: str,
-    to: Layout,
 ) -> None:
+    """Write the files that describe those of all ranks."""
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[Region]]] = {}
     for piece in pieces:
         entry = tensors.setdefault(piece.name, (piece.dtype, piece.whole, []))
         entry[2].append(piece.region)
-    paths = {".".join(map(str, steps)): steps for steps in objects}
-    if to == "fsdp_dtensor":
+    paths = {".".join(map(str, steps)): steps for steps in conversion.objects}
+    if to == "torch_dist":
+        write_common_state(conversion.common, directory)
+    else:
         paths |= {name: path_of(name) for name in tensors}
     where = [place for of_rank in places for place in of_rank]
     write_index(tensors, paths, where, directory, is_megatron=to == "torch_dist")

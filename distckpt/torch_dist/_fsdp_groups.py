@@ -30,14 +30,13 @@ def gated_of(common: Mapping[Any, Any]) -> bool:
 
 
 def fsdp_common(
-    common: Mapping[Any, Any], trained: Sequence[str], shapes: Mapping[str, int], prefix: str
+    common: Mapping[Any, Any], num_axes: Mapping[str, int], prefix: str
 ) -> dict[Any, Any]:
     """Return common state with the options of each trained parameter.
 
     Args:
         common: of Megatron Core.
-        trained: names of parameters.
-        shapes: the number of axes of each.
+        num_axes: of the trained parameters, by name.
         prefix: the beginning of names in Megatron-FSDP's optimizer.
 
     Raises:
@@ -49,8 +48,8 @@ def fsdp_common(
         return result
     groups = list(_groups_of(stored))
     options = {}
-    for name in trained:
-        group = _group_of(name, shapes[name], groups)
+    for name, ndim in num_axes.items():
+        group = _group_of(name, ndim, groups)
         kept = {option: value for option, value in group.items() if option != "params"}
         if "is_expert_parallel" in kept:
             # Its parameters forget it, and a load refuses groups in which it differs.
@@ -115,7 +114,12 @@ def core_common(
         # The order of Megatron Core: without weight decay comes last.
         groups.sort(key=lambda group: group.get("wd_mult", 1.0) == 0)
         if groups and has_state:
-            states.append(_optimizer(groups))
+            states.append(
+                {
+                    "optimizer": {"param_groups": groups},
+                    "param_state_sharding_type": "fully_reshardable",
+                }
+            )
     if states:
         result["optimizer"] = states[0] if len(states) == 1 else dict(enumerate(states))
     return result
@@ -136,10 +140,3 @@ def _groups_of_kinds(
         if group not in groups:
             groups.append(group)
     return dense, experts
-
-
-def _optimizer(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "optimizer": {"param_groups": groups},
-        "param_state_sharding_type": "fully_reshardable",
-    }

@@ -50,6 +50,12 @@ _FUSED = (
     ("x", "B", "C"),
 )
 """Parts that gated delta nets and Mamba mixers fuse, in order."""
+_ONE_WAY = {
+    "fsdp_dtensor": ("gated", "local_experts", "fuse", "wrappers"),
+    "torch_dist": ("expert_parallel", "sizes"),
+}
+"""Facts that conversions to one format need."""
+_NUMBERED = re.compile(r"optimizer\.state\.\d+\.")
 _NOT_TRAINED = (".expert_bias", "._extra_state")
 
 
@@ -77,6 +83,16 @@ class FsdpNames:
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     wrappers: int = 3
 
+    def check_direction(self, to: str) -> None:
+        """Refuse facts for conversions to the other format."""
+        for other, facts in _ONE_WAY.items():
+            for fact in facts:
+                if other != to and getattr(self, fact) != getattr(FsdpNames, fact, {}):
+                    raise CheckpointingException(
+                        f"`{fact}` (--{fact.replace('_', '-')}) is for conversions to {other}: "
+                        "leave it out."
+                    )
+
     def is_gated(self, name: str) -> bool:
         """Whether a parameter is the first layer of a gated MLP."""
         if not _FC1.search(name) or not self.gated:
@@ -97,39 +113,34 @@ def _check_moments(states: _States) -> None:
     known = set(states.weights)
     for state in _MAIN_WEIGHTS:
         known.update(states.of_optimizer.get(state, ()))
-    first = states.of_optimizer.get("exp_avg", {})
-    second = states.of_optimizer.get("exp_avg_sq", {})
-    _check_complete(sorted({*first, *second}), known)
-    if first and second:
-        moments = {f"{name}.exp_avg" for name in first} | {f"{name}.exp_avg_sq" for name in second}
-        for name in sorted({*first, *second}):
-            _check_complete([f"{name}.exp_avg", f"{name}.exp_avg_sq"], moments)
+    moments = [state for state in ("exp_avg", "exp_avg_sq") if state in states.of_optimizer]
+    trained: set[str] = set()
+    for moment in moments:
+        trained.update(states.of_optimizer[moment])
+    _check_complete(sorted(trained), known)
+    for moment in moments:
+        there = {f"{name}.{moment}" for name in states.of_optimizer[moment]}
+        _check_complete([f"{name}.{moment}" for name in sorted(trained)], there)
 
 
 def _check_facts(parameters: Collection[str], names: FsdpNames) -> None:
     """Check that texts among the facts are in names of Megatron-FSDP's parameters."""
-    halves = []
-    for name in parameters:
-        if name.endswith("_w"):
-            halves.append("." + name.removeprefix(MODEL_PREFIX))
+    halves = [f".{name.removeprefix(MODEL_PREFIX)}" for name in parameters if name.endswith("_w")]
+    begins = names.gated if isinstance(names.gated, Sequence) else ()
     unknown = []
-    for new in names.rename.values():
-        unknown += _without(new, parameters, "rename")
-    for end in names.sizes:
-        unknown += _without(end, parameters, "sizes")
-    if isinstance(names.gated, Sequence):
-        for begin in names.gated:
-            unknown += _without(f".{begin}.", halves, "gated")
+    for option, texts, among in (
+        ("rename", names.rename.values(), parameters),
+        ("sizes", names.sizes, parameters),
+        ("gated", [f".{begin}." for begin in begins], halves),
+    ):
+        for text in texts:
+            if not any(text in name for name in among):
+                unknown.append(f"{text!r} of `{option}`")
     if unknown:
         raise LoadMismatchError(
             f"No name of Megatron-FSDP's parameters has {', '.join(unknown)}: correct it, or "
             f"leave it out. There are {summarize_keys(parameters)}."
         )
-
-
-def _without(text: str, parameters: Iterable[str], option: str) -> list[str]:
-    """Name an option and its text, if no name has it."""
-    return [] if any(text in name for name in parameters) else [f"{text!r} of `{option}`"]
 
 
 # --- To Megatron-FSDP -----------------------------------------------------------------------------
@@ -319,6 +330,12 @@ def _states_of_fsdp(tensors: Iterable[str]) -> _States:
             states.of_optimizer[state][_without_wrappers(name)] = key
         elif not key.startswith(("rng_state.", "rerun_state_machine.")):
             other.append(key)
+    if any(map(_NUMBERED.match, other)):
+        raise CheckpointingException(
+            "The optimizer has numbers in place of names: fully_shard of Megatron-FSDP saved it "
+            "outside Megatron-LM. Convert without it (--without-optimizer), or put model and "
+            "optimizer into distckpt.load({'model': model, 'optimizer': optimizer}, path)."
+        )
     if other or not states.weights:
         what = summarize_keys(other) if other else "No key"
         raise CheckpointingException(
@@ -336,29 +353,20 @@ def _without_wrappers(name: str) -> str:
 
 
 def _core_names(tensors: Tensors, keys: Mapping[str, str], names: FsdpNames) -> Mapped:
-    whole: Mapped = {}
+    parts: dict[str, Mapped] = defaultdict(dict)
     for name, key in keys.items():
-        whole[name] = identity(key, tensors[key])
-    whole = _with_halves_joined(whole)
-    renamed: Mapped = {}
-    for name, mapped in whole.items():
+        parts[_unsplit(name)][name] = identity(key, tensors[key])
+    result: Mapped = {}
+    for name, halves in parts.items():
+        mapped = halves.get(name)
+        if mapped is None:
+            both = [f"{name}_w", f"{name}_v"]
+            _check_complete(both, halves)
+            mapped = join([halves[half] for half in both], 0)
         for old, new in names.rename.items():
             name = name.replace(new, old)
-        _add(renamed, name, mapped)
-    return _stacked_layers(_stacked_experts(_divided(renamed, names.sizes)))
-
-
-def _with_halves_joined(tensors: Mapped) -> Mapped:
-    result: Mapped = {}
-    for name, mapped in tensors.items():
-        stem = _unsplit(name)
-        if stem == name:
-            result[name] = mapped
-        elif stem not in result:
-            halves = [f"{stem}_w", f"{stem}_v"]
-            _check_complete(halves, tensors)
-            result[stem] = join([tensors[half] for half in halves], 0)
-    return result
+        _add(result, name, mapped)
+    return _stacked_layers(_stacked_experts(_divided(result, names.sizes)))
 
 
 def _check_complete(wanted: Iterable[str], there: Collection[str]) -> None:

@@ -6,18 +6,24 @@ distributed optimizers, state dicts, `dist_checkpointing` and `torch.distributed
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import distckpt
 from distckpt import torch_dist
 from tests.support import harness
 from tests.support import megatron_fsdp as fsdp
-from tests.support.megatron_gpt import TIMEOUT, needs_megatron
+from tests.support.megatron_gpt import TIMEOUT, megatron, needs_megatron
 
 pytestmark = needs_megatron
 
@@ -128,3 +134,96 @@ def test_training_goes_on_with_equal_losses_in_both_directions(tmp_path, options
         # The programs add the gradients of experts in another order: each goes on as the other.
         assert after[0] == pytest.approx(in_fsdp, abs=1e-4)
         assert after[1] == pytest.approx(in_core, abs=1e-4)
+
+
+class Net(torch.nn.Module):
+    """Sizes whose flat buckets end inside of rows."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up = torch.nn.Linear(5, 7)
+        self.down = torch.nn.Linear(7, 3)
+        self.norm = torch.nn.LayerNorm(3)
+
+    def forward(self, x):
+        return self.norm(self.down(self.up(x).relu()))
+
+
+def fully_sharded(seed, tp):
+    """A module and optimizer of `fully_shard`, and its weights before."""
+    library = megatron(".distributed.fsdp.src.megatron_fsdp")
+    num_ranks = dist.get_world_size()
+    net = Net(seed)
+    if tp == 2:
+        net = torch.nn.Sequential(torch.nn.Linear(5, 8, bias=False))
+    full = {name: value.numpy().copy() for name, value in net.state_dict().items()}
+    mesh = init_device_mesh("cpu", (num_ranks // tp, tp), mesh_dim_names=("dp", "tp"))
+    if tp == 2:
+        parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
+    # `fully_shard` makes a step, which would shrink weights.
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0)
+    module, optimizer = library.fully_shard(
+        net,
+        optimizer,
+        device_mesh=mesh,
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        fsdp_unit_modules=[torch.nn.Linear],
+        calculate_per_token_loss=True,
+        device=torch.device("cuda:0"),
+    )
+    return module, optimizer, full
+
+
+def train_net(module, optimizer, steps):
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        loss = module(torch.randn(4, 5, generator=generator)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def go_on_live(rank, folder, tp):
+    start()
+    module, optimizer, full = fully_sharded(1, tp)
+    distckpt.save({"model": module}, f"{folder}/module")
+    distckpt.save({"model": module.state_dict()}, f"{folder}/dict")
+    for path, prefix in (("module", "module."), ("dict", "model.module.")):
+        stored = distckpt.open(f"{folder}/{path}")
+        for name, value in full.items():
+            np.testing.assert_array_equal(stored.read(prefix + name).numpy(), value)
+    train_net(module, optimizer, range(2))
+    distckpt.save({"model": module, "optimizer": optimizer}, f"{folder}/step")
+    # The library's own way to go on: the module that was saved adds other gradients up.
+    weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    moments = copy.deepcopy(optimizer.state_dict())
+    module, optimizer, _ = fully_sharded(2, tp)
+    module.load_state_dict(weights)
+    optimizer.load_state_dict(moments)
+    expected = train_net(module, optimizer, range(2, 4))
+    module, optimizer, _ = fully_sharded(3, tp)
+    distckpt.load({"model": module, "optimizer": optimizer}, f"{folder}/step")
+    assert train_net(module, optimizer, range(2, 4)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "tp"), [(2, 1), (4, 2)])
+def test_modules_of_fully_shard_go_on_with_equal_losses(tmp_path, num_ranks, tp):
+    harness.run(go_on_live, num_ranks, str(tmp_path), tp, group_timeout=TIMEOUT)
+
+
+def refuse_live(rank, folder):
+    start()
+    model, _ = fsdp.wrapped_by_fsdp(fsdp.make_gpt())
+    return str(harness.error_of(distckpt.save, {"model": model}, f"{folder}/step"))
+
+
+@pytest.mark.slow
+def test_modules_of_megatron_core_inside_are_refused_by_name(tmp_path):
+    for text in harness.run(refuse_live, 2, str(tmp_path), group_timeout=TIMEOUT):
+        assert "preprocess_fsdp_dtensor_state_dict" in text

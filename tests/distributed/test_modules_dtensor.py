@@ -10,10 +10,12 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
@@ -253,6 +255,47 @@ def test_uneven_parts_of_fsdp_over_tensor_parallel_lie_where_fsdp_put_them():
     ]  # fmt: skip
     assert described[4][1] == (0, 3)
     assert all(is_equal for *_, is_equal in described)
+
+
+def _noted(rank: int, folder: str) -> bool:
+    """Parts as Megatron-FSDP makes them: the last axis of its mesh divides first."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh._shard_order = [1, 0]
+    full = np.random.default_rng(0).standard_normal((8, 3), np.float32)
+    # By rank: the order alone tells the place of even parts, uneven ones are noted.
+    bounds = {"even": [(0, 2), (4, 6), (2, 4), (6, 8)], "uneven": [(0, 5), (6, 8), (5, 6), (8, 8)]}
+    model = torch.nn.ParameterDict()
+    for name, ranks in bounds.items():
+        start, stop = ranks[rank]
+        local = torch.from_numpy(full[start:stop].copy())
+        model[name] = torch.nn.Parameter(
+            DTensor.from_local(local, mesh, [Shard(0)] * 2, shape=(8, 3), stride=(3, 1))
+        )
+        if name == "uneven":
+            chunk = ChunkStorageMetadata(torch.Size((start, 0)), local.shape)
+            model[name]._local_tensor.__create_chunk_list__ = lambda chunk=chunk: [chunk]
+    optimizer = torch.optim.AdamW(model.values())
+    for param in model.values():
+        optimizer.state[param] = {"exp_avg": param.detach() * 2, "step": torch.tensor(3.0)}
+    distckpt.save({"model": model, "optimizer": optimizer}, folder)
+    stored = distckpt.open(folder).read_tensors()
+    for name in bounds:
+        np.testing.assert_array_equal(stored[name].numpy(), full)
+        np.testing.assert_array_equal(stored[f"optimizer.state.exp_avg.{name}"].numpy(), full * 2)
+    for param in model.values():
+        param._local_tensor.detach().zero_()
+        optimizer.state[param]["exp_avg"].zero_()
+    distckpt.load({"model": model, "optimizer": optimizer}, folder)
+    for name, ranks in bounds.items():
+        own = full[slice(*ranks[rank])]
+        state = optimizer.state[model[name]]["exp_avg"]
+        np.testing.assert_array_equal(model[name]._local_tensor.detach().numpy(), own)
+        np.testing.assert_array_equal(state._local_tensor.numpy(), own * 2)
+    return True
+
+
+def test_parts_of_megatron_fsdp_lie_where_it_put_them(tmp_path):
+    assert all(run(_noted, 4, str(tmp_path / "step")))
 
 
 def refuse(rank: int) -> list[BaseException | None]:

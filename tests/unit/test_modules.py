@@ -207,6 +207,19 @@ def test_values_that_were_not_loaded_in_place_are_copied():
     assert net.bias.tolist() == [2, 2, 2]
 
 
+def test_hooks_after_a_load_renew_what_was_made_of_parameters(tmp_path):
+    """Megatron-FSDP computes with copies of its parameters, and renews them there."""
+    models = [torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2)]
+    distckpt.save({"model": models[0]}, tmp_path / "step")
+    copies = []
+    models[1][0].register_load_state_dict_post_hook(
+        lambda module, _: copies.append(module.weight.detach().clone())
+    )
+    distckpt.load({"model": models[1]}, tmp_path / "step")
+    (copy,) = copies
+    assert torch.equal(copy, models[0][0].weight)
+
+
 def test_what_does_not_fit_is_an_error():
     net = torch.nn.Linear(2, 3)
     before = net.weight.detach().clone()

@@ -121,16 +121,22 @@ def test_a_checkpoint_of_another_format_is_replaced_entirely(tmp_path):
     assert set(os.listdir(tmp_path / "c")) == OURS
 
 
-def test_a_checkpoint_of_torch_is_moved_aside_when_asked(tmp_path, caplog):
+@pytest.mark.parametrize("others", [[], ["notes.txt"]])
+def test_a_checkpoint_of_torch_is_replaced_when_asked(tmp_path, caplog, others):
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "__0_0.distcp").write_bytes(b"theirs")
-    (tmp_path / "c" / ".metadata").write_bytes(b"theirs")
+    for name in [".metadata", "__0_0.distcp", *others]:
+        (tmp_path / "c" / name).write_bytes(b"theirs")
     check_refused(tmp_path / "c", "it holds a checkpoint of torch")
     distckpt.save(state_of(1), tmp_path / "c", overwrite=True)
     assert set(os.listdir(tmp_path / "c")) == OURS
-    (aside,) = tmp_path.glob(".c.incomplete-*")
+    left = list(tmp_path.glob(".c.*"))
+    if not others:
+        assert left == []
+        return
+    # Files that are not of it are not removed.
+    (aside,) = left
     assert str(aside) in caplog.text
-    assert sorted(os.listdir(aside)) == [".metadata", "__0_0.distcp"]
+    assert sorted(os.listdir(aside)) == [".metadata", "__0_0.distcp", *others]
 
 
 # --- What is refused ------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def round_trip(tmp_path, source, back=None, **options):
     to = tmp_path / "fsdp"
     torch_dist.convert_fsdp_dtensor(source, to, "fsdp_dtensor", **options)
     again = tmp_path / "again"
-    torch_dist.convert_fsdp_dtensor(to, again, "torch_dist", **(back or options))
+    torch_dist.convert_fsdp_dtensor(to, again, "torch_dist", **(back or {}))
     return distckpt.open(to).read_tensors(), distckpt.open(again)
 
 
@@ -316,23 +316,66 @@ def test_a_missing_moment_is_refused(golden, tmp_path, end):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("to", "options", "message"),
     [
-        ({"rename": {"linear_fc1": "linear_fc9"}, "gated": ["decoder"]}, "linear_fc9"),
-        ({"gated": ["encoder"]}, "encoder"),
-        ({"gated": True, "sizes": {"in_proj.weight": {"query": 2}}}, "in_proj"),
+        ("torch_dist", {"rename": {"linear_fc1": "linear_fc9"}}, "linear_fc9"),
+        ("fsdp_dtensor", {"gated": ["encoder"]}, "encoder"),
+        ("torch_dist", {"sizes": {"in_proj.weight": {"query": 2}}}, "in_proj"),
     ],
 )
-def test_names_that_no_parameter_has_are_refused(golden, tmp_path, options, message):
-    to_fsdp = {"to": "fsdp_dtensor", **options}
-    if "linear_fc9" in message:
-        # A rename is at home in either direction.
-        to_fsdp["to"] = "torch_dist"
-    source = golden / ("fsdp_dtensor" if to_fsdp["to"] == "torch_dist" else "torch_dist")
+def test_names_that_no_parameter_has_are_refused(golden, tmp_path, to, options, message):
+    source = golden / ("fsdp_dtensor" if to == "torch_dist" else "torch_dist")
     with pytest.raises(distckpt.LoadMismatchError, match=message):
-        torch_dist.convert_fsdp_dtensor(source, tmp_path / "out", **to_fsdp)
+        torch_dist.convert_fsdp_dtensor(source, tmp_path / "out", to, **options)
     with pytest.raises(TypeError, match="a list of names"):
-        torch_dist.convert_fsdp_dtensor(source, tmp_path / "out", to_fsdp["to"], gated="decoder")
+        torch_dist.convert_fsdp_dtensor(source, tmp_path / "out", to, gated="decoder")
+
+
+@pytest.mark.parametrize(
+    ("to", "option"),
+    [
+        ("torch_dist", ["--gated"]),
+        ("torch_dist", ["--no-gated"]),
+        ("distckpt", ["--local-experts"]),
+        ("torch_dist", ["--fuse"]),
+        ("distckpt", ["--wrappers", "2"]),
+        ("fsdp_dtensor", ["--expert-parallel"]),
+    ],
+)
+def test_options_for_the_other_direction_are_refused(golden, tmp_path, capsys, to, option):
+    source = str(golden / ("torch_dist" if to == "fsdp_dtensor" else "fsdp_dtensor"))
+    begin = [] if to == "fsdp_dtensor" else ["--from", "fsdp_dtensor"]
+    assert cli.main(["convert", source, str(tmp_path / "out"), *begin, "--to", to, *option]) == 1
+    text = capsys.readouterr().err
+    assert f"{option[0].replace('no-', '')}) is for conversions to" in text
+    assert "leave it out" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_sizes_are_for_the_way_back(golden, tmp_path):
+    options = {"gated": True, "sizes": {"in_proj.weight": {"query": 2}}}
+    text = refusal(
+        distckpt.CheckpointingException,
+        golden / "torch_dist", tmp_path / "out", "fsdp_dtensor", **options,
+    )  # fmt: skip
+    assert "`sizes`" in text
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_optimizer_by_number_is_refused_with_the_way_out(tmp_path):
+    """As `fully_shard` of the package megatron-fsdp has it outside Megatron-LM."""
+    moment = {"exp_avg": torch.ones(4, 4)}
+    dcp.save(
+        {"model": {"module.a": torch.ones(4, 4)}, "optimizer": {"state": {0: moment}}},
+        checkpoint_id=tmp_path / "numbered",
+        no_dist=True,
+    )
+    out = tmp_path / "out"
+    text = refusal(distckpt.CheckpointingException, tmp_path / "numbered", out, "torch_dist")
+    assert "distckpt.load(" in text
+    assert "--without-optimizer" in text
+    torch_dist.convert_fsdp_dtensor(tmp_path / "numbered", out, "torch_dist", with_optimizer=False)
+    assert torch.equal(distckpt.open(out).read("a"), torch.ones(4, 4))
 
 
 def test_names_behind_a_wrapper_are_refused(tmp_path):
