@@ -100,6 +100,10 @@ class Seal:
         """Which blocks `compare` has found to be the same."""
         return np.zeros(len(self.manifest.block_checksums), bool)
 
+    def forget(self) -> None:
+        """Let `compare` read all blocks again."""
+        self._is_same[:] = False
+
     def _path_of(self, name: str) -> str:
         return locations.join(self.home, *name.split("/"))
 
