@@ -319,8 +319,12 @@ def find_seal(location: str, format_name: str) -> Seal | None:
     if seal is not None or format_name != ORBAX.name or home.endswith("://"):
         return seal
     around = None
-    with contextlib.suppress(PermissionError):  # the item alone may be readable
+    try:
         around = read_seal(home)
+    except PermissionError:
+        # A store may allow the item alone; a local seal is there.
+        if locations.is_local(home):
+            raise
     if around is None or around.format_name != ORBAX.name:
         return None
     return replace(around, prefix=f"{item}/")
