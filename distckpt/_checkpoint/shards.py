@@ -179,7 +179,7 @@ def _read(
     # Other threads do some of the following copies, on streams of their own.
     Copier(targets).wait_for_queued()
     num_threads_for = num_threads_within if sharing.is_local else num_requests_within
-    with OpenFiles() as files:
+    with contextlib.nullcontext(view.files) if view.files else OpenFiles() as files:
         opened = view.with_files(files)
 
         def read(copies: Sequence[Copy], targets: Sequence[torch.Tensor], max_bytes: int) -> None:

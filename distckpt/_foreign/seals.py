@@ -100,6 +100,10 @@ class Seal:
         """Which blocks `compare` has found to be the same."""
         return np.zeros(len(self.manifest.block_checksums), bool)
 
+    def forget(self) -> None:
+        """Let `compare` read all blocks again."""
+        self._is_same[:] = False
+
     def _path_of(self, name: str) -> str:
         return locations.join(self.home, *name.split("/"))
 
@@ -315,8 +319,12 @@ def find_seal(location: str, format_name: str) -> Seal | None:
     if seal is not None or format_name != ORBAX.name or home.endswith("://"):
         return seal
     around = None
-    with contextlib.suppress(PermissionError):  # the item alone may be readable
+    try:
         around = read_seal(home)
+    except PermissionError:
+        # A store may allow the item alone; a local seal is there.
+        if locations.is_local(home):
+            raise
     if around is None or around.format_name != ORBAX.name:
         return None
     return replace(around, prefix=f"{item}/")

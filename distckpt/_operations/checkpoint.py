@@ -31,6 +31,7 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._storage import locations
+from distckpt._storage.open_files import OpenFiles
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import StateDict
 
@@ -70,6 +71,7 @@ class Checkpoint(SaysOtherNames):
         self.location = stored.location
         self._stored = stored
         self._as_stored = as_stored
+        self._decoded: dict[str, Any] = {}
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[Any, ...]]:
         """Open the same checkpoint again where it is unpickled."""
@@ -213,8 +215,10 @@ class Checkpoint(SaysOtherNames):
     @operation
     def _read(self, shards: Sequence[ShardedTensor]) -> list[torch.Tensor]:
         settings = ReadSettings(LoadOptions())
-        with reading_unchanged(Ranks.alone(), [self._stored]):
-            return load_shards(Ranks.alone(), self._stored, shards, settings)
+        ranks = Ranks.alone()
+        with reading_unchanged(ranks, [self._stored]), OpenFiles() as files:
+            files.decoded = self._decoded
+            return load_shards(ranks, self._stored.with_files(files), shards, settings)
 
 
 @operation

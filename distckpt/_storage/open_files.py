@@ -31,7 +31,8 @@ class _Opened:
 class OpenFiles:
     """Local files that several threads read; closed when the context ends.
 
-    `decoded` is for `object_store.at`, until then.
+    `decoded` is for `object_store.at`, until then. One that was set stays for later files, unless
+    the body fails.
 
     No two threads read through one descriptor at a time: the system reads ahead for each
     descriptor, and less far where reads alternate between two places.
@@ -68,7 +69,11 @@ class OpenFiles:
     ) -> None:
         # A file that is put back later is closed at once.
         self._max_open = 0
-        self.decoded.clear()
+        if error is not None:
+            self.decoded.clear()
+        for memory in list(self.decoded.values()):
+            memory.settle()
+        self.decoded = {}
         self._close_unused(self._num_unused)
 
     def check_once(self, file: str, check: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -217,6 +218,24 @@ def test_a_file_that_may_not_be_read_is_named(name, public):
     (error,) = run(as_nobody, 1, value_in, str(public / "checkpoint"), backend=None)
     assert isinstance(error, PermissionError)
     assert str(public / "checkpoint") in str(error)
+
+
+def test_a_seal_that_may_not_be_read_is_named(public):
+    pytest.importorskip("tensorstore")
+    from tests.support.orbax_trees import write_chunks
+
+    values = np.arange(16, dtype=np.float32)
+    (public / "step").mkdir()
+    (public / "step/_CHECKPOINT_METADATA").write_text('{"item_handlers": {"params": ""}}')
+    (public / "step/params").mkdir()
+    write_chunks(public / "step/params", values, (8,))
+    distckpt.seal(public / "step")
+    (public / "step/distckpt.seal").chmod(0)
+    # One item alone, too, is compared with it.
+    for path in (public / "step", public / "step/params"):
+        (error,) = run(as_nobody, 1, distckpt.load, {}, str(path), backend=None)
+        assert isinstance(error, PermissionError)
+        assert str(public / "step/distckpt.seal") in str(error)
 
 
 def keep_the_last_step(root):

@@ -37,6 +37,8 @@ DECODED_BYTES = 64 << 20
 """Memory for decoded chunks; a larger one is alone."""
 _MOST_DECODED_BYTES = 1 << 30
 """Memory for chunks side by side, all of which each row needs."""
+_SETTLED_BYTES = 16 << 20
+"""Memory for decoded chunks between two calls."""
 _MAX_HEAD_BYTES = 1 << 20
 """Limit of metadata, and of a chunk beyond its values."""
 _DRIVERS = {False: ("zarr", ".zarray"), True: ("zarr3", "zarr.json")}
@@ -138,12 +140,18 @@ class OrbaxArrays:
 
     def open(self, file: str) -> StoredArray:
         """Open an array, unless that has been done."""
+        ts = import_tensorstore()
         if file not in self._arrays:
-            self._arrays[file] = self._open(file, *self.files[file])
+            self._arrays[file] = self._open(ts, file, *self.files[file])
         return self._arrays[file]
 
-    def _open(self, file: str, item: Item, leaf: Leaf) -> StoredArray:
-        ts = import_tensorstore()
+    def settle(self) -> None:
+        """End a call: the next one finds some chunks decoded, and compares all others again."""
+        if self._seal is not None:
+            self._seal.forget()
+        self._cells.shrink(_SETTLED_BYTES)
+
+    def _open(self, ts: Any, file: str, item: Item, leaf: Leaf) -> StoredArray:
         # Chunks are kept here, not by tensorstore: it keeps none that exceeds its limit.
         context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
         driver, name = _DRIVERS[item.uses_zarr3]
@@ -341,10 +349,18 @@ class DecodedCells:
         # Of a chunk that another thread decodes, bytes are unread.
         if key in self._contents or key in self._unread:
             return key in self._contents
-        for other in list(self._contents):
-            if self._num_bytes + num_bytes > max_bytes and not self._num_waiting[other]:
-                self._forget(other, len(self._contents.pop(other)))
+        self._drop(max_bytes - num_bytes)
         return not self._num_bytes or self._num_bytes + num_bytes <= max_bytes
+
+    def shrink(self, max_bytes: int) -> None:
+        """Give back memory beyond a limit."""
+        with self._changed:
+            self._drop(max_bytes)
+
+    def _drop(self, max_bytes: int) -> None:
+        for other in list(self._contents):
+            if self._num_bytes > max_bytes and not self._num_waiting[other]:
+                self._forget(other, len(self._contents.pop(other)))
 
     def _read(self, key: tuple[str, int], num_bytes: int) -> Bytes:
         """Return a content, of which some bytes are read now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import importlib
 import json
+import os
 import threading
 import urllib.parse
 from collections import OrderedDict
@@ -23,20 +24,29 @@ OCDBT_NAME = "manifest.ocdbt"
 _MAX_NODES = 5
 """Nodes of an index that stay in memory."""
 _MAX_PARTS = 8
+_USER: dict[str, int] = {}
+"""Process that has used tensorstore, perhaps a parent."""
 
 
 def import_tensorstore() -> Any:
-    """Import tensorstore.
+    """Import tensorstore, before each use.
 
     Raises:
-        CheckpointingException: it is not installed.
+        CheckpointingException: it is not installed, or would end this forked process.
     """
     try:
-        return importlib.import_module("tensorstore")
+        ts = importlib.import_module("tensorstore")
     except ImportError as error:
         raise CheckpointingException(
             "Checkpoints of Orbax are read with tensorstore: pip install 'distckpt[orbax]'."
         ) from error
+    if _USER.setdefault("process", os.getpid()) != os.getpid():
+        raise CheckpointingException(
+            "tensorstore, which reads checkpoints of Orbax, does not work in a process that was "
+            "forked from one that has used it: start this one with 'spawn' or 'forkserver' "
+            "(multiprocessing_context of a DataLoader), or read before the fork."
+        )
+    return ts
 
 
 class Value(NamedTuple):

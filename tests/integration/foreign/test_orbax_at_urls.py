@@ -140,6 +140,61 @@ def test_a_region_reads_the_chunks_that_it_touches(s3_store, tmp_path, driver, u
         assert proxy.num_bytes <= 1.1 * stored_bytes
 
 
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_many_reads_describe_the_checkpoint_once(s3_store, tmp_path, is_sealed):
+    values = np.random.default_rng(0).standard_normal((512, 512), dtype=np.float32)
+    write_chunks(tmp_path / "made", values, (64, 512))
+    url = put_folder(tmp_path / "made", f"{s3_store.url}/made")
+    if is_sealed:
+        distckpt.seal(url)
+    proxy = CountingProxy(os.environ["AWS_ENDPOINT_URL"])
+    with proxy.running() as address, s3_store.reached_at(address):
+        opened = distckpt.open(url)
+        opened.read("x", (slice(0, 8),))
+        proxy.requests.clear()
+        proxy.num_bytes = 0
+        # Of the chunk that the first read has decoded, and of others.
+        for start in (8, 70, 80, 500):
+            rows = opened.read("x", (slice(start, start + 8),))
+            assert np.array_equal(rows.numpy(), values[start : start + 8])
+        names = [request.split()[1] for request in proxy.requests]
+        assert not [name for name in names if name.endswith(("_METADATA", ".ocdbt", ".seal"))]
+        num_ranges = len(proxy.ranges)
+        opened.read("x", (slice(72, 80),))
+        assert len(proxy.ranges) == num_ranges
+        # Nothing of other checkpoints, nor of those that are opened anew.
+        assert np.array_equal(distckpt.open(url).read("x").numpy(), values)
+
+
+def test_later_reads_compare_their_bytes_with_the_seal(s3_store, tmp_path):
+    values = np.random.default_rng(0).standard_normal((128, 512), dtype=np.float32)
+    write_chunks(tmp_path / "made", values, (64, 512), uses_ocdbt=False)
+    url = put_folder(tmp_path / "made", f"{s3_store.url}/made")
+    distckpt.seal(url)
+    opened = distckpt.open(url)
+    assert np.array_equal(opened.read("x").numpy(), values)
+    chunk = object_store.at(f"{url}/x/1.0")
+    content = bytearray(chunk.read())
+    content[-9] ^= 1
+    chunk.write(bytes(content))
+    damaged = r"/x/1\.0' is not as it was sealed: .*'x', \[64:128"
+    with pytest.raises(distckpt.CorruptCheckpointError, match=damaged):
+        opened.read("x")
+    content[-9] ^= 1
+    chunk.write(bytes(content))
+    assert np.array_equal(opened.read("x").numpy(), values)
+
+
+def test_reads_after_a_failed_one_ask_again(s3_store, made, monkeypatch):
+    hurry(monkeypatch)
+    url = put_folder(made / "standard", f"{s3_store.url}/run")
+    opened = distckpt.open(url)
+    denied = Fault("GET", "manifest.ocdbt", "403", count=99)
+    with s3_store.failing(denied), pytest.raises(PermissionError):
+        opened.read("params.embed")
+    check(opened.read_tensors(), trees()["standard"])
+
+
 # ---- requests that fail
 
 
@@ -213,5 +268,7 @@ def test_a_sealed_one_is_compared(s3_store, made, capsys):
     assert report.has_checksums
     assert json.loads(call(capsys, "inspect", "--json", url))
     object_store.at(f"{url}/d/more").write(b"added")
-    with pytest.raises(distckpt.CorruptCheckpointError, match="was added"):
-        distckpt.open(url)
+    # Not one that is read.
+    check(distckpt.open(url).read_tensors(), trees()["standard"])
+    (problem,) = distckpt.verify(url).problems
+    assert problem.message == "was added"

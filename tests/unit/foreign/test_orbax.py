@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pathlib
 import shutil
@@ -437,7 +438,7 @@ def test_a_region_decodes_the_chunks_it_touches_and_each_once(made, monkeypatch)
     opened.read("x", (slice(0, 1), slice(0, 1)))
     assert len(decoded) == 1
     decoded.clear()
-    opened.read("x")
+    distckpt.open(made / "chunks_zarr3").read("x")
     num_chunks = len(decoded)
     assert len(set(decoded)) == num_chunks > 5
     decoded.clear()
@@ -472,6 +473,27 @@ def test_a_package_that_is_missing_is_named(made, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorstore", None)
     with pytest.raises(distckpt.CheckpointingException, match=r"pip install 'distckpt\[orbax\]'"):
         distckpt.open(made / "standard")
+
+
+def read_in_worker(opened, answers):
+    try:
+        opened.read("params.embed")
+    except distckpt.CheckpointingException as error:
+        answers.put(str(error))
+
+
+@pytest.mark.parametrize("has_read", [True, False])
+def test_a_forked_process_is_refused(made, has_read):
+    opened = distckpt.open(made / "standard")
+    if has_read:
+        opened.read("params.embed")
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    worker = context.Process(target=read_in_worker, args=(opened, answers))
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == 0
+    assert "start this one with 'spawn'" in answers.get()
 
 
 def test_parts_and_a_replaced_checkpoint(copied, tmp_path, capsys):
