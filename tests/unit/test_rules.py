@@ -521,6 +521,21 @@ def test_stacked_and_interleaved_tensors_come_back():
     assert_same(materialize_all(invert(mapped, infos(arrays)), expected), arrays)
 
 
+def test_columns_that_took_turns_are_stacked_anew():
+    arrays = numbered_arrays(a=(3, 4))
+    rules = [
+        Interleave("a", "b", axis=1),
+        Unstack("b", "c.{i}", axis=1),
+        Stack("c.*", "d", axis=0, size=4),
+        Split("d", ("x", "y"), axis=1, sizes=(1, 2)),
+    ]
+    mapped = apply_rules(rules, infos(arrays), strict=True)
+    columns = arrays["a"][:, [0, 2, 1, 3]].T
+    expected = {"x": columns[:, :1], "y": columns[:, 1:]}
+    assert_same(materialize_all(mapped, arrays), expected)
+    assert_same(materialize_all(invert(mapped, infos(arrays)), expected), arrays)
+
+
 @pytest.mark.parametrize(
     "keys", [["w.0", "w.2"], ["w.0", "w.1", "w.2", "w.3"], ["w.1", "w.2", "w.3"]]
 )
