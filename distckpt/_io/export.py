@@ -114,61 +114,85 @@ def filling(
     """Return the function that fills a file whose chunks are `tensors`.
 
     It adds to `overflows`, by name, the number of values that did not fit the dtype they were
-    converted to.
-
-    Rows of a transposed tensor are columns of what is stored: to read a few costs as much as to
-    read many. So such a tensor is read in bands of `band_bytes`, and threads take theirs from two
-    of these, since units follow each other.
+    converted to. `band_bytes` is for transposed tensors, see `_Bands`.
     """
-    bands: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
-    one_at_a_time = threading.Lock()
-
-    def band(tensor: OutputTensor, first: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-        key = (tensor.name, first, dtype)
-        with one_at_a_time:
-            if key not in bands:
-                while len(bands) > 1:
-                    del bands[next(iter(bands))]
-                size = min(size, tensor.num_elements - first)
-                # Memory of malloc would stay in the heaps of all threads.
-                memory = mmap.mmap(-1, size * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                values = in_huge_pages(torch.frombuffer(memory, dtype=dtype))
-                _read_directly(source, [_Range(tensor, first, values)])
-                bands[key] = values
-            return bands[key]
-
-    def read(ranges: Sequence[_Range]) -> None:
-        direct = []
-        for piece in ranges:
-            tensor, first, values = piece
-            if values.nbytes >= band_bytes or not _is_transposed(source, piece):
-                direct.append(piece)
-                continue
-            size = band_bytes // values.itemsize
-            row = tensor.num_elements // tensor.shape[0]
-            # A part of a row is read by itself.
-            size = size // row * row or size
-            while len(values):
-                place = first % size
-                rows = band(tensor, first - place, size, values.dtype)
-                rows = rows[place : place + len(values)]
-                values[: len(rows)] = rows
-                values = values[len(rows) :]
-                first += len(rows)
-        _read_directly(source, direct)
+    bands = _Bands(source, band_bytes)
 
     def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
         filled = memory_of_thread[: sum(span.num_bytes for span in unit)]
         copied, as_read, to_cast = _divide(source, tensors, unit, filled)
         read_parts(source.stored, copied, num_threads=1)
-        read(as_read)
+        bands.read(as_read)
         to_cast += _overflowed(source, as_read)
-        for tensor, num_overflows in _read_and_cast(source, read, to_cast):
+        for tensor, num_overflows in _read_and_cast(source, bands, to_cast):
             with _counting:
                 overflows[tensor.name] = overflows.get(tensor.name, 0) + num_overflows
         return [filled]
 
     return fill
+
+
+class _Bands:
+    """Rows of transposed tensors, of which two bands stay in memory.
+
+    These rows are columns of what is stored: to read a few costs as much as to read many. Threads
+    share the bands, since their units follow each other.
+    """
+
+    def __init__(self, source: TensorSource, num_bytes: int) -> None:
+        self._source = source
+        self._num_bytes = num_bytes
+        self._lock = threading.Lock()
+        self._bands: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
+
+    def read(self, ranges: Sequence[_Range]) -> None:
+        """Read ranges, those of transposed tensors by bands."""
+        direct = []
+        for piece in ranges:
+            is_small = piece.values.nbytes < self._num_bytes
+            if is_small and _is_transposed(self._source, piece):
+                self._copy(*piece)
+            else:
+                direct.append(piece)
+        _read_directly(self._source, direct)
+
+    def _copy(self, tensor: OutputTensor, first: int, values: torch.Tensor) -> None:
+        size = self._num_bytes // values.itemsize
+        row = tensor.num_elements // tensor.shape[0]
+        # A part of a row is read by itself.
+        size = size // row * row or size
+        while len(values):
+            place = first % size
+            band = self._band(tensor, first - place, size, values.dtype)
+            found = band[place : place + len(values)]
+            values[: len(found)] = found
+            values = values[len(found) :]
+            first += len(found)
+
+    def _band(
+        self, tensor: OutputTensor, first: int, size: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        key = (tensor.name, first, dtype)
+        with self._lock:
+            if key not in self._bands:
+                while len(self._bands) > 1:
+                    del self._bands[next(iter(self._bands))]
+                size = min(size, tensor.num_elements - first)
+                # Memory of malloc would stay in the heaps of all threads.
+                memory = mmap.mmap(-1, size * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                values = in_huge_pages(torch.frombuffer(memory, dtype=dtype))
+                _read_directly(self._source, [_Range(tensor, first, values)])
+                self._bands[key] = values
+            return self._bands[key]
+
+
+def _is_transposed(source: TensorSource, piece: _Range) -> bool:
+    """Whether a range is a part of a transposed tensor."""
+    tensor = piece.tensor
+    if len(piece.values) == tensor.num_elements or not source.is_stored(tensor):
+        return False
+    # All parts are alike.
+    return any(list(part.order) != sorted(part.order) for part in tensor.mapped.parts[:1])
 
 
 def _divide(
@@ -252,15 +276,6 @@ def _copied_tensors(
             yield place, key_id, tensor.num_bytes // num_rows
 
 
-def _is_transposed(source: TensorSource, piece: _Range) -> bool:
-    """Whether a range is a part of a transposed tensor."""
-    tensor = piece.tensor
-    if len(piece.values) == tensor.num_elements or not source.is_stored(tensor):
-        return False
-    # All parts are alike.
-    return any(list(part.order) != sorted(part.order) for part in tensor.mapped.parts[:1])
-
-
 def _read_directly(source: TensorSource, ranges: Sequence[_Range], factor: float = 1.0) -> None:
     """Read ranges, times a factor."""
     regions = []
@@ -286,7 +301,7 @@ def _overflowed(source: TensorSource, ranges: Sequence[_Range]) -> list[_Range]:
 
 
 def _read_and_cast(
-    source: TensorSource, read: Callable[[Sequence[_Range]], None], ranges: Sequence[_Range]
+    source: TensorSource, bands: _Bands, ranges: Sequence[_Range]
 ) -> Iterator[tuple[OutputTensor, int]]:
     """Read and convert ranges; yield the numbers of values that do not fit."""
     sizes = []
@@ -307,7 +322,7 @@ def _read_and_cast(
             values = memory[begin : begin + span.num_bytes].view(dtype)[: len(targets[-1])]
             wide.append(_Range(tensor, first + start, values))
             begin += span.num_bytes
-        read(wide)
+        bands.read(wide)
         for piece, target in zip(wide, targets, strict=True):
             num_overflows = _count_overflowed(source, piece) + cast_and_count(piece.values, target)
             if num_overflows:

@@ -131,7 +131,7 @@ def _find_part(
 
 
 def _noted_runs(dtensor: Any) -> list[tuple[tuple[Runs, ...], tuple[int, ...] | None]]:
-    """Return the runs of a local part that notes its place, for `_possible_runs`.
+    """Return the runs of a local part that notes its place.
 
     Megatron-FSDP notes it, as torch's checkpoints ask for: its parts follow no rule.
     """

@@ -100,9 +100,10 @@ def report_absent_values(ranks: Ranks, targets: Targets, loaded: StateDict) -> f
     request = targets.request
     if request.mode is not StrictHandling.LOG_ALL and not request.warns_of_values:
         return frozenset()
-    places = targets.described.places
-    takes_all = request.asks_for_all
-    objects = {each.path for each in places if takes_all or each.kind is not Kind.STATEFUL}
+    objects = set()
+    for place in targets.described.places:
+        if request.asks_for_all or place.kind is not Kind.STATEFUL:
+            objects.add(place.path)
     values = targets.split.common
     paths = itertools.chain(tensor_paths(values), _value_paths(values, objects))
     absent = united(ranks, _absent(paths, loaded))
@@ -122,12 +123,18 @@ def united(ranks: Ranks, names: Iterable[str]) -> frozenset[str]:
 
 
 def _absent(paths: Iterable[Position], loaded: StateDict) -> list[str]:
-    return [dotted(path) for path in paths if at(loaded, path, HOLE) is HOLE]
+    absent = []
+    for path in paths:
+        if at(loaded, path, HOLE) is HOLE:
+            absent.append(dotted(path))
+    return absent
 
 
 def tensor_paths(tree: Any) -> Iterator[Position]:
-    """Return the position of each tensor in nested dicts."""
-    return (path for path, leaf in leaves(tree, is_dict) if isinstance(leaf, torch.Tensor))
+    """Yield the position of each tensor in nested dicts."""
+    for path, leaf in leaves(tree, is_dict):
+        if isinstance(leaf, torch.Tensor):
+            yield path
 
 
 def _value_paths(tree: Any, objects: Collection[Position]) -> Iterator[Position]:
@@ -139,10 +146,13 @@ def _value_paths(tree: Any, objects: Collection[Position]) -> Iterator[Position]
     holders = set(map(id, filter(is_container, above)))
 
     def is_holder(node: Any) -> bool:
-        holds_shards = isinstance(node, list | tuple) and any(item is HOLE for item in node)
-        return id(node) in holders or holds_shards
+        return id(node) in holders or _holds_shards(node)
 
     for position, value in leaves(tree, is_holder):
         is_value = value is not None and value is not HOLE
         if is_value and position not in objects and id(value) not in holders:
             yield position
+
+
+def _holds_shards(node: Any) -> bool:
+    return isinstance(node, list | tuple) and any(item is HOLE for item in node)

@@ -52,7 +52,7 @@ def to_maxtext(config: Any, layout: Layout = "jax") -> list[Rule]:
 
 
 def _assemble(model: MaxTextModel, tensors: Mapping[str, MappedTensor]) -> list[Rule]:
-    """Return the rules that make tensors of those of a Hugging Face directory."""
+    """Return the rules that make tensors of a Hugging Face directory's."""
     assemble = Assemble(tensors, _sources(tensors))
     if not model.is_tied:
         return [assemble]

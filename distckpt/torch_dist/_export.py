@@ -149,8 +149,8 @@ def write_together(
         stored: the source.
         target: where the directory appears.
         settings: of the output.
-        write: writes this rank's file, given directory and name; what it returns is for `complete`.
-        complete: writes the other files on the coordinator, given what all ranks returned.
+        write: writes this rank's file, given directory and name; the result is for `complete`.
+        complete: writes the other files on the coordinator, given the results of all ranks.
     """
     with new_output(ranks, target, settings) as output, output.being_written():
         with ranks.telling("write the export") as messages:

@@ -24,7 +24,7 @@ _STEP_NAMES = {_STEP_NAME, "orbax.checkpoint"}
 _JSON_NAMES = {"metadata", "metrics"}
 """Files of items that hold JSON."""
 _LEGACY_NAMES = {"checkpoint", ".zarray"}
-"""The file of versions before 0.4, and one in the folder of an array."""
+"""The file of versions before 0.4, and that of an array."""
 _TELLING = {TREE_NAME, *_STEP_NAMES, *_JSON_NAMES, *_LEGACY_NAMES}
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _OUTSIDE = {"", ".", ".."}
