@@ -205,7 +205,8 @@ class Concat(Rule):
         present = next(keys[captures] for keys in matches if captures in keys)
         return LoadMismatchError(
             f"{self}: {missing[0]!r} is missing{did_you_mean(missing[0], tensors)}, it belongs to "
-            f"{present!r}. Correct the patterns, or the checkpoint is incomplete.",
+            f"{present!r}. Correct the patterns, or the checkpoint is incomplete. A rank that loads "
+            "only some of them needs an export under their names.",
             unexpected=missing,
         )
 
