@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._base.memory import Bytes, bounce_buffer
+from distckpt._base.memory import Bytes, bounce_buffer, in_huge_pages
 from distckpt._base.threads import UNIT_BYTES, num_threads_within
 from distckpt._format.columns import joined_ranges
 from distckpt._geometry.region import flat_range_regions, whole
@@ -177,7 +178,9 @@ class _Bands:
                 while len(self._bands) > 1:
                     del self._bands[next(iter(self._bands))]
                 size = min(size, tensor.num_elements - first)
-                values = torch.empty(size, dtype=dtype, device="cpu")
+                # Memory of malloc would stay in the heaps of all threads.
+                memory = mmap.mmap(-1, size * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                values = in_huge_pages(torch.frombuffer(memory, dtype=dtype))
                 _read_directly(self._source, [_Range(tensor, first, values)])
                 self._bands[key] = values
             return self._bands[key]

@@ -168,7 +168,7 @@ def _apply_rules(
     rules: Sequence[Rule], tensors: Mapping[str, TensorSpec], keep_unmatched: bool
 ) -> dict[str, MappedTensor]:
     try:
-        return apply_rules(rules, tensors, strict=bool(rules) and not keep_unmatched)
+        made = apply_rules(rules, tensors, strict=bool(rules) and not keep_unmatched)
     except LoadMismatchError as error:
         if not error.missing:
             raise
@@ -177,6 +177,16 @@ def _apply_rules(
             "`keys`; unmatched='keep' exports them under their own names.",
             missing=error.missing,
         ) from error
+    absent: set[str] = set()
+    for tensor in made.values():
+        absent.update(part.key for part in tensor.parts if part.key not in tensors)
+    if absent:
+        raise LoadMismatchError(
+            f"{summarize_keys(absent)} missing, of an optional Stack: correct its size, or the "
+            "checkpoint is incomplete.",
+            unexpected=sorted(absent),
+        )
+    return made
 
 
 def _pattern_for(name: str, patterns: Iterable[str]) -> str | None:

@@ -14,7 +14,7 @@ from distckpt._base.messages import check_choice
 from distckpt._geometry.region import Region
 from distckpt.families._config import Shapes, read_config, rules_for
 from distckpt.jax._maxtext import EMBEDDING, LOGITS, MaxTextModel
-from distckpt.rules._mapped import MappedTensor, TensorSpec
+from distckpt.rules._mapped import MappedTensor, TensorSpec, identity
 from distckpt.rules._rule import Rule
 from distckpt.rules._rules import Assemble, Drop, Tie, Trim, invert
 
@@ -142,7 +142,11 @@ def rules_of(
 
 
 def _load_rules(config: Any, keys: Collection[str], shapes: Shapes) -> list[Rule]:
-    model, _, tensors = _stored(config, shapes)
+    model, names, tensors = _stored(config, shapes)
+    for key in names.values():
+        # Modules are refused that lack what the checkpoint has, such as a bias.
+        if key not in tensors and 0 not in shapes[key]:
+            tensors[key] = identity(key, TensorSpec(shapes[key], "F32"))
     rules = _assemble(model, tensors)
     if {*rules[-1].reads, *_VOCABULARY}.issuperset(keys):
         return rules

@@ -321,7 +321,7 @@ def single_rows(mapped: MappedTensor) -> Iterator[RegionCopy]:
         if apart:
             yield from _rows_of(part, apart)
         else:
-            yield part
+            yield part._replace(target_step=())
 
 
 def _rows_of(part: RegionCopy, apart: Sequence[int]) -> Iterator[RegionCopy]:

@@ -205,7 +205,8 @@ class Concat(Rule):
         present = next(keys[captures] for keys in matches if captures in keys)
         return LoadMismatchError(
             f"{self}: {missing[0]!r} is missing{did_you_mean(missing[0], tensors)}, it belongs to "
-            f"{present!r}. Correct the patterns, or the checkpoint is incomplete.",
+            f"{present!r}. Correct the patterns, or the checkpoint is incomplete. A rank that "
+            "loads only some of them needs an export under their names.",
             unexpected=missing,
         )
 
@@ -277,7 +278,9 @@ class Stack(Rule):
             present.setdefault(captures[:-1], []).append(key)
         for captures, stored_keys in present.items():
             keys = [fill_captures(self.pattern, (*captures, str(n))) for n in range(self.size)]
-            if not self.optional and set(stored_keys) != set(keys):
+            # A rank loads some of the tensors.
+            has_all = self.optional or len(stored_keys) == self.size
+            if not has_all or set(stored_keys).difference(keys):
                 raise self._incomplete(keys, stored_keys)
             stack = self._stack(keys, tensors)
             yield Step(tuple(stored_keys), ((fill_name(self.to, (*captures, "")), stack),))

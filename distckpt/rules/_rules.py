@@ -215,7 +215,7 @@ class Assemble(Rule):
                     f"{summarize_keys(missing)} {'is' if len(missing) == 1 else 'are'} missing"
                     f"{did_you_mean(missing[0], tensors)}: {summarize_keys(names)} should be made "
                     f"of {summarize_keys(keys)}. The checkpoint is incomplete, or of another "
-                    "model.",
+                    "model. A rank that loads only some of them needs an export under their names.",
                     unexpected=missing,
                 )
             dtype = self._check_sources(keys, tensors)

@@ -68,3 +68,23 @@ def test_each_rank_loads_its_rows(tmp_path):
     write_llama(tmp_path / "hf")
     distckpt.consolidate(tmp_path / "hf", tmp_path / "jax", layout="jax", family=tmp_path / "hf")
     run(load_rows, 2, tmp_path)
+
+
+def load_own_layers(rank, folder):
+    own = {}
+    for key, value in read_export(folder / "hf").items():
+        if f"layers.{rank}." in key:
+            own[key] = ShardedTensor.from_rank_offsets(key, torch.zeros_like(value))
+    with pytest.raises(distckpt.CheckpointingException, match="needs an export under their names"):
+        distckpt.load(own, folder / "jax", family=folder / "hf")
+    distckpt.consolidate(folder / "jax", folder / "back", family=folder / "hf")
+    distckpt.load(own, folder / "back")
+    back = read_export(folder / "back")
+    for key, shard in own.items():
+        assert torch.equal(shard.data, back[key])
+
+
+def test_ranks_with_some_layers_of_a_stack_load_an_export(tmp_path):
+    write_llama(tmp_path / "hf")
+    distckpt.consolidate(tmp_path / "hf", tmp_path / "jax", layout="jax", family=tmp_path / "hf")
+    run(load_own_layers, 2, tmp_path)

@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+import distckpt
 from distckpt.megatron.core import InvalidShardingError, LoadMismatchError
 from distckpt.readers import Region
 from distckpt.rules import (
@@ -517,6 +519,30 @@ def test_stacked_and_interleaved_tensors_come_back():
     for n in range(2):
         stack = np.stack([arrays[f"l.{n}.e.{e}.w"] for e in range(3)], axis=1)
         expected[f"x.{n}"] = np.stack([stack[:3], stack[3:]], axis=1).reshape(6, 3, 2)
+    assert_same(materialize_all(mapped, arrays), expected)
+    assert_same(materialize_all(invert(mapped, infos(arrays)), expected), arrays)
+
+
+@pytest.mark.parametrize(("size", "named"), [(2, r"w\.\{0\.\.2\}.*found"), (4, r"'w\.3' missing")])
+def test_an_optional_stack_leaves_out_no_tensor(size, named, tmp_path):
+    save_file({f"w.{n}": torch.ones(2) for n in range(3)}, tmp_path / "model.safetensors")
+    rules = [Stack("w.*", "w", axis=0, size=size, optional=True)]
+    with pytest.raises(LoadMismatchError, match=named):
+        distckpt.consolidate(tmp_path, tmp_path / "out", rules=rules)
+    assert not (tmp_path / "out").exists()
+
+
+def test_columns_that_took_turns_are_stacked_anew():
+    arrays = numbered_arrays(a=(3, 4))
+    rules = [
+        Interleave("a", "b", axis=1),
+        Unstack("b", "c.{i}", axis=1),
+        Stack("c.*", "d", axis=0, size=4),
+        Split("d", ("x", "y"), axis=1, sizes=(1, 2)),
+    ]
+    mapped = apply_rules(rules, infos(arrays), strict=True)
+    columns = arrays["a"][:, [0, 2, 1, 3]].T
+    expected = {"x": columns[:, :1], "y": columns[:, 1:]}
     assert_same(materialize_all(mapped, arrays), expected)
     assert_same(materialize_all(invert(mapped, infos(arrays)), expected), arrays)
 

@@ -218,6 +218,19 @@ def test_a_missing_an_unknown_and_a_misshapen_tensor_are_named(tmp_path):
         back(params | {name: params[name][..., :-1].contiguous()}, tmp_path)
 
 
+def test_a_load_that_leaves_out_an_unknown_tensor_is_refused(tmp_path):
+    original, params = exported("llama", tmp_path)
+    name = "params.decoder.layers.self_attention.query.bias"
+    save_file(params | {name: torch.ones(3)}, tmp_path / "jax/model.safetensors")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(LoadMismatchError, match=re.escape(name)):
+        distckpt.load({"model": model}, tmp_path / "jax", family=tmp_path / "hf")
+    distckpt.load({"model": model}, tmp_path / "jax", family=tmp_path / "hf", strict="report")
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, original[key], rtol=2e-7, atol=0)
+
+
 def test_a_tied_configuration_and_an_output_layer_contradict_each_other(tmp_path):
     _, params = exported("mistral", tmp_path)
     config = json.loads((tmp_path / "hf/config.json").read_text())

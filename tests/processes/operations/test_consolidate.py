@@ -14,6 +14,7 @@ import torch
 import distckpt
 from benchmarks.measure import peak_memory_bytes
 from distckpt import ShardedTensor
+from distckpt.rules import Transpose
 from tests.support.disk import tree_of
 from tests.support.harness import ask_parent, launched, run
 from tests.support.hf_folders import read_export, same_bytes, write_folder
@@ -62,7 +63,7 @@ def test_shards_stay_open_from_one_output_to_the_next(tmp_path):
     assert same_bytes(read_export(tmp_path / "out"), tensors)
 
 
-BUDGETS = [32 << 20, 128 << 20]
+BUDGETS = [32 << 20, 80 << 20, 128 << 20]
 
 
 EXPORTS = {
@@ -70,6 +71,7 @@ EXPORTS = {
     "folder to bfloat16": {"dtype": torch.bfloat16},
     "checkpoint": {},
     "checkpoint to 8 bits": {"dtype": torch.float8_e4m3fn},
+    "checkpoint transposed": {"rules": [Transpose("w", "w")]},
 }
 
 
