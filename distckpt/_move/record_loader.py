@@ -167,7 +167,7 @@ def _tensors_kept(module: torch.nn.Module | None, recording: Recording) -> Itera
         raise InvalidShardingError(
             f"The loader replaces {summarize_keys(replaced)} instead of copying into the memory "
             "that the model has: there is nothing to record, and the model is as it was. Let the "
-            "loader copy (`parameter.data.copy_(tensor)`)."
+            "loader copy (`parameter.data.copy_(tensor)`), or leave such tensors out of `metadata`."
         )
 
 

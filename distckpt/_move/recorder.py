@@ -161,9 +161,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._write(func, args, kwargs)
         known = list(filter(self._names, _tensors_in((args, kwargs))))
         if not known:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.is_write:
-                    self._keep(_tensors_in(value))
+            for number, argument in enumerate(func._schema.arguments):
+                if argument.is_write:  # `out` is a keyword
+                    self._keep(_tensors_in([*args[number : number + 1], kwargs.get(argument.name)]))
             return func(*args, **kwargs)
         with self:
             # `reshape`, say: a view, or a view of a copy.

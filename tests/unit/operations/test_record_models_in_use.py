@@ -41,6 +41,7 @@ def _zeroed(model, name, tensor):
 
 def _initialized(model, name, tensor):
     nn.init.normal_(model.weight)
+    torch.zeros(4, 4, out=model.weight.data)
     torch._foreach_add_([model.weight], 1)
     model.weight.data.copy_(tensor)
 
