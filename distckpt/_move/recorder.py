@@ -96,7 +96,7 @@ class Recorded(torch.Tensor):
     __dlpack__ = _refusing("from_dlpack")
 
     def item(self) -> Any:
-        """Stand for a single value, which a loader may fill into a parameter."""
+        """Return a stand-in for a value, which may be filled in."""
         return self.view(()) if self.numel() == 1 else super().item()
 
     @classmethod
@@ -132,6 +132,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current = ""
         self.alive: MutableMapping[int, Recorded] = WeakValueDictionary()
         self.refusal: InvalidShardingError | None = None
+        self._kept: set[tuple[Any, Layout]] = set()
         self._lock = threading.RLock()
         self._thread = threading.get_ident()
 
@@ -161,9 +162,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._write(func, args, kwargs)
         known = list(filter(self._names, _tensors_in((args, kwargs))))
         if not known:
-            for number, argument in enumerate(func._schema.arguments):
-                if argument.is_write:  # `out` is a keyword
-                    self._keep(_tensors_in([*args[number : number + 1], kwargs.get(argument.name)]))
+            self._keep(_written(func, args, kwargs))
             return func(*args, **kwargs)
         with self:
             # `reshape`, say: a view, or a view of a copy.
@@ -308,7 +307,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy values that the loader is about to replace by its own."""
         for tensor in tensors:
-            if identity(tensor)[1]:
+            place = identity(tensor)
+            if place[1] and (place, Layout.of(tensor)) not in self._kept:
+                # Once, for buffers that are used again and again.
+                self._kept.add((place, Layout.of(tensor)))
                 before = _entry(self.before, tensor)
                 copy = tensor.detach().clone().view(before.dtype)
                 later = before.pieces
@@ -318,7 +320,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 before.pieces += later  # later ones count: the first values do
 
     def give_back(self, memories: Mapping[tuple[Any, ...], Memory]) -> None:
-        """Undo what the loader has written itself where memories have stored or kept values."""
+        """Put back what the loader has replaced in these memories' known places."""
         for place, before in self.before.items():
             memory = memories.get(place, Memory((), before.dtype))
             memory.settle()
@@ -350,6 +352,15 @@ def _entry(memories: dict[tuple[Any, ...], Memory], tensor: torch.Tensor) -> Mem
         shape = factored(size, tensor.stride())
         memories[place] = Memory(shape, tensor.dtype, tensor=tensor.detach())
     return memories[place]
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operation changes."""
+    written = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.is_write:  # `out` is a keyword
+            written += [*args[number : number + 1], kwargs.get(argument.name)]
+    return _tensors_in(written)
 
 
 def _tensors_in(arguments: Any) -> list[torch.Tensor]:
