@@ -320,7 +320,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 before.pieces += later  # later ones count: the first values do
 
     def give_back(self, memories: Mapping[tuple[Any, ...], Memory]) -> None:
-        """Put back what the loader has replaced in these memories' known places."""
+        """Put back the values before the loader's own, in known places of memories."""
         for place, before in self.before.items():
             memory = memories.get(place, Memory((), before.dtype))
             memory.settle()
