@@ -260,6 +260,16 @@ class Memory:
         """Count the elements of a view that were written."""
         return num_elements(self.read(view, view))
 
+    def layout(self, region: Region) -> Layout:
+        """Return the layout of a region."""
+        strides = torch.empty(self.shape, device="meta").stride()
+        return Layout(0, self.shape, tuple(strides)).part(region)
+
+    def view(self, layout: Layout) -> torch.Tensor:
+        """Return elements of a real memory as a tensor."""
+        assert self.tensor is not None
+        return self.tensor.as_strided(layout.shape, layout.strides, layout.offset)
+
     def names(self) -> list[str]:
         """Name the stored tensors that have elements here."""
         if self.key is not None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from distckpt._base.dtypes import is_lossless_cast
+from distckpt._base.dtypes import flat_bytes, is_lossless_cast
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
 from distckpt._geometry.region import Region
@@ -93,9 +93,9 @@ def record_loader(
     The loader may take views (`narrow`, `chunk`, slices, `t`, `view`, ...), convert, join and copy,
     in any order; threads that it starts may copy into parameters of the model. Computed values
     cannot be described. Values that it writes itself, such as zeros behind the rows of a padded
-    vocabulary, it writes in this call; nothing else of the model changes. The state dict holds as
-    long as the parameters keep their memory: record again when they were moved or replaced. Later
-    uses raise an error if they were.
+    vocabulary, it writes in this call; all other values of a model in use stay. The state dict
+    holds as long as the parameters keep their memory: record again when they were moved or
+    replaced. Later uses raise an error if they were.
 
     Any rank may call, alone.
 
@@ -119,12 +119,18 @@ def record_loader(
     recording = Recording(specs)
     own = getattr(load_weights, "__self__", None)
     module = module or (own if isinstance(own, torch.nn.Module) else None)
-    with _tensors_kept(module, recording), recording:
-        _run(load_weights, recording)
-    _refuse_kept(recording)
-    tensors = dict(named_tensors(module))
-    _refuse_copies_of_threads(tensors.values(), recording)
-    target = LoaderTarget(_state_of(recording))
+    try:
+        with _tensors_kept(module, recording):
+            with recording:
+                _run(load_weights, recording)
+            recording.give_back(recording.real)
+        _refuse_kept(recording)
+        tensors = dict(named_tensors(module))
+        _refuse_copies_of_threads(tensors.values(), recording)
+        target = LoaderTarget(_state_of(recording))
+    except BaseException:
+        recording.give_back(recording.before)
+        raise
     target.module = module
     filled = {}
     for name, tensor in tensors.items():
@@ -161,7 +167,7 @@ def _tensors_kept(module: torch.nn.Module | None, recording: Recording) -> Itera
         raise InvalidShardingError(
             f"The loader replaces {summarize_keys(replaced)} instead of copying into the memory "
             "that the model has: there is nothing to record, and the model is as it was. Let the "
-            "loader copy (`parameter.data.copy_(tensor)`)."
+            "loader copy (`parameter.data.copy_(tensor)`), or leave such tensors out of `metadata`."
         )
 
 
@@ -198,7 +204,12 @@ def _restore(
 def _is_replaced(value: Any, alias: torch.Tensor | None, recording: Recording) -> bool:
     if isinstance(value, Recorded) or alias is None or not isinstance(value, torch.Tensor):
         return isinstance(value, Recorded)
-    return recording.memory_of(value) is not None and place_of(value) != place_of(alias)
+    memory = recording.memory_of(value)
+    if memory is None or not memory.names() or place_of(value) == place_of(alias):
+        return False
+    kinds = {(each.dtype, each.shape, each.device) for each in (value, alias)}
+    # An equal one, such as a weight that the loader makes contiguous, leaves the model as it was.
+    return len(kinds) > 1 or not torch.equal(flat_bytes(value), flat_bytes(alias))
 
 
 def _run(load_weights: Callable[..., Any], recording: Recording) -> None:
@@ -291,9 +302,7 @@ def _places(memory: Memory, piece: Piece, stored: Memory) -> Iterator[tuple[Regi
     """Yield the regions of a stored tensor with their memory."""
     assert memory.tensor is not None
     tensor = _typed(memory.tensor, stored, piece.steps)
-    strides = torch.empty(memory.shape, device="meta").stride()
-    layout = Layout(0, memory.shape, tuple(strides)).part(piece.region)
-    for region, view in boxes(stored.shape, piece.layout, layout):
+    for region, view in boxes(stored.shape, piece.layout, memory.layout(piece.region)):
         yield region, tensor.as_strided(view.shape, view.strides, view.offset)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
-from distckpt._move.loader_memory import Layout, Memory, factored, num_elements
+from distckpt._move.loader_memory import Layout, Memory, Read, factored, num_elements
 
 aten = torch.ops.aten
 
@@ -95,6 +95,10 @@ class Recorded(torch.Tensor):
     __array__ = _refusing("numpy.asarray")
     __dlpack__ = _refusing("from_dlpack")
 
+    def item(self) -> Any:
+        """Return a stand-in for a value, which may be filled in."""
+        return self.view(()) if self.numel() == 1 else super().item()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -110,6 +114,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         stored: the memories of stored tensors, by name.
         real: the memories of real tensors that the loader has written to.
+        before: the values that the loader has replaced by its own, by memory.
         current: the stored tensor that the loader has taken last.
         alive: the recorded tensors that something refers to, by `id`.
         written_by_threads: the real memories that a thread started by the loader has copied stored
@@ -122,10 +127,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.stored = {key: Memory(shape, dtype, key) for key, (shape, dtype) in specs.items()}
         self.real: dict[tuple[Any, ...], Memory] = {}
+        self.before: dict[tuple[Any, ...], Memory] = {}
         self.written_by_threads: list[Memory] = []
         self.current = ""
         self.alive: MutableMapping[int, Recorded] = WeakValueDictionary()
         self.refusal: InvalidShardingError | None = None
+        self._kept: set[tuple[Any, Layout]] = set()
         self._lock = threading.RLock()
         self._thread = threading.get_ident()
 
@@ -155,6 +162,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._write(func, args, kwargs)
         known = list(filter(self._names, _tensors_in((args, kwargs))))
         if not known:
+            self._keep(_written(func, args, kwargs))
             return func(*args, **kwargs)
         with self:
             # `reshape`, say: a view, or a view of a copy.
@@ -225,6 +233,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(target, Recorded) and target.memory.key is not None:
             self.refuse(func, [target])
         if not isinstance(target, Recorded) and not isinstance(value, Recorded):
+            self._keep([target])
             func(*args, **kwargs)
         if isinstance(value, torch.Tensor) and self._names(value):
             self._note(target, value, func)
@@ -265,8 +274,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif memory.tensor is not None:
             for read in reads:
                 if read.stored is None:
-                    part = read.partner
-                    memory.tensor.as_strided(part.shape, part.strides, part.offset).zero_()
+                    own = memory.view(read.partner)
+                    self._keep([own])
+                    own.zero_()
         steps = (("as", value.dtype), ("to", target.dtype), ("as", memory.dtype))
         memory.write(reads, steps)
 
@@ -292,12 +302,33 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{tuple(tensor.shape)} without memory ({tensor.device}): give the model memory "
                 "before recording its loader."
             )
-        place = identity(tensor)
-        if place not in self.real:
-            size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-            shape = factored(size, tensor.stride())
-            self.real[place] = Memory(shape, tensor.dtype, tensor=tensor.detach())
-        return self.real[place]
+        return _entry(self.real, tensor)
+
+    def _keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy values that the loader is about to replace by its own."""
+        for tensor in tensors:
+            place = identity(tensor)
+            if place[1] and (place, Layout.of(tensor)) not in self._kept:
+                # Once, for buffers that are used again and again.
+                self._kept.add((place, Layout.of(tensor)))
+                before = _entry(self.before, tensor)
+                copy = tensor.detach().clone().view(before.dtype)
+                later = before.pieces
+                before.pieces = []
+                kept = Memory(tuple(copy.shape), copy.dtype, tensor=copy)
+                before.write([Read(kept, Layout.of(copy), (), Layout.of(tensor))])
+                before.pieces += later  # later ones count: the first values do
+
+    def give_back(self, memories: Mapping[tuple[Any, ...], Memory]) -> None:
+        """Put back the values before the loader's own, in known places of memories."""
+        for place, before in self.before.items():
+            memory = memories.get(place, Memory((), before.dtype))
+            memory.settle()
+            for piece in memory.pieces:
+                layout = memory.layout(piece.region)
+                for read in before.read(layout, layout):
+                    if piece.stored is not None and read.stored is not None:
+                        before.view(read.partner).copy_(read.stored.view(read.layout))
 
     def refuse(self, func: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
         """Raise an error about an unrecordable call, and remember it."""
@@ -311,6 +342,25 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             "itself after each update."
         )
         raise self.refusal
+
+
+def _entry(memories: dict[tuple[Any, ...], Memory], tensor: torch.Tensor) -> Memory:
+    """Return the memory of a real tensor, which is made where there is none yet."""
+    place = identity(tensor)
+    if place not in memories:
+        size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+        shape = factored(size, tensor.stride())
+        memories[place] = Memory(shape, tensor.dtype, tensor=tensor.detach())
+    return memories[place]
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operation changes."""
+    written = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.is_write:  # `out` is a keyword
+            written += [*args[number : number + 1], kwargs.get(argument.name)]
+    return _tensors_in(written)
 
 
 def _tensors_in(arguments: Any) -> list[torch.Tensor]:
