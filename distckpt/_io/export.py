@@ -135,7 +135,7 @@ def filling(
 class _Bands:
     """Rows of transposed tensors, of which two bands stay in memory.
 
-    These rows are columns of what is stored: to read a few costs as much as to read many. Threads
+    These rows are columns of stored tensors: to read a few costs as much as to read many. Threads
     share the bands, since their units follow each other.
     """
 

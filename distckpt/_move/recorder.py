@@ -320,7 +320,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 before.pieces += later  # later ones count: the first values do
 
     def give_back(self, memories: Mapping[tuple[Any, ...], Memory]) -> None:
-        """Put back the values before the loader's own, in known places of memories."""
+        """Put back the values before the loader's own, in known places."""
         for place, before in self.before.items():
             memory = memories.get(place, Memory((), before.dtype))
             memory.settle()
@@ -345,7 +345,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _entry(memories: dict[tuple[Any, ...], Memory], tensor: torch.Tensor) -> Memory:
-    """Return the memory of a real tensor, which is made where there is none yet."""
+    """Return the memory of a real tensor, made where there is none yet."""
     place = identity(tensor)
     if place not in memories:
         size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
