@@ -108,11 +108,7 @@ def _find_part(
     mesh_shape = tuple(mesh.shape)
     shape = tuple(dtensor.shape)
     placements = dtensor.placements
-    splits = tuple(_splits(key, placements, mesh_shape))
-    # Megatron-FSDP divides the parts of tensor parallelism, and notes that order there.
-    order = getattr(mesh, "_shard_order", None)
-    if order is not None:
-        splits = tuple(sorted(splits, key=lambda split: order.index(split[0])))
+    splits = _in_noted_order(dtensor, tuple(_splits(key, placements, mesh_shape)))
     for runs, fragmentations in _noted_runs(dtensor) or _possible_runs(shape, splits, coordinate):
         sizes = tuple(map(_num_indices, runs))
         # FSDP2 empties other axes of an empty part, too.
@@ -128,6 +124,19 @@ def _find_part(
         "Megatron-FSDP through its preprocess_state_dict_for_uneven_dtensor, or wrap the local "
         "part in a ShardedTensor yourself."
     )
+
+
+def _in_noted_order(dtensor: Any, splits: tuple[_Split, ...]) -> tuple[_Split, ...]:
+    """Return splits in the order in which they were made, if it is noted."""
+    # Megatron-FSDP divides the parts of tensor parallelism, and notes that there.
+    mesh_axes = list(getattr(dtensor.device_mesh, "_shard_order", ()))
+    if not mesh_axes:
+        # Newer PyTorch notes the order for each axis of the tensor.
+        for entry in getattr(dtensor._spec, "shard_order", None) or ():
+            mesh_axes += entry.mesh_dims
+    if not {split[0] for split in splits}.issubset(mesh_axes):
+        return splits
+    return tuple(sorted(splits, key=lambda split: mesh_axes.index(split[0])))
 
 
 def _noted_runs(dtensor: Any) -> list[tuple[tuple[Runs, ...], tuple[int, ...] | None]]:

@@ -36,6 +36,11 @@ from tests.support.harness import error_of, run
 from tests.support.parallel_modules import fsdp, hsdp, plain, tp
 from tests.support.reference import fsdp2_trains
 
+try:
+    from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
+except ImportError:
+    ShardOrderEntry = None
+
 
 class Scaled(torch.nn.Module):
     """A parameter smaller than the number of ranks, buffers of both kinds, and extra state."""
@@ -296,6 +301,37 @@ def _noted(rank: int, folder: str) -> bool:
 
 def test_parts_of_megatron_fsdp_lie_where_it_put_them(tmp_path):
     assert all(run(_noted, 4, str(tmp_path / "step")))
+
+
+def _ordered(rank: int, folder: str) -> bool:
+    """A tensor divided by the last axis of its mesh first, as its specification says."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = torch.arange(24.0).view(8, 3)
+    first, second = mesh.get_coordinate()
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    same = DTensor.from_local(torch.zeros(2, 3), mesh, placements, shape=(8, 3), stride=(3, 1))
+    dtensor = DTensor.from_local(
+        full.chunk(2)[second].chunk(2)[first].clone(), mesh, [Shard(0)] * 2, run_check=False
+    )
+    dtensor._spec.shard_order = (ShardOrderEntry(0, (1, 0)),)
+    assert torch.equal(dtensor.full_tensor(), full)
+    distckpt.save({"value": dtensor}, folder)
+    assert torch.equal(distckpt.open(folder).read("value"), full)
+    local = dtensor.to_local().clone()
+    dtensor.to_local().zero_()
+    distckpt.load(
+        {
+            "value": dtensor,
+        },
+        folder,
+    )
+    distckpt.load({"value": same}, folder)
+    return torch.equal(dtensor.to_local(), local) and torch.equal(same.to_local(), local)
+
+
+@pytest.mark.skipif(ShardOrderEntry is None, reason="this torch knows one order only")
+def test_parts_lie_in_the_order_that_their_specification_notes(tmp_path):
+    assert all(run(_ordered, 4, str(tmp_path / "step")))
 
 
 def refuse(rank: int) -> list[BaseException | None]:
