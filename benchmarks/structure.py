@@ -86,14 +86,14 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 466_086,
-    "classes": 522,
-    "functions": 4_759,
+    "tokens": 470_561,
+    "classes": 523,
+    "functions": 4_783,
     "kernel: modules": 121,
-    "kernel: lines": 35_087,
-    "kernel: tokens": 191_418,
+    "kernel: lines": 35_242,
+    "kernel: tokens": 192_544,
     "kernel, on demand: modules": 149,
-    "kernel, on demand: lines": 42_610,
+    "kernel, on demand: lines": 42_776,
     "modules imported by save": 80,
     "save of a plain tensor: files": 43,
     "save of a plain tensor: changes of file": 226,

@@ -127,7 +127,7 @@ def _find_part(
 
 
 def _in_noted_order(dtensor: Any, splits: tuple[_Split, ...]) -> tuple[_Split, ...]:
-    """Return splits in the order in which they were made, if it is noted."""
+    """Return splits in the order of their making, if that is noted."""
     # Megatron-FSDP divides the parts of tensor parallelism, and notes that there.
     mesh_axes = list(getattr(dtensor.device_mesh, "_shard_order", ()))
     if not mesh_axes:

@@ -345,7 +345,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _entry(memories: dict[tuple[Any, ...], Memory], tensor: torch.Tensor) -> Memory:
-    """Return the memory of a real tensor, made where there is none yet."""
+    """Return the memory of a real tensor, a new one where needed."""
     place = identity(tensor)
     if place not in memories:
         size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
