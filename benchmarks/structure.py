@@ -86,14 +86,14 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 470_561,
+    "tokens": 470_593,
     "classes": 523,
     "functions": 4_783,
     "kernel: modules": 121,
-    "kernel: lines": 35_242,
-    "kernel: tokens": 192_544,
+    "kernel: lines": 35_247,
+    "kernel: tokens": 192_576,
     "kernel, on demand: modules": 149,
-    "kernel, on demand: lines": 42_776,
+    "kernel, on demand: lines": 42_781,
     "modules imported by save": 80,
     "save of a plain tensor: files": 43,
     "save of a plain tensor: changes of file": 226,

@@ -154,7 +154,7 @@ def check_content(location: str, overwrite: bool) -> None:
 
 
 def check_no_model(location: str) -> None:
-    """Refuse a directory with files of Hugging Face or Orbax.
+    """Refuse a directory with files of Hugging Face or Orbax, a store also with those of torch.
 
     A checkpoint would hide them.
     """
@@ -164,6 +164,11 @@ def check_no_model(location: str) -> None:
     names = names_in(location)
     found = [(name, "Hugging Face model") for name in filter(is_model_name, names)]
     found += [(name, "checkpoint of Orbax") for name in names if name in ORBAX.names]
+    if not locations.is_local(location):
+        # A local one would be replaced, see `check_content`.
+        for known in MARKED_CHECKPOINTS:
+            if known.marker in names:
+                found.append((known.marker, f"checkpoint of {known.program}"))
     if found:
         name, kind = found[0]
         raise CheckpointExistsError(

@@ -10,6 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
+import fsspec
 import pytest
 
 import distckpt
@@ -137,6 +138,19 @@ def test_a_checkpoint_of_torch_is_replaced_when_asked(tmp_path, caplog, others):
     (aside,) = left
     assert str(aside) in caplog.text
     assert sorted(os.listdir(aside)) == [".metadata", "__0_0.distcp", *others]
+
+
+def test_a_checkpoint_of_torch_in_a_store_is_not_hidden(request):
+    files = fsspec.filesystem("memory")
+    request.addfinalizer(lambda: files.rm("/target", recursive=True))
+    for name in [".metadata", "__0_0.distcp"]:
+        files.pipe(f"/target/{name}", b"theirs")
+    with pytest.raises(distckpt.CheckpointExistsError, match="holds a checkpoint of torch"):
+        distckpt.save(state_of(1), "memory://target")
+    assert sorted(files.find("/target")) == ["/target/.metadata", "/target/__0_0.distcp"]
+    distckpt.save(state_of(1), "memory://target", overwrite=True)
+    assert files.cat("/target/.metadata") == files.cat("/target/__0_0.distcp") == b"theirs"
+    assert distckpt.verify("memory://target").problems == ()
 
 
 # --- What is refused ------------------------------------------------------------------------------
