@@ -17,6 +17,19 @@ BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, EXPERTS = 16, 4, 2, 4, 24, 10, 4
 
 
+class Single(nn.Module):
+    """A model of one parameter, whose loader is a function."""
+
+    def __init__(self, load: Loader, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape), requires_grad=False)
+        self.load = load
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.load(self, name, tensor)
+
+
 def parameter(*shape: int, loader: Loader | None = None, dtype: torch.dtype = BF16) -> nn.Parameter:
     """Make a parameter of an engine: it has a loader of its own."""
     made = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pathlib
+import tarfile
 
 import numpy as np
 import tensorstore
@@ -14,6 +16,15 @@ WIDER = {"int4": "int8", "int2": "int8"} | dict.fromkeys(
     ["float8_e4m3b11fnuz", "float8_e3m4", "float4_e2m1fn"], "bfloat16"
 )
 """Dtypes that torch lacks, and those of the tensors that hold their values."""
+
+_GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "orbax_0_12.tar.xz"
+
+
+def unpack(directory):
+    """Unpack the checkpoints that Orbax wrote into a directory, and return it."""
+    with tarfile.open(_GOLDEN) as archive:
+        archive.extractall(directory, filter="data")
+    return directory
 
 
 def bits(tensor):

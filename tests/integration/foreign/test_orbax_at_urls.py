@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
-import tarfile
 
 import numpy as np
 import pytest
@@ -17,10 +15,8 @@ from distckpt._storage import object_store
 from tests.data.make_orbax import trees
 from tests.support.cli_command import call
 from tests.support.harness import run
-from tests.support.orbax_trees import check, write_chunks
+from tests.support.orbax_trees import check, unpack, write_chunks
 from tests.support.s3_server import Fault, FaultyProxy, hurry, reached_at
-
-GOLDEN = pathlib.Path(__file__).parents[2] / "data" / "orbax_0_12.tar.xz"
 
 
 def put_folder(folder, url):
@@ -33,10 +29,7 @@ def put_folder(folder, url):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("orbax")
-    with tarfile.open(GOLDEN) as archive:
-        archive.extractall(directory, filter="data")
-    return directory
+    return unpack(tmp_path_factory.mktemp("orbax"))
 
 
 IN_FOLDERS = pytest.param("plain_zarr3", marks=pytest.mark.slow)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import pathlib
 import shutil
 import sys
-import tarfile
 from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
@@ -23,9 +21,8 @@ from distckpt._foreign.orbax.arrays import DecodedCells
 from tests.data.make_orbax import DTYPES, arrays, trees
 from tests.support.cli_command import call
 from tests.support.disk import flip
-from tests.support.orbax_trees import check, write_chunks
+from tests.support.orbax_trees import check, unpack, write_chunks
 
-GOLDEN = pathlib.Path(__file__).parents[2] / "data" / "orbax_0_12.tar.xz"
 SAME = ["standard", "pytree", "zarr3", "plain", "plain_zarr3", "v1"]
 NAMES = [name for name in trees() if name != "dotted" and "dtypes" not in name]
 knows_all_dtypes = pytest.mark.skipif(
@@ -36,10 +33,7 @@ ZSTD_FRAME = bytes.fromhex("28b52ffd")
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("orbax")
-    with tarfile.open(GOLDEN) as archive:
-        archive.extractall(directory, filter="data")
-    return directory
+    return unpack(tmp_path_factory.mktemp("orbax"))
 
 
 @pytest.fixture

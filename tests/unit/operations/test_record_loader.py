@@ -13,7 +13,7 @@ from torch import nn
 
 import distckpt
 from distckpt import InvalidShardingError
-from tests.support.engine_loaders import MODELS, EngineModel, stored_values, tensors_of
+from tests.support.engine_loaders import MODELS, EngineModel, Single, stored_values, tensors_of
 from tests.support.programs import run_program
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -42,19 +42,6 @@ def test_what_fills_the_target_does_what_the_loader_does(name, layout, tmp_path)
         load_recorded(target, values, tmp_path / str(seed))
         expected.load_weights(iter(values.items()))
         assert_same(model, expected)
-
-
-class Single(nn.Module):
-    """A model of one parameter, whose loader is a function."""
-
-    def __init__(self, load, *shape: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(shape), requires_grad=False)
-        self.load = load
-
-    def load_weights(self, weights) -> None:
-        for name, tensor in weights:
-            self.load(self, name, tensor)
 
 
 def into_weight(change):

@@ -9,21 +9,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import distckpt
+from tests.support.engine_loaders import Single
 
 F32 = torch.float32
-
-
-class Single(nn.Module):
-    """A model of one parameter, whose loader is a function."""
-
-    def __init__(self, load, *shape: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(shape), requires_grad=False)
-        self.load = load
-
-    def load_weights(self, weights) -> None:
-        for name, tensor in weights:
-            self.load(self, name, tensor)
 
 
 def _buffered(model, name, tensor):
