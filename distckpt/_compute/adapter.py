@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from distckpt._base.dtypes import FROM_NAME, is_summed
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
@@ -40,8 +40,7 @@ _FIRST_VERSION = (0, 19)
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class Adapter:
+class Adapter(NamedTuple):
     """A PEFT adapter: its tensors and its `adapter_config.json`."""
 
     stored: StoredCheckpoint
@@ -57,8 +56,7 @@ class Adapter:
         return self.config.get(field) or ()
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """A scaled product `b @ a` that is added to a tensor.
 
     Attributes:
@@ -81,7 +79,7 @@ class Product:
     first_row: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Change:
     """A tensor's replacement, and the product that is added to it.
 
@@ -131,7 +129,7 @@ def plan_changes(
     _check_parameters(adapter, changes)
     modules = []
     for name, shape in shapes.items():
-        if _is_weight(name, shape):
+        if len(shape) > 1 and name.endswith(".weight"):
             modules.append(_module_of(name))
     adapted = set()
     for name, change in changes.items():
@@ -145,10 +143,6 @@ def plan_changes(
 
 def _module_of(name: str) -> str:
     return name.removesuffix(".weight")
-
-
-def _is_weight(name: str, shape: Sequence[int]) -> bool:
-    return len(shape) > 1 and name.endswith(".weight")
 
 
 # --- The configuration ----------------------------------------------------------------------------
@@ -217,13 +211,11 @@ def _has_modules(names: Iterable[str], adapter: Adapter) -> bool:
     For an adapter, experts are one parameter.
     """
     modules = {_module_of(name.removesuffix(".0.down_proj.weight")) for name in names}
-    keys = [_without_wrappers(key) for key in adapter.stored.manifest.key_index]
-    matrices = filter(None, map(_MATRIX.fullmatch, keys))
-    return all(matrix["module"] in modules for matrix in matrices)
-
-
-def _without_wrappers(key: str) -> str:
-    return key.removeprefix(PREFIX).replace(".base_layer", "")
+    for key in adapter.stored.manifest.key_index:
+        matrix = _MATRIX.fullmatch(key.removeprefix(PREFIX).replace(".base_layer", ""))
+        if matrix and matrix["module"] not in modules:
+            return False
+    return True
 
 
 def _changes(adapter: Adapter, exported: Shapes) -> dict[str, Change]:
@@ -231,17 +223,17 @@ def _changes(adapter: Adapter, exported: Shapes) -> dict[str, Change]:
 
     A matrix without its partner is taken for a tensor of its name, which the export does not have.
     """
-    changes: dict[str, Change] = {}
+    changes: defaultdict[str, Change] = defaultdict(Change)
     keys = adapter.stored.manifest.key_index
     for key in keys:
         matrix = _MATRIX.fullmatch(key)
         if matrix is None or _partner(matrix) not in keys:
             # PEFT saves the weight of an embedding together with its matrices.
             name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
-            changes[name] = replace(changes.get(name, Change()), replacement=key)
+            changes[name].replacement = key
         elif matrix["letter"] == "B":
             for name, product in _products(adapter, matrix, exported):
-                changes[name] = replace(changes.get(name, Change()), product=product)
+                changes[name].product = product
     return changes
 
 
@@ -300,7 +292,7 @@ def _expert_products(
     scaling = _scaling(adapter, f"{block}.{parameter}", rank // num_experts)
     product = Product(b, a, scaling, num_experts=num_experts)
     for (index, name), expert in itertools.product(enumerate(names), range(num_experts)):
-        own = replace(product, first_row=index * rows, expert=expert)
+        own = product._replace(first_row=index * rows, expert=expert)
         yield f"{block}.{expert}.{name}.weight", own
 
 
@@ -442,7 +434,7 @@ def _possible_embeddings(outputs: Mapping[str, OutputTensor], model: Mapping[str
     text = text_config(model)
     if model.get("tie_word_embeddings", text.get("tie_word_embeddings")) is False:
         return set()
-    counts = collections.Counter(output.shape for output in outputs.values())
+    counts = Counter(output.shape for output in outputs.values())
     vocabulary = text.get("vocab_size")
     embeddings = set()
     for name, output in outputs.items():

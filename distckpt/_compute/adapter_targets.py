@@ -79,9 +79,9 @@ def check_targets(
 
 def _said(config: Mapping[str, Any]) -> str:
     """Describe a configuration's fields about modules, for messages."""
-    fields = {field: config.get(field) for field in FIELDS}
     texts = []
-    for field, value in fields.items():
+    for field in FIELDS:
+        value = config.get(field)
         if value is not None:
             texts.append(f"{field}={value!r:.300}")
     return ", ".join(texts)
@@ -164,7 +164,7 @@ def _missing(
     forms = {without_numbers(module) for module in adapted}
     names = []
     for name in _names(listed, targets):
-        if not _ends_any(adapted, name):
+        if not any(ends_with(module, [name]) for module in adapted):
             names.append(name)
     missing = []
     for module in targets:
@@ -186,10 +186,6 @@ def _names(listed: str | list[str] | None, targets: Collection[str]) -> Collecti
     if listed.lower() == _ALL_LINEAR:
         return ()
     return {name.rpartition(".")[2] for name in targets}
-
-
-def _ends_any(modules: Collection[str], name: str) -> bool:
-    return any(ends_with(module, [name]) for module in modules)
 
 
 def _not_loaded(modules: Collection[str], model: Mapping[str, Any] | None) -> set[str]:

@@ -53,8 +53,7 @@ class EncodedSource(TensorSource):
         return tensor.name not in self._parts and self._values.may_overflow(tensor)
 
     def dtype_of(self, tensor: OutputTensor) -> torch.dtype:
-        is_part = tensor.name in self._parts
-        if is_part:
+        if tensor.name in self._parts:
             return FROM_NAME[tensor.dtype]
         return self._values.dtype_of(tensor)
 

@@ -1,15 +1,17 @@
-"""Tensors that an export computes: with adapters merged in, quantized on write.
-
-Each option imports its own machinery.
-"""
+"""Tensors that an export computes: with adapters merged in, quantized on write."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from distckpt._base.errors import CheckpointNotFoundError
+from distckpt._compute.adapted_source import AdaptedSource
+from distckpt._compute.adapter import CONFIG_NAME, Adapter, plan_changes
+from distckpt._compute.encoded_source import EncodedSource
+from distckpt._compute.formats import formats_by_pattern, quantize_outputs
+from distckpt._compute.peft_names import with_peft_names as with_peft_names
 from distckpt._format.hf_names import SUFFIX
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -17,19 +19,10 @@ from distckpt._operations.export_plan import ExportPlan
 from distckpt._plan.decoded import find
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt.rules._mapped import TensorSpec
-from distckpt.rules._rule import Rule
+from distckpt.families._config import read_config
 
-_ADAPTER_CONFIG = "adapter_config.json"
 _MAX_PROBED = 100
 """Entries of a directory that are searched for adapters, for an error."""
-
-
-def check_formats(quantize: str | Mapping[str, str]) -> None:
-    """Check that the names of formats are known."""
-    from distckpt._compute.formats import formats_by_pattern
-
-    formats_by_pattern(quantize)
 
 
 def quantized(
@@ -41,9 +34,6 @@ def quantized(
 
     `quantize` says which tensors to quantize, or a reference directory has them quantized.
     """
-    from distckpt._compute.encoded_source import EncodedSource
-    from distckpt._compute.formats import formats_by_pattern, quantize_outputs
-
     model = None
     if reference is not None:
         model = set(find(reference))
@@ -57,15 +47,6 @@ def quantized(
         made_of={**planned.made_of, **made_of},
         quantization=config,
     )
-
-
-def rules_of_adapters(
-    rules: Sequence[Rule], selected: Mapping[str, TensorSpec], config: Mapping[str, Any] | None
-) -> Sequence[Rule]:
-    """Return the rules of a model with those for the adapters in it."""
-    from distckpt._compute.peft_names import with_peft_names
-
-    return with_peft_names(rules, selected, config)
 
 
 def adapted(
@@ -82,16 +63,12 @@ def adapted(
         model: the configuration of the model, where it is known.
         tied: stored keys whose other names are not exported.
     """
-    from distckpt._compute.adapted_source import AdaptedSource
-    from distckpt._compute.adapter import Adapter, plan_changes
-    from distckpt.families._config import read_config
-
-    config = read_config(locations.join(stored.location, _ADAPTER_CONFIG))
+    config = read_config(locations.join(stored.location, CONFIG_NAME))
     changes = plan_changes(Adapter(stored, config), planned.outputs, model, tied)
     return replace(
         planned,
         source=AdaptedSource(planned.source, stored, changes),
-        made_of={**planned.made_of, **{name: name for name in changes}},
+        made_of={**planned.made_of, **dict(zip(changes, changes, strict=True))},
     )
 
 
@@ -109,14 +86,14 @@ def check_is_adapter(ranks: Ranks, location: str) -> None:
 def _check_files(location: str) -> bytes:
     names = locations.list_names(location) if locations.isdir(location) else []
     has_tensors = CONFIG_FNAME in names or any(name.endswith(SUFFIX) for name in names)
-    has_config = _ADAPTER_CONFIG in names
+    has_config = CONFIG_NAME in names
     if (has_tensors and has_config) or not locations.exists(location):
         return b""
     lacks = []
     if not has_tensors:
         lacks.append("adapter_model.safetensors")
     if not has_config:
-        lacks.append(_ADAPTER_CONFIG)
+        lacks.append(CONFIG_NAME)
     raise CheckpointNotFoundError(
         f"{location!r} is no adapter of PEFT, it has no {' and no '.join(lacks)}: "
         f"{_advice(location, names)}."
@@ -126,7 +103,7 @@ def _check_files(location: str) -> bytes:
 def _advice(location: str, names: list[str]) -> str:
     inside = []
     for name in names[:_MAX_PROBED]:
-        if locations.exists(locations.join(location, name, _ADAPTER_CONFIG)):
+        if locations.exists(locations.join(location, name, CONFIG_NAME)):
             inside.append(name)
     if inside:
         return f"give one of the adapters in it, {', '.join(map(repr, inside))}"

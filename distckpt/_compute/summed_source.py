@@ -77,7 +77,12 @@ class SummedSource(TensorSource):
     def read_requests(
         self, requests: Sequence[Request], views: Sequence[torch.Tensor], factor: float
     ) -> None:
-        _check_are_dense(requests)
+        for request in requests:
+            if request.step:
+                raise CheckpointingException(
+                    f"The rules take elements of {request.key!r} that lie apart, which a merge "
+                    "does not do: merge exports of the checkpoints."
+                )
         weights = [weight * factor for weight in self._weights]
         for dtypes, batch in _batches(self.stored, self._terms, requests, views):
             requested = [request for request, _ in batch]
@@ -93,15 +98,6 @@ class SummedSource(TensorSource):
             if not is_direct:
                 for (_, view), part in zip(batch, _divided(goal, requested), strict=True):
                     view.copy_(part)
-
-
-def _check_are_dense(requests: Sequence[Request]) -> None:
-    for request in requests:
-        if request.step:
-            raise CheckpointingException(
-                f"The rules take elements of {request.key!r} that lie apart, which a merge does "
-                "not do: merge exports of the checkpoints."
-            )
 
 
 def _batches(

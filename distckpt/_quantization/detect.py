@@ -10,8 +10,8 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._quantization.numbers import NUMBERS
@@ -19,8 +19,7 @@ from distckpt._quantization.quantized import E8M0, QuantizedTensor, StoredPart
 from distckpt.rules._mapped import TensorSpec
 
 
-@dataclass(frozen=True)
-class Naming:
+class Naming(NamedTuple):
     """Names of the parts of a tensor.
 
     They are endings of keys that replace the tensor's own ending.
@@ -140,7 +139,10 @@ def _find(
     names = {"codes": key, **{role: stem + ending for role, ending in naming.others.items()}}
     if _has_more(stem, names.values(), dependencies):
         return None
-    parts = {role: _part(name, tensors[name]) for role, name in names.items() if name in tensors}
+    parts = {}
+    for role, name in names.items():
+        if name in tensors:
+            parts[role] = StoredPart(name, tensors[name].dtype, tuple(tensors[name].shape))
     quantized = _describe(parts, settings)
     return quantized and replace(quantized, companions=_companions(key, tensors))
 
@@ -164,10 +166,6 @@ def _companions(key: str, tensors: Collection[str]) -> tuple[str, ...]:
     module = key.rpartition(".")[0]
     names = [f"{module}.{scale}" for scale in _ACTIVATION_SCALES]
     return tuple(name for name in names if name in tensors)
-
-
-def _part(key: str, info: TensorSpec) -> StoredPart:
-    return StoredPart(key, info.dtype, tuple(info.shape))
 
 
 # --- Forms ----------------------------------------------------------------------------------------
@@ -282,8 +280,7 @@ def _block_shape(
     return block
 
 
-@dataclass(frozen=True)
-class _Sizes:
+class _Sizes(NamedTuple):
     """Sizes that blocks may have along an axis.
 
     Attributes:
