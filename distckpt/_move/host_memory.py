@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,32 +46,6 @@ class HostMemory(NamedTuple):
         """Return a rank's buffer for a wave, for packed or received units."""
         start = _HEADER_BYTES + (2 * is_landed + wave % 2) * self.bucket_bytes
         return self.memory[rank][start : start + self.bucket_bytes]
-
-
-class KeptMemory:
-    """The buffers of the last move, cached for the group's next one.
-
-    Making them, and writing to each of their pages for the first time, takes as long as the copies.
-    """
-
-    def __init__(self) -> None:
-        self._cached: weakref.WeakKeyDictionary[Any, HostMemory] = weakref.WeakKeyDictionary()
-
-    def take(self, ranks: Ranks, bucket_bytes: int) -> HostMemory:
-        """Return the cached buffers, if their number is equal on all ranks.
-
-        A rank without suitable buffers gets a number of its own.
-        """
-        cached = None if ranks.size == 1 else self._cached.pop(ranks.group, None)
-        if cached is None or cached.bucket_bytes != bucket_bytes:
-            return HostMemory(-1 - ranks.rank, [], 0, {})
-        return cached
-
-    def keep(self, ranks: Ranks, memory: HostMemory) -> None:
-        """Keep the buffers of a successful move; nothing more arrives in them."""
-        self._cached.clear()
-        if ranks.size > 1:
-            self._cached[ranks.group] = memory
 
 
 def bucket_bytes_of(options: MoveOptions) -> int:

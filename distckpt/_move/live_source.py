@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,8 +47,7 @@ from distckpt.rules._rules import Tie
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class GivenState:
+class GivenState(NamedTuple):
     """The tensors and values that this rank gives.
 
     Attributes:
@@ -215,19 +215,19 @@ class LiveSource(ShardSource):
 
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
         values = self._all_values()
-        absent = []
+        absent = {}
         for shard in shards:
             if shard.unique_key not in values:
-                absent.append(shard)
+                absent[shard.unique_key] = shard
         if self.fallback is not None and absent:
-            loaded = self.fallback.read_objects(absent)
-            names = [shard.unique_key for shard in absent]
-            values = {**values, **dict(zip(names, loaded, strict=True))}
+            loaded = self.fallback.read_objects(list(absent.values()))
+            values = {**values, **dict(zip(absent, loaded, strict=True))}
         elif absent:
+            keys = {shard.key for shard in absent.values()}
             raise LoadMismatchError(
-                f"No rank holds {summarize_keys(shard.key for shard in absent)}: leave that out "
-                "of what is to be filled, or name a checkpoint that has it as fallback.",
-                unexpected={shard.key for shard in absent},
+                f"No rank holds {summarize_keys(keys)}: leave that out of what is to be filled, or "
+                "name a checkpoint that has it as fallback.",
+                unexpected=keys,
             )
         return [values[shard.unique_key] for shard in shards]
 
@@ -264,7 +264,7 @@ class LiveSource(ShardSource):
             values_by_rank = {rank: codec.decode(values) for values, rank in first_with.items()}
             if self.ranks.is_coordinator and len(values_by_rank) > 1:
                 _warn_of_different_values(values_by_rank)
-            common = _united_values(values_by_rank)
+            common = functools.reduce(_united, values_by_rank.values(), {})
             if common or self.fallback is None:
                 self._values[_COMMON.unique_key] = common
         return self._values
@@ -433,15 +433,8 @@ def _gaps(plan: RankPlan, targets: Pieces, staged: Staged) -> list[ShardedTensor
 # --- Values that are no tensors -------------------------------------------------------------------
 
 
-def _united_values(values_by_rank: Mapping[int, Any]) -> Any:
-    """Unite nested dicts of values; the first rank that gives a value counts."""
-    united: Any = {}
-    for values in values_by_rank.values():
-        united = _united(united, values)
-    return united
-
-
 def _united(first: Any, other: Any) -> Any:
+    """Unite nested dicts of values; the first one counts."""
     if first is HOLE:
         return other
     if not (isinstance(first, dict) and isinstance(other, dict)):

@@ -119,10 +119,9 @@ def plan_moves(
         for row, piece in enumerate(table):
             if piece.region.num_elements:
                 taken[settings.hosts[rank], piece.kind.key].append((rank, row))
-    for (_, key), places in sorted(taken.items(), key=lambda item: item[0][1]):
+    for _, places in sorted(taken.items(), key=lambda item: item[0][1]):
         for rank, row in places:
-            kind, region, *_ = targets[rank][row]
-            assignment.fill(key, kind, rank, row, region)
+            assignment.fill(rank, row, targets[rank][row])
     assignment.check_gaps()
     return _Schedule(assignment, sources, targets).plans()
 
@@ -213,7 +212,8 @@ class _Schedule:
         self._fan_out = FanOut(units, self._hosts, self._bucket // UNITS_PER_BUCKET)
         # By wave, ranks, and for the last ones whether the sender is the giver.
         self._num_messages: defaultdict[tuple[int, int, int], int] = defaultdict(int)
-        self._last_messages: dict[tuple[int, int, int, bool], _Message] = {}
+        # The rows in the plans of sender and receiver.
+        self._last_messages: dict[tuple[int, int, int, bool], list[list[int]]] = {}
         self._num_waves = self._sent_bytes = 0
         self._slots: dict[tuple[int, str], int] = {}
 
@@ -328,38 +328,23 @@ class _Schedule:
         """Add a message to both ranks' plans, or extend the last one."""
         sender, receiver, step = hop
         is_given = step == 1
-        places = (start, at)
         self._sent_bytes += size
-        last = self._last_messages.get((wave, sender, receiver, is_given))
-        if last is not None and last.ends_at(places):
-            last.lengthen(size)
+        last = self._last_messages.get((wave, sender, receiver, is_given), ())
+        if [row[2] + row[3] for row in last] == [start, at]:
+            for row in last:
+                row[3] += size
             return
         number = self._num_messages[wave, sender, receiver]
         self._num_messages[wave, sender, receiver] += 1
-        message = _Message([wave, receiver, start, size, number], [wave, sender, at, size, number])
-        self._last_messages[wave, sender, receiver, is_given] = message
+        sent = [wave, receiver, start, size, number]
+        received = [wave, sender, at, size, number]
+        self._last_messages[wave, sender, receiver, is_given] = [sent, received]
         plan = self._plans[sender]
-        (plan.sends if is_given else plan.forwards).append(message.sent)
-        self._plans[receiver].receives.append(message.received)
+        (plan.sends if is_given else plan.forwards).append(sent)
+        self._plans[receiver].receives.append(received)
 
     def _source_place(self, rank: int, row: int, region: Region) -> tuple[int, ...]:
         return region.relative_to(self._sources[rank][row].region.offset).offset
 
     def _target_place(self, rank: int, row: int, region: Region) -> tuple[int, ...]:
         return region.relative_to(self._targets[rank][row].region.offset).offset
-
-
-class _Message(NamedTuple):
-    """The rows of a message in its sender's and receiver's plans."""
-
-    sent: list[int]
-    received: list[int]
-
-    def ends_at(self, places: tuple[int, int]) -> bool:
-        """Whether it ends at these places in both buffers."""
-        return all(row[2] + row[3] == place for row, place in zip(self, places, strict=True))
-
-    def lengthen(self, num_bytes: int) -> None:
-        """Add bytes that follow in both buffers."""
-        for row in self:
-            row[3] += num_bytes

@@ -16,7 +16,15 @@ from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
 from distckpt._geometry.region import Region
 from distckpt._models.bound_state import BoundState, named_tensors, place_of
-from distckpt._move.loader_memory import Layout, Memory, Piece, Step, boxes, overlaps
+from distckpt._move.loader_memory import (
+    Layout,
+    Memory,
+    Piece,
+    Step,
+    boxes,
+    num_elements,
+    overlaps,
+)
 from distckpt._move.recorder import Recorded, Recording, identity
 from distckpt._operations.checkpoint import open as open_checkpoint
 from distckpt.mapping._base import OpenReplicaId, ReplicaId
@@ -334,7 +342,8 @@ def _unfilled(tensors: Mapping[str, torch.Tensor], recording: Recording) -> dict
     missing = {}
     for name, tensor in tensors.items():
         memory = recording.memory_of(tensor)
-        num = 0 if memory is None else memory.num_written(Layout.of(tensor))
+        view = Layout.of(tensor)
+        num = 0 if memory is None else num_elements(memory.read(view, view))
         if num < tensor.numel():
             missing[name] = tensor.numel() - num
     return missing

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.messages import check_num_bytes, check_path
@@ -20,7 +21,7 @@ from distckpt._base.options import (
 )
 from distckpt._checkpoint.opening import find_checkpoint
 from distckpt._move.agreements import Agreements
-from distckpt._move.host_memory import HostMemory, KeptMemory, bucket_bytes_of, share_memory
+from distckpt._move.host_memory import HostMemory, bucket_bytes_of, share_memory
 from distckpt._move.live_source import LiveSource, describe_given, with_shards
 from distckpt._operations.load import read_targets, restore
 from distckpt._operations.load_request import LoadRequest, check_targets, describe_targets
@@ -36,8 +37,11 @@ logger = logging.getLogger(__name__)
 _agreements = Agreements()
 """Agreements of earlier calls: the plans of layouts that come again."""
 
-_memory = KeptMemory()
-"""Memory of the last successful call."""
+_memory: MutableMapping[Any, HostMemory] = WeakKeyDictionary()
+"""Memory of the last successful call, for the next one of its group.
+
+Making it, and writing to each of its pages for the first time, takes as long as the copies.
+"""
 
 
 @collective()
@@ -107,12 +111,18 @@ def redistribute(
     with ranks.phase("check the arguments", same=request.of_all_ranks()) as vote:
         request.check()
         bucket_bytes = bucket_bytes_of(request.options)
-        memory = _memory.take(ranks, bucket_bytes)
-        vote.number = memory.number
-    if ranks.size == 1 or not vote.are_equal:
+        memory = None if ranks.size == 1 else _memory.pop(ranks.group, None)
+        # A rank without suitable memory votes alone.
+        vote.number = -1 - ranks.rank
+        if memory is not None and memory.bucket_bytes == bucket_bytes:
+            vote.number = memory.number
+    if memory is None or not vote.are_equal:
         memory = share_memory(ranks, bucket_bytes)
     report = run_move(ranks, old_state, new_state, request, _agreements, memory)
-    _memory.keep(ranks, memory)
+    # Nothing more arrives in it.
+    _memory.clear()
+    if ranks.size > 1:
+        _memory[ranks.group] = memory
     return report
 
 

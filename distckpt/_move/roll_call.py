@@ -18,7 +18,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import first_line
@@ -107,13 +107,6 @@ class Member:
         answer_of(lambda: self._store.append(INBOX, line), seconds)
 
 
-class _Answer(NamedTuple):
-    """An answer in the store until its member has read it."""
-
-    key: str
-    deadline: float
-
-
 class Leader:
     """Calls the members of each version together."""
 
@@ -124,7 +117,8 @@ class Leader:
         self._num_targets = num_targets
         self._asks: dict[str, Message] = {}
         self._called: dict[str, Message | None] = {}
-        self._answers: dict[str, _Answer] = {}
+        # The key of each member's last answer, and the end of its time in the store.
+        self._answers: dict[str, tuple[str, float]] = {}
         self._expected: set[str] = set()
         self._doubtful: set[str] = set()
         self._ahead: set[str] = set()
@@ -163,15 +157,12 @@ class Leader:
         number = self._start.number
         if names != self._start.names:
             number = self._num_rounds
-            self._forget_group()
+            # The group before the last: members may still examine the last one.
+            forget_group(self._store, self._last_group.number, len(self._last_group.names))
+            self._last_group = self._group
         self._start = self._group = Start(number, names, version)
         self._let_begin(self._start)
         return self._start
-
-    def _forget_group(self) -> None:
-        """Forget the group before the last: members may still examine the last one."""
-        forget_group(self._store, self._last_group.number, len(self._last_group.names))
-        self._last_group = self._group
 
     def _call(self, version: int, deadline: float) -> list[str]:
         """Call all members that ask for a version; return the ones present, by rank."""
@@ -366,19 +357,19 @@ class Leader:
         key = key_of_answer(message.name, message.number)
         # A member waits no longer, if it has the same timeout.
         deadline = time.monotonic() + 2 * (self._timeout + ANSWER_SECONDS)
-        self._answers[message.name] = _Answer(key, deadline)
+        self._answers[message.name] = (key, deadline)
         self._store.set(key, json.dumps(values))
 
     def _forget(self, name: str) -> None:
-        answer = self._answers.pop(name, None)
-        if answer is not None:
-            self._store.delete_key(answer.key)
+        if name in self._answers:
+            key, _ = self._answers.pop(name)
+            self._store.delete_key(key)
 
     def _forget_unread(self) -> None:
         """Forget the answers to members that do not read them any more."""
         now = time.monotonic()
-        for name, answer in list(self._answers.items()):
-            if answer.deadline < now:
+        for name, (_, deadline) in list(self._answers.items()):
+            if deadline < now:
                 self._forget(name)
 
 

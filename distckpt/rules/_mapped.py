@@ -317,26 +317,27 @@ def add(mapped: MappedTensor, value: float) -> MappedTensor:
 def single_rows(mapped: MappedTensor) -> Iterator[RegionCopy]:
     """Cut parts with separate elements into parts of adjacent elements."""
     for part in mapped.parts:
-        apart = [axis for axis, step in enumerate(part.target_step) if step > 1]
-        if apart:
-            yield from _rows_of(part, apart)
-        else:
-            yield part._replace(target_step=())
+        if not part.target_step:
+            yield part
+            continue
+        for row, _ in adjacent_rows(part.target, part.target_step):
+            yield _restrict(part, row, row)._replace(target_step=())
 
 
-def _rows_of(part: RegionCopy, apart: Sequence[int]) -> Iterator[RegionCopy]:
-    """Cut a part by combinations of indices along some axes."""
-    first, shape = part.target
-    steps = part.target_step
-    row_shape = shape
-    for axis in apart:
-        row_shape = with_item(row_shape, axis, 1)
-    for index in itertools.product(*(range(shape[axis]) for axis in apart)):
-        offset = first
-        for axis, number in zip(apart, index, strict=True):
-            offset = with_item(offset, axis, first[axis] + number * steps[axis])
-        row = Region(offset, row_shape)
-        yield _restrict(part, row, row)._replace(target_step=())
+def adjacent_rows(region: Region, steps: tuple[int, ...]) -> Iterator[tuple[Region, Region]]:
+    """Cut elements that lie apart into rows of adjacent ones.
+
+    Yield each row, and its region among the elements.
+    """
+    counts = []
+    sizes = []
+    for size, step in zip(region.shape, steps, strict=True):
+        counts.append(size if step > 1 else 1)
+        sizes.append(1 if step > 1 else size)
+    for index in itertools.product(*map(range, counts)):
+        starts = zip(region.offset, index, steps, strict=True)
+        offset = tuple(first + number * step for first, number, step in starts)
+        yield Region(offset, tuple(sizes)), Region(index, tuple(sizes))
 
 
 def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor], dtype: str) -> MappedTensor:
