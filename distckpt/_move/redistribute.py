@@ -25,7 +25,7 @@ from distckpt._move.host_memory import HostMemory, bucket_bytes_of, share_memory
 from distckpt._move.live_source import LiveSource, describe_given, with_shards
 from distckpt._operations.load import read_targets, restore
 from distckpt._operations.load_request import LoadRequest, check_targets, describe_targets
-from distckpt._operations.shard_source import ShardSource, source_of
+from distckpt._operations.shard_source import source_of
 from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
 from distckpt._storage import locations
 from distckpt.mapping._wrappers import ShardedStateDict
@@ -220,7 +220,11 @@ def run_move(
         directory = locations.normalize(request.fallback)
     with timer.phase("plan"):
         given = describe_given(ranks, old_state, request.rules, request.family, directory)
-        fallback = _fallback(ranks, load, directory)
+        fallback = None
+        if directory:
+            checkpoint = find_checkpoint(ranks, directory)
+            with ranks.phase("open the fallback"):
+                fallback = source_of(ranks, checkpoint, load.options, load.process_group)
         source = LiveSource(
             ranks, given, fallback, request.options, agreements, memory, request.compares
         )
@@ -242,15 +246,3 @@ def run_move(
     if request.options.on_report is not None:
         publish(report, request.options.on_report)
     return report
-
-
-def _fallback(ranks: Ranks, request: LoadRequest, location: str) -> ShardSource | None:
-    """Return the checkpoint with tensors that no rank holds.
-
-    Collective operation: all ranks must call it.
-    """
-    if not location:
-        return None
-    checkpoint = find_checkpoint(ranks, location)
-    with ranks.phase("open the fallback"):
-        return source_of(ranks, checkpoint, request.options, request.process_group)

@@ -16,7 +16,7 @@ from distckpt._storage import locations
 from distckpt.families._blocks import MTP_NAMES, Config, IncompleteConfigError, joined_experts
 from distckpt.families._megatron import megatron_rules
 from distckpt.families._towers import text_part
-from distckpt.families._transformers_names import transformers_rules, with_defaults
+from distckpt.families._transformers_names import Shapes, transformers_rules, with_defaults
 from distckpt.rules._rule import Rule
 from distckpt.rules._rules import Rename, Transpose
 
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
-
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 Source: TypeAlias = Literal["megatron", "transformers"]
 """Program whose names tensors have in memory, or in the checkpoint."""

@@ -137,7 +137,14 @@ def _saved(model: Any, shapes: Shapes) -> dict[str, MappedTensor]:
         raise CheckpointingException(
             f"transformers' conversion of {model.config.model_type!r} cannot be followed: {error}"
         ) from error
-    return _recorded(converted)
+    recorded = {}
+    for name, tensor in converted.items():
+        if not isinstance(tensor, _Recorder):
+            raise CheckpointingException(
+                f"transformers' conversion computes {name!r}, which rules cannot."
+            )
+        recorded[name] = tensor.mapped
+    return recorded
 
 
 def _loaded(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) -> dict[str, MappedTensor]:
@@ -163,11 +170,15 @@ def _conversions(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) ->
     """Return transformers' conversions of files, by a name in memory."""
     loading = _core_model_loading()
     steps = _loading_steps(model, quantizer)
+    prefix = model.base_model_prefix
     by_pattern = {pattern: step for step in steps[1] for pattern in step.source_patterns}
     recorders = _recorders(on_disk)
     conversions: dict[str, Any] = {}
     for name in sorted(on_disk, key=loading.dot_natural_key):
-        key, pattern = _renamed(name, steps, model.base_model_prefix, shapes)
+        key, pattern = loading.rename_source_key(name, *steps, prefix, shapes)
+        if key not in shapes and name in shapes:
+            # It has its name in memory in the file.
+            key, pattern = loading.rename_source_key(name, [], [], prefix, shapes)
         if key not in shapes:
             continue
         if key not in conversions:
@@ -186,18 +197,6 @@ def _loading_steps(model: Any, quantizer: Any) -> tuple[list[Any], list[Any]]:
         [step for step in steps if isinstance(step, loading.WeightRenaming)],
         [step for step in steps if isinstance(step, loading.WeightConverter)],
     )
-
-
-def _renamed(
-    name: str, steps: tuple[list[Any], list[Any]], prefix: str, shapes: Shapes
-) -> tuple[str, Any]:
-    """Return a stored tensor's name in memory, and its converter's pattern."""
-    rename = _core_model_loading().rename_source_key
-    key, pattern = rename(name, *steps, prefix, shapes)
-    if key not in shapes and name in shapes:
-        # It has its name in memory in the file.
-        key, pattern = rename(name, [], [], prefix, shapes)
-    return key, pattern
 
 
 def _core_model_loading() -> Any:
@@ -292,15 +291,6 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
         if values.get(name):
             completed[name] = {**values[name], **part}
     return completed
-
-
-def _recorded(tensors: Mapping[str, Any]) -> dict[str, MappedTensor]:
-    unknown = [name for name, tensor in tensors.items() if not isinstance(tensor, _Recorder)]
-    if unknown:
-        raise CheckpointingException(
-            f"transformers' conversion computes {unknown[0]!r}, which rules cannot."
-        )
-    return {name: tensor.mapped for name, tensor in tensors.items()}
 
 
 _DTYPE = "F32"

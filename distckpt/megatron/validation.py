@@ -159,7 +159,9 @@ def validate_integrity_and_strict_load(
         known = _keys_of(ckpt_sharded_metadata.values())
         unexpected = _keys_of(local_metadata or _sharded_leaves(sharded_state_dict)) - known
         if StrictHandling.requires_global_app_metadata(strict):
-            missing = known - _keys_of_all(global_metadata)
+            if global_metadata is None:
+                raise CheckpointingException("Cannot find missing keys: global_metadata is None.")
+            missing = known.difference(*map(_keys_of, global_metadata))
         handle_mismatch(strict, missing, unexpected, known, "given as metadata")
     if validate_access_integrity:
         if global_metadata is None:
@@ -172,12 +174,6 @@ def validate_integrity_and_strict_load(
 
 def _keys_of(shards: Iterable[ShardedBase]) -> set[str]:
     return {shard.key for shard in shards}
-
-
-def _keys_of_all(global_metadata: Sequence[Sequence[ShardedBase]] | None) -> set[str]:
-    if global_metadata is None:
-        raise CheckpointingException("Cannot find missing keys: global_metadata is None.")
-    return set[str]().union(*map(_keys_of, global_metadata))
 
 
 def adjust_non_strict_load(

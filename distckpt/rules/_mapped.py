@@ -399,17 +399,14 @@ def join(pieces: Sequence[MappedTensor], axis: int) -> MappedTensor:
     end = 0
     for piece in pieces:
         for part in piece.parts:
-            parts.append(_moved(part, axis, end) if end else part)
+            offset, shape = part.target
+            place = Region(with_item(offset, axis, offset[axis] + end), shape)
+            parts.append(part._replace(target=place))
         end += piece.shape[axis]
         trimmed += piece.trimmed
     return MappedTensor(
         with_item(pieces[0].shape, axis, end), pieces[0].dtype, tuple(parts), trimmed
     )
-
-
-def _moved(part: RegionCopy, axis: int, distance: int) -> RegionCopy:
-    offset, shape = part.target
-    return part._replace(target=Region(with_item(offset, axis, offset[axis] + distance), shape))
 
 
 def check_inside(region: Region, shape: tuple[int, ...], key: str | None = None) -> None:

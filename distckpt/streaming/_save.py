@@ -196,9 +196,12 @@ def _announced(state_dict_meta: StateDictMeta) -> dict[str, Entry]:
             )
         if min(sizes, default=0) < 0:
             raise ValueError(f"the tensor {name!r} is announced with the shape {sizes}")
-        if name in entries or name == "__metadata__" or not _is_text(name):
-            problem = "twice" if name in entries else "under a name that safetensors does not allow"
-            raise ValueError(f"the tensor {name!r} is announced {problem}")
+        if name in entries:
+            raise ValueError(f"the tensor {name!r} is announced twice")
+        if name == "__metadata__" or not _is_text(name):
+            raise ValueError(
+                f"the tensor {name!r} is announced under a name that safetensors does not allow"
+            )
         meta = TensorMeta(name, known, sizes)
         entries[name] = Entry(*meta, meta.num_bytes)
     return entries
