@@ -160,21 +160,6 @@ def grouped_mlp_sharded_state_dict(
     layer = tuple(position for _, position, _ in layers)
     num_layers = tuple(size for _, _, size in layers)
 
-    def factory(
-        name: str, weight: torch.Tensor, num_in: int, num_out: int, parts: list[FusedPart]
-    ) -> Any:
-        # Viewed as [experts, in, out], stored as [experts, out, in].
-        return parts_factory(
-            f"{prefix}experts.{name}.weight",
-            weight,
-            parts,
-            local_shape=weight.shape,
-            view_shape=(num_local_experts, num_in, num_out),
-            axes=(0, 2, 1),
-            prepend_axis_num=len(layers),
-            replica_id=(0, 0, 0),
-        )
-
     stored = (*num_layers, num_local_experts, num_projections * features * tp_size, hidden)
     local = (num_local_experts, hidden, features)
     projections = []
@@ -184,12 +169,22 @@ def grouped_mlp_sharded_state_dict(
     stored = (*num_layers, num_local_experts, hidden, features * tp_size)
     local = (num_local_experts, features, hidden)
     part = FusedPart((0, 0, 0), local, (*layer, 0, 0, tp_rank * features), stored)
-    state = {
-        f"{prefix}weight1": factory(
-            "linear_fc1", weight1, hidden, num_projections * features, projections
-        ),
-        f"{prefix}weight2": factory("linear_fc2", weight2, features, hidden, [part]),
-    }
+    state = {}
+    for own, name, weight, num_in, num_out, parts in (
+        ("weight1", "linear_fc1", weight1, hidden, num_projections * features, projections),
+        ("weight2", "linear_fc2", weight2, features, hidden, [part]),
+    ):
+        # Viewed as [experts, in, out], stored as [experts, out, in].
+        state[f"{prefix}{own}"] = parts_factory(
+            f"{prefix}experts.{name}.weight",
+            weight,
+            parts,
+            local_shape=weight.shape,
+            view_shape=(num_local_experts, num_in, num_out),
+            axes=(0, 2, 1),
+            prepend_axis_num=len(layers),
+            replica_id=(0, 0, 0),
+        )
     return grouped_experts(state, ep_rank, ep_size, expert_dp_rank=expert_dp_rank)
 
 

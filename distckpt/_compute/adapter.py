@@ -51,10 +51,6 @@ class Adapter(NamedTuple):
         """Directory or URL of the adapter."""
         return self.stored.location
 
-    def names_of(self, field: str) -> Any:
-        """Return the names, or the pattern, in a field of the configuration."""
-        return self.config.get(field) or ()
-
 
 class Product(NamedTuple):
     """A scaled product `b @ a` that is added to a tensor.
@@ -249,7 +245,7 @@ def _products(
     """Return the products of a second matrix, by tensor name."""
     module = matrix["module"].removeprefix(PREFIX)
     block = module.replace(".base_layer", "")
-    parameters = adapter.names_of("target_parameters")
+    parameters = adapter.config.get("target_parameters") or ()
     b = matrix.string
     a = _partner(matrix)
     if parameters and f"{block}.weight" not in exported:
@@ -268,7 +264,8 @@ def _expert_products(
 
     The shapes of the matrices determine their parameter.
     """
-    num_experts = _count_experts(block, exported)
+    numbers = itertools.count()
+    num_experts = next(n for n in numbers if f"{block}.{n}.down_proj.weight" not in exported)
     if num_experts == 0:
         raise CheckpointingException(
             f"The adapter {adapter.location!r} has matrices for {block!r}, and the export has no "
@@ -294,11 +291,6 @@ def _expert_products(
     for (index, name), expert in itertools.product(enumerate(names), range(num_experts)):
         own = product._replace(first_row=index * rows, expert=expert)
         yield f"{block}.{expert}.{name}.weight", own
-
-
-def _count_experts(block: str, exported: Shapes) -> int:
-    numbers = itertools.count()
-    return next(n for n in numbers if f"{block}.{n}.down_proj.weight" not in exported)
 
 
 def _rows_of_parameters(block: str, columns: int, exported: Shapes) -> dict[str, int]:
@@ -362,7 +354,7 @@ def _check_saved(
     """Refuse an adapter that lacks tensors for exported modules to save."""
     if not changes:
         raise _incomplete(adapter, "target_modules", adapter.config.get("target_modules"))
-    listed = adapter.names_of("modules_to_save")
+    listed = adapter.config.get("modules_to_save") or ()
     saved = []
     for name, change in changes.items():
         if change.replacement is not None:
@@ -446,7 +438,7 @@ def _possible_embeddings(outputs: Mapping[str, OutputTensor], model: Mapping[str
 
 def _check_parameters(adapter: Adapter, changes: Mapping[str, Change]) -> None:
     """Refuse an adapter without matrices for a parameter that it lists."""
-    for parameter in adapter.names_of("target_parameters"):
+    for parameter in adapter.config.get("target_parameters") or ():
         first = OF_EXPERTS.get(parameter.rpartition(".")[2], (parameter,))[0]
         if not any(_is_for(parameter, first, name, change) for name, change in changes.items()):
             raise CheckpointingException(

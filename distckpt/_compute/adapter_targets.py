@@ -197,7 +197,9 @@ def _not_loaded(modules: Collection[str], model: Mapping[str, Any] | None) -> se
     first_shared = _first_shared_layer(model or {})
     if first_shared is not None:
         for module in modules:
-            if module.endswith(_KEYS_AND_VALUES) and _layer_number(module) >= first_shared:
+            layer = _LAYER.match(module)
+            is_shared = layer is not None and int(layer["number"]) >= first_shared
+            if is_shared and module.endswith(_KEYS_AND_VALUES):
                 not_loaded.add(module)
     return not_loaded
 
@@ -213,12 +215,6 @@ def _prediction_modules(modules: Collection[str]) -> set[str]:
         if _MTP.fullmatch(module) or module.startswith(tuple(prefixes)):
             predicting.add(module)
     return predicting
-
-
-def _layer_number(module: str) -> int:
-    """Return the number of a module's layer, or -1."""
-    layer = _LAYER.match(module)
-    return int(layer["number"]) if layer else -1
 
 
 def _first_shared_layer(model: Mapping[str, Any]) -> int | None:

@@ -85,7 +85,7 @@ class EncodedSource(TensorSource):
         quantized = part.quantized
         role = part.role
         maximum = 0.0
-        if _needs_maximum(quantized):
+        if "global_scale" in quantized.parts or math.prod(quantized.grid) == 1:
             maximum = self._maximum_of(part)
         for region in _regions_to_encode(quantized, role, wanted, _ENCODED_AT_ONCE):
             values = self._read_values(part, region)
@@ -127,11 +127,6 @@ class EncodedSource(TensorSource):
 
 
 # --- From values to codes and scales --------------------------------------------------------------
-
-
-def _needs_maximum(quantized: QuantizedTensor) -> bool:
-    """Return whether codes depend on the largest magnitude of the tensor."""
-    return "global_scale" in quantized.parts or math.prod(quantized.grid) == 1
 
 
 def _cell(quantized: QuantizedTensor) -> tuple[int, ...]:
@@ -181,7 +176,7 @@ def _encode(
         quantized: the tensor.
         values: values of the region in the order of storage, float32; overwritten.
         region: a region of the tensor.
-        maximum: the largest magnitude in the whole tensor, where `_needs_maximum`.
+        maximum: the largest magnitude in the whole tensor, where codes depend on it.
 
     Returns:
         For each part its region, see `part_regions`.

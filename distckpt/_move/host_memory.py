@@ -64,22 +64,25 @@ def share_memory(ranks: Ranks, bucket_bytes: int) -> HostMemory:
     with contextlib.ExitStack() as stack:
         with ranks.phase("make buffers"):
             descriptor = _new_file(num_bytes)
-            if descriptor is not None:
+            if descriptor >= 0:
                 stack.callback(os.close, descriptor)
-            own = _buffers(descriptor, num_bytes)
+            try:
+                own = _mapped(descriptor, num_bytes)
+            except (OSError, OverflowError, RuntimeError, TypeError) as error:
+                raise CheckpointingException(
+                    f"No memory for buffers of {num_bytes} bytes: set a smaller max_inflight_bytes."
+                ) from error
         return _shared(ranks, bucket_bytes, descriptor, own)
 
 
-def _shared(
-    ranks: Ranks, bucket_bytes: int, descriptor: int | None, own: torch.Tensor
-) -> HostMemory:
+def _shared(ranks: Ranks, bucket_bytes: int, descriptor: int, own: torch.Tensor) -> HostMemory:
     """Let the ranks of a machine open each other's memory."""
     token = int.from_bytes(os.urandom(7), "big")
     own[:8] = torch.from_numpy(np.array([token]).view(np.uint8))
     host = ranks.rank
-    if descriptor is not None:
+    if descriptor >= 0:
         host = host_number()
-    numbers = [host, os.getpid(), -1 if descriptor is None else descriptor, token]
+    numbers = [host, os.getpid(), descriptor, token]
     table = ranks.all_gather_numbers(numbers).tolist()
     hosts = [row[0] for row in table]
     memory = {ranks.rank: own}
@@ -94,33 +97,24 @@ def _shared(
     return HostMemory(table[0][-1], hosts, bucket_bytes, memory)
 
 
-def _new_file(num_bytes: int) -> int | None:
-    """Return a new file in memory, or None without such files."""
+def _new_file(num_bytes: int) -> int:
+    """Return the descriptor of a new file in memory, or -1 without such files."""
     if not hasattr(os, "memfd_create"):
-        return None
+        return -1
     try:
         descriptor = os.memfd_create("distckpt")
     except OSError:
-        return None
+        return -1
     try:
         os.truncate(descriptor, num_bytes)
     except (OSError, OverflowError):
         os.close(descriptor)
-        return None
+        return -1
     return descriptor
 
 
-def _buffers(descriptor: int | None, num_bytes: int) -> torch.Tensor:
-    try:
-        return _mapped(descriptor, num_bytes)
-    except (OSError, OverflowError, RuntimeError, TypeError) as error:
-        raise CheckpointingException(
-            f"No memory for buffers of {num_bytes} bytes: set a smaller max_inflight_bytes."
-        ) from error
-
-
-def _mapped(descriptor: int | None, num_bytes: int) -> torch.Tensor:
-    if descriptor is None:
+def _mapped(descriptor: int, num_bytes: int) -> torch.Tensor:
+    if descriptor < 0:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 

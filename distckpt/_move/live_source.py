@@ -26,7 +26,7 @@ from distckpt._models import objects
 from distckpt._models.bound_state import BoundState
 from distckpt._models.dtensor import has_parts
 from distckpt._models.optimizer.describe import OptimizerState
-from distckpt._move.agreements import Agreement, Agreements
+from distckpt._move.agreements import Agreements
 from distckpt._move.assignment import MoveSettings
 from distckpt._move.carry import Staged, carry, check_arrival
 from distckpt._move.host_memory import HostMemory
@@ -195,7 +195,11 @@ class LiveSource(ShardSource):
         self._held = self.agreements.reach(
             self.ranks, "compare what is given", self.given.description, _join
         )
-        self._entries, self._has_values, self._ties = _read_joined(self._held)
+        kinds, self._has_values, self._ties = json.loads(self._held.result)
+        self._entries: dict[str, StoredEntry] = {}
+        for key, (dtype, shape) in kinds.items():
+            stored_as = None if dtype is None else FROM_NAME[dtype]
+            self._entries[key] = StoredEntry(stored_as, tuple(shape))
         self._values: dict[str, Any] | None = None
 
     def entries(self) -> dict[str, StoredEntry]:
@@ -264,7 +268,7 @@ class LiveSource(ShardSource):
             values_by_rank = {rank: codec.decode(values) for values, rank in first_with.items()}
             if self.ranks.is_coordinator and len(values_by_rank) > 1:
                 _warn_of_different_values(values_by_rank)
-            common = functools.reduce(_united, values_by_rank.values(), {})
+            common: Any = functools.reduce(_united, values_by_rank.values(), {})
             if common or self.fallback is None:
                 self._values[_COMMON.unique_key] = common
         return self._values
@@ -297,15 +301,20 @@ class LiveSource(ShardSource):
         carry(ranks, plan, memory, self.given.pieces, staged.views)
         if plan.compared:
             check_arrival(ranks, plan, self.given.pieces, targets, staged.views)
-        self._warn_of_overflows(targets, staged)
-        _warn_of_differences(targets, staged.commit(apart))
-
-    def _warn_of_overflows(self, targets: Pieces, staged: Staged) -> None:
         warn_of_overflows(
             (piece.kind.key, self._entries[piece.kind.key].dtype, view.detach())
             for piece, view in zip(targets.table, staged.views, strict=True)
             if piece.kind.key in self._entries
         )
+        for pair in staged.commit(apart):
+            first, last = _keys_of(targets, pair)
+            logger.warning(
+                "%r and %r have different values, and were to be moved into memory that both have: "
+                "it has that of %r now. Take one of them, or give each memory of its own.",
+                first,
+                last,
+                last,
+            )
 
     def _check_fallback(self, gaps: Sequence[ShardedTensor]) -> None:
         """Refuse tensors that neither a rank nor the fallback holds.
@@ -373,14 +382,6 @@ def _join(descriptions: Sequence[bytes]) -> list[bytes]:
     return [json.dumps([kinds, has_values, ties]).encode()] * len(descriptions)
 
 
-def _read_joined(agreed: Agreement) -> tuple[dict[str, StoredEntry], bool, list[list[str]]]:
-    kinds, has_values, ties = json.loads(agreed.result)
-    entries = {}
-    for key, (dtype, shape) in kinds.items():
-        entries[key] = StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape))
-    return entries, has_values, ties
-
-
 def _keys_of_tables(tables: Sequence[Sequence[Piece]]) -> set[str]:
     return {piece.kind.key for table in tables for piece in table}
 
@@ -402,19 +403,6 @@ def _warn_of_untaken(
             "adapters that are not merged or a head that is not tied, give it the name there with "
             "rules=. Else leave it out of what is given: rules=[Drop(...)].",
             summarize_keys(untaken),
-        )
-
-
-def _warn_of_differences(targets: Pieces, pairs: Sequence[tuple[int, int]]) -> None:
-    """Warn of tensors with different values for one memory."""
-    for pair in pairs:
-        first, last = _keys_of(targets, pair)
-        logger.warning(
-            "%r and %r have different values, and were to be moved into memory that both have: it "
-            "has that of %r now. Take one of them, or give each memory of its own.",
-            first,
-            last,
-            last,
         )
 
 

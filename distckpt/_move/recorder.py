@@ -206,7 +206,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Make a new tensor from one or several."""
         sources = _tensors_in(args)
         if any(isinstance(source, Recorded) for source in sources):
-            made = self._make(func, args, kwargs)
+            # Without storage, with the layout of a result.
+            others = {name: value for name, value in kwargs.items() if name != "device"}
+            meta = func(*tree_map(_meta_of, args), **others)
+            shape = factored(meta.numel(), meta.stride())
+            made = Recorded(self, Memory(shape, meta.dtype), meta)
         else:
             made = func(*args, **kwargs)
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
@@ -214,13 +218,6 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for part, source in zip(parts, sources, strict=True):
             self._note(part, source, func)
         return made
-
-    def _make(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recorded:
-        """Make a new tensor without storage, with the layout of a result."""
-        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
-        meta = func(*tree_map(_meta_of, args), **kwargs)
-        shape = factored(meta.numel(), meta.stride())
-        return Recorded(self, Memory(shape, meta.dtype), meta)
 
     def _write(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Copy one tensor into another, or fill it."""

@@ -260,7 +260,9 @@ class Leader:
         If contact was lost at the end of a version, which is moved again, some members have all of
         it: these are ahead, and wait for the next one.
         """
-        is_again = self._is_again(version)
+        begun = self._start
+        # Contact with a member was lost in it.
+        is_again = begun.number > 0 and not begun.names and version == begun.version
         self._ahead = set()
         asking = []
         for name, ask in list(self._asks.items()):
@@ -272,11 +274,6 @@ class Leader:
             else:
                 self._answer(self._asks.pop(name), 0, self._refusal(name, requested, version))
         return sorted(asking, key=_order)
-
-    def _is_again(self, version: int) -> bool:
-        """Whether a version was begun before, and lost contact with a member."""
-        has_begun = self._start.number > 0
-        return has_begun and not self._start.names and version == self._start.version
 
     def _refusal(self, name: str, requested: int, version: int) -> str:
         text = (

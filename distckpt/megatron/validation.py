@@ -99,17 +99,14 @@ def _to_json(shard: Shard) -> dict[str, Any]:
 
 
 def _from_json(fields: dict[str, Any]) -> Shard:
-    plain: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, list):
-            value = tuple(value)
-        plain[name] = value
-    if "dtype" not in plain:
-        return ShardedObject(data=None, **plain)
-    flat = plain.pop("flattened_range")
-    dtype = getattr(torch, plain.pop("dtype"))
+    if isinstance(fields["replica_id"], list):
+        fields["replica_id"] = tuple(fields["replica_id"])
+    if "dtype" not in fields:
+        return ShardedObject(data=None, **fields)
+    flat = fields.pop("flattened_range")
+    dtype = getattr(torch, fields.pop("dtype"))
     return ShardedTensor(
-        data=None, dtype=dtype, flattened_range=None if flat is None else slice(*flat), **plain
+        data=None, dtype=dtype, flattened_range=None if flat is None else slice(*flat), **fields
     )
 
 

@@ -410,31 +410,25 @@ def _written_files(
     """
     kind = _LocalFiles if locations.is_local(paths[0]) else _RemoteFiles
     files = kind(paths, layout)
+    awaited = dict.fromkeys(layout.places)
     try:
         files.create()
-        _write_all(files, layout, tensor_iter)
+        for name, tensor in tensor_iter:
+            _check(layout, awaited, name, tensor)
+            files.write(*layout.places[name], tensor.detach())
+            del awaited[name]
+            # Its memory is needed for the next one.
+            del tensor
+        if awaited:
+            raise ValueError(
+                f"{len(awaited)} of {len(layout.places)} announced tensors were not written: "
+                f"{summarize_keys(awaited)}"
+            )
         files.finish()
         yield
     except BaseException:
         files.remove()
         raise
-
-
-def _write_all(
-    files: _Files, layout: StreamLayout, tensor_iter: Iterable[tuple[str, torch.Tensor]]
-) -> None:
-    awaited = dict.fromkeys(layout.places)
-    for name, tensor in tensor_iter:
-        _check(layout, awaited, name, tensor)
-        files.write(*layout.places[name], tensor.detach())
-        del awaited[name]
-        # Its memory is needed for the next one.
-        del tensor
-    if awaited:
-        raise ValueError(
-            f"{len(awaited)} of {len(layout.places)} announced tensors were not written: "
-            f"{summarize_keys(awaited)}"
-        )
 
 
 def _check(
