@@ -161,13 +161,13 @@ def qkv_factory(
             f"global size {size} along dim {dim} is not a multiple of {num_fused} ({num_heads} "
             f"query heads, and {num_kv_heads} key and value heads, each held {kv_copies} times)",
         )
-    group_size = num_fused // num_groups * head_size
-    if local % max(group_size, 1) or offset % max(group_size, 1):
+    group_size = max(num_fused // num_groups * head_size, 1)
+    if local % group_size or offset % group_size:
         fail(
             shard.key,
             f"holds {local} from {offset} along dim {dim}: not complete groups of {group_size}",
         )
-    groups = range(offset // max(group_size, 1), (offset + local) // max(group_size, 1))
+    groups = range(offset // group_size, (offset + local) // group_size)
     order = _stored_heads(groups, num_heads // num_groups, kv_copies, layout)
     runs = _join_heads(order, head_size)
     return _along(shard, dim, runs, (num_heads + 2 * num_kv_heads) * head_size)

@@ -99,8 +99,8 @@ class Change:
 def plan_changes(
     adapter: Adapter,
     outputs: Sequence[OutputTensor],
-    model: Mapping[str, Any] | None = None,
-    tied: Collection[str] = (),
+    model: Mapping[str, Any] | None,
+    tied: Collection[str],
 ) -> dict[str, Change]:
     """Return an adapter's changes to the tensors of an export, by name.
 

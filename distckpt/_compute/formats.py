@@ -303,7 +303,7 @@ def formats_by_pattern(quantize: str | Mapping[str, str]) -> dict[str, str]:
 
 
 def quantize_outputs(
-    outputs: Sequence[OutputTensor], formats: Mapping[str, str], model: Set[str] | None = None
+    outputs: Sequence[OutputTensor], formats: Mapping[str, str], model: Set[str] | None
 ) -> tuple[list[OutputTensor], dict[str, EncodedPart], Mapping[str, Any]]:
     """Replace tensors by the parts of their quantized form.
 

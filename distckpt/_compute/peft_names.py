@@ -123,7 +123,7 @@ def _name_in_memory(mapped: MappedTensor, sources: Mapping[str, tuple[int, ...]]
 def with_peft_names(
     rules: Sequence[Rule],
     tensors: Mapping[str, TensorSpec],
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None,
 ) -> Sequence[Rule]:
     """Return the rules for exporting LoRA of Megatron Bridge.
 

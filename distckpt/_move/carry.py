@@ -165,9 +165,7 @@ class Staged(NamedTuple):
     views: list[torch.Tensor]
 
     @classmethod
-    def of(
-        cls, sources: Pieces, targets: Pieces, atomic: bool, fresh: Collection[int] = ()
-    ) -> Staged:
+    def of(cls, sources: Pieces, targets: Pieces, atomic: bool, fresh: Collection[int]) -> Staged:
         """Choose the memory; with `atomic`, no target is changed before `commit`.
 
         A target in memory that is given from is filled at the end in any case, as are `fresh` ones.
@@ -190,7 +188,7 @@ class Staged(NamedTuple):
         return cls(targets, views)
 
     @torch.no_grad()
-    def commit(self, pairs: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+    def commit(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Give the targets their values.
 
         Return the pairs (first, second) among `pairs` whose second target changed elements of the

@@ -271,15 +271,12 @@ class _Schedule:
         giver = unit.giver
         item = unit.item_bytes
         size = piece.num_elements * item
-        by_host: defaultdict[int, list[tuple[int, int, Region]]] = defaultdict(list)
-        for take in takes:
-            by_host[self._hosts[take[0]]].append(take)
         own_host = self._hosts[giver]
-        others = []
-        for host in by_host:
-            if host != own_host:
-                others.append({r for r, _, _ in by_host[host]})
-        hops = self._fan_out.hops(giver, others, size)
+        takers: defaultdict[int, set[int]] = defaultdict(set)
+        for rank, _, _ in takes:
+            takers[self._hosts[rank]].add(rank)
+        takers.pop(own_host, None)
+        hops = self._fan_out.hops(giver, list(takers.values()), size)
         wave = self._wave_of(giver, hops, size, item)
         start = self._reserve(giver, False, wave, size, item)
         given_from = self._source_place(giver, unit.row, piece)
@@ -292,14 +289,14 @@ class _Schedule:
             self._send(landed, hop, sent_from, at, size)
             place_by_host[self._hosts[hop.receiver]] = (landed, hop.receiver, True, at)
         dtype = self._assignment.holders[unit.key].kind.dtype
-        for host, host_takes in by_host.items():
-            for rank, row, part in host_takes:
-                place = self._target_place(rank, row, part)
-                within = part.relative_to(piece.offset).offset
-                self._plans[rank].takes.append(
-                    (*place_by_host[host], dtype, row, place, part.shape, within, piece.shape)
-                )
-                self._num_bytes[rank] += part.num_elements * item
+        for rank, row, part in takes:
+            packed = place_by_host[self._hosts[rank]]
+            place = self._target_place(rank, row, part)
+            within = part.relative_to(piece.offset).offset
+            self._plans[rank].takes.append(
+                (*packed, dtype, row, place, part.shape, within, piece.shape)
+            )
+            self._num_bytes[rank] += part.num_elements * item
 
     def _wave_of(self, giver: int, hops: Sequence[Hop], size: int, item: int) -> int:
         """Return the first wave with room in all buffers of a unit."""

@@ -123,7 +123,9 @@ class Leader:
         self._doubtful: set[str] = set()
         self._ahead: set[str] = set()
         self._num_read = self._num_rounds = 0
-        self._start = self._group = self._last_group = _AGAIN
+        self._start = self._last_start = _AGAIN
+        # Whether contact with a member of the last start was lost.
+        self._is_lost = False
 
     def start(self, version: int) -> Start:
         """Call all members that ask for a version, and let them begin.
@@ -155,12 +157,13 @@ class Leader:
             names = self._call(version, deadline)
         self._expected = {name for name in names if name not in self._sources}
         number = self._start.number
-        if names != self._start.names:
+        if self._is_lost or names != self._start.names:
             number = self._num_rounds
             # The group before the last: members may still examine the last one.
-            forget_group(self._store, self._last_group.number, len(self._last_group.names))
-            self._last_group = self._group
-        self._start = self._group = Start(number, names, version)
+            forget_group(self._store, self._last_start.number, len(self._last_start.names))
+            self._last_start = self._start
+        self._start = Start(number, names, version)
+        self._is_lost = False
         self._let_begin(self._start)
         return self._start
 
@@ -194,7 +197,7 @@ class Leader:
         lost = [self._start.names[rank] for rank in ranks]
         self._doubtful = self._expected.intersection(lost)
         # Its group does not work any more.
-        self._start = self._start._replace(names=[])
+        self._is_lost = True
         logger.warning(
             "lost contact with %s in version %d, which is moved again",
             ", ".join(lost) or "a member",
@@ -260,9 +263,7 @@ class Leader:
         If contact was lost at the end of a version, which is moved again, some members have all of
         it: these are ahead, and wait for the next one.
         """
-        begun = self._start
-        # Contact with a member was lost in it.
-        is_again = begun.number > 0 and not begun.names and version == begun.version
+        is_again = self._is_lost and version == self._start.version
         self._ahead = set()
         asking = []
         for name, ask in list(self._asks.items()):

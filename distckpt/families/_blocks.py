@@ -93,7 +93,7 @@ class Config(NamedTuple):
         )
 
 
-def forms(config: Config, *, has_tower: bool = False) -> list[Rule]:
+def forms(config: Config, *, has_tower: bool) -> list[Rule]:
     """Turn the forms of a Megatron checkpoint into one, without its optimizer."""
     rules: list[Rule] = [Drop(key, optional=True) for key in ("optimizer.**", "chained_*.**")]
     if has_tower:

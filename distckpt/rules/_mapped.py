@@ -136,36 +136,33 @@ def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, RegionCo
     ]
 
 
-def _cut(mapped: MappedTensor, region: Region) -> list[tuple[RegionCopy, Region]]:
-    """Return the parts with elements in a region.
+def _cut(mapped: MappedTensor, region: Region) -> Iterator[tuple[RegionCopy, Region]]:
+    """Yield the parts with elements in a region.
 
     Each comes with the part of its target in the region.
     """
     check_inside(region, mapped.shape)
-    overlaps = []
     for part, target in _common_with(mapped, region):
         if part.target_step:
             target = _on_steps(part, target)
         if target.num_elements:
-            overlaps.append((part, target))
-    return overlaps
+            yield part, target
 
 
-def _common_with(mapped: MappedTensor, region: Region) -> list[tuple[RegionCopy, Region]]:
-    """Return the parts that cover elements of a region.
+def _common_with(mapped: MappedTensor, region: Region) -> Iterator[tuple[RegionCopy, Region]]:
+    """Yield the parts that cover elements of a region.
 
     Each comes with the elements that it covers.
     """
     if len(mapped.parts) > _FEW_PARTS:
         rows, offsets, shapes = intersect_many(*mapped.target_arrays, *region)
-        regions = map(Region, map(tuple, offsets.tolist()), map(tuple, shapes.tolist()))
-        return [(mapped.parts[row], common) for row, common in zip(rows, regions, strict=True)]
-    overlaps = []
+        for row, offset, shape in zip(rows, offsets.tolist(), shapes.tolist(), strict=True):
+            yield mapped.parts[row], Region(tuple(offset), tuple(shape))
+        return
     for part in mapped.parts:
         common = intersect(covering(part.target, part.target_step), region)
         if common is not None:
-            overlaps.append((part, common))
-    return overlaps
+            yield part, common
 
 
 def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:

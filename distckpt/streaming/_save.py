@@ -10,7 +10,6 @@ import contextlib
 import math
 import operator
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -287,7 +286,7 @@ def _aligned(entries: Sequence[Entry]) -> Sequence[Entry]:
     return entries
 
 
-class _Files(ABC):
+class _Files:
     """Files of a layout, of which one at a time is open.
 
     There may be more than a process may open.
@@ -299,14 +298,6 @@ class _Files(ABC):
         self._created: list[str] = []
         self._location = ""
         self._file: Any = None
-
-    @abstractmethod
-    def create(self) -> None:
-        """Begin before the first tensor comes."""
-
-    @abstractmethod
-    def write(self, file: int, entry: Entry, tensor: torch.Tensor) -> None:
-        """Write a tensor."""
 
     def finish(self) -> None:
         """Complete all files."""
@@ -408,8 +399,9 @@ def _written_files(
     Raises:
         ValueError: announced tensors are missing, or other tensors have come.
     """
-    kind = _LocalFiles if locations.is_local(paths[0]) else _RemoteFiles
-    files = kind(paths, layout)
+    files: _LocalFiles | _RemoteFiles = _RemoteFiles(paths, layout)
+    if locations.is_local(paths[0]):
+        files = _LocalFiles(paths, layout)
     awaited = dict.fromkeys(layout.places)
     try:
         files.create()
