@@ -196,12 +196,13 @@ class Assemble(Rule):
         for key in self.sources:
             groups[key] = ([key], [])
         for name, mapped in self.tensors.items():
-            keys = list(dict.fromkeys(part.key for part in mapped.parts))
-            group = groups[keys[0]]
-            for other in [groups[key] for key in keys if groups[key] is not group]:
-                group[0].extend(other[0])
-                group[1].extend(other[1])
-                groups.update(dict.fromkeys(other[0], group))
+            group = groups[mapped.parts[0].key]
+            for part in mapped.parts:
+                other = groups[part.key]
+                if other is not group:
+                    group[0].extend(other[0])
+                    group[1].extend(other[1])
+                    groups.update(dict.fromkeys(other[0], group))
             group[1].append(name)
         return list({id(group): group for group in groups.values()}.values())
 

@@ -511,6 +511,23 @@ def test_listed_tensors_are_assembled_of_what_earlier_rules_made():
         apply_rules([assemble], {"b": TensorSpec((3,), "I64")})
 
 
+def test_listed_tensors_may_share_several_sources():
+    arrays = numbered_arrays(a=(2,), b=(2,), c=(2,))
+    rules = [
+        Split("b", ("b0", "b1")),
+        Split("c", ("c0", "c1")),
+        Concat(("b0", "c0"), "x"),
+        Concat(("a", "b1", "c1"), "y"),
+    ]
+    assemble = Assemble(apply_rules(rules, infos(arrays)), {"a": (2,), "b": (2,), "c": (2,)})
+    expected = {
+        "x": np.concatenate([arrays["b"][:1], arrays["c"][:1]]),
+        "y": np.concatenate([arrays["a"], arrays["b"][1:], arrays["c"][1:]]),
+    }
+    assert_same(converted([assemble], arrays), expected)
+    assert_round_trip([assemble], arrays)
+
+
 def test_stacked_and_interleaved_tensors_come_back():
     arrays = numbered_arrays(**{f"l.{n}.e.{e}.w": (6, 2) for n in range(2) for e in range(3)})
     rules = [Stack("l.*.e.*.w", "l.{0}.w", axis=1, size=3), Interleave("l.*.w", "x.{0}", axis=0)]
