@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +42,7 @@ _NOT_QUANTIZED = (
 """Weights that models with quantized ones keep as they are."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Format:
+class Format(NamedTuple):
     """A form of quantized tensors.
 
     Attributes:
@@ -108,11 +106,10 @@ _CHANNELS = Format(
 
 FORMATS: dict[str, Format] = {
     "fp8-block": _BLOCKS,
-    "fp8-block-ue8m0": replace(_BLOCKS, scale_dtype="F8_E8M0", details=_UE8M0),
-    "fp8-tensor": replace(_CHANNELS, block=(0, 0), details=_weights(8, "float", "tensor")),
+    "fp8-block-ue8m0": _BLOCKS._replace(scale_dtype="F8_E8M0", details=_UE8M0),
+    "fp8-tensor": _CHANNELS._replace(block=(0, 0), details=_weights(8, "float", "tensor")),
     "fp8-channel": _CHANNELS,
-    "int8-channel": replace(
-        _CHANNELS,
+    "int8-channel": _CHANNELS._replace(
         number="int8",
         codes_dtype="I8",
         details=_weights(8, "int", "channel"),

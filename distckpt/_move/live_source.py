@@ -18,6 +18,7 @@ from distckpt._base.memory import overlapping
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import MoveOptions
 from distckpt._base.tree import CONTAINERS, HOLE, dotted, map_leaves
+from distckpt._checkpoint.stored_values import COMMON_STATE
 from distckpt._format import codec
 from distckpt._format.columns import compress, decompress
 from distckpt._geometry.region import Region
@@ -35,7 +36,6 @@ from distckpt._move.plan import RankPlan, plan_moves
 from distckpt._operations.shard_source import FamilyName, ShardSource
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
-from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard, find_ties
 from distckpt._state.stored_form import StoredEntry
 from distckpt.mapping._base import OpenReplicaId
@@ -270,7 +270,7 @@ class LiveSource(ShardSource):
                 _warn_of_different_values(values_by_rank)
             common: Any = functools.reduce(_united, values_by_rank.values(), {})
             if common or self.fallback is None:
-                self._values[_COMMON.unique_key] = common
+                self._values[COMMON_STATE.unique_key] = common
         return self._values
 
     def _fill(self, targets: Pieces) -> None:
@@ -352,9 +352,6 @@ class LiveSource(ShardSource):
         description = _packed(self._held.number, settings, targets.table)
         agreed = self.agreements.reach(self.ranks, "plan the move", description, decide)
         return RankPlan.from_bytes(agreed.result)
-
-
-_COMMON = ShardedObject(COMMON_KEY, None, (1,), (0,))
 
 
 def _packed(*values: Any) -> bytes:

@@ -178,8 +178,7 @@ def _count_token_prediction(config: dict[str, Any], keys: Iterable[str]) -> None
     """
     numbers = []
     for key in keys:
-        match = _MTP_KEY.search(key)
-        if match is not None:
+        if match := _MTP_KEY.search(key):
             numbers.append(int(match[1]))
     for part in (config, config.get("text_config")):
         if not isinstance(part, dict):
@@ -204,8 +203,7 @@ def forms_on_disk(config: Config, shapes: Shapes) -> list[Rule]:
     rules: list[Rule] = []
     fused: dict[str, str] = {}
     for name in shapes:
-        match = _FUSED.fullmatch(name)
-        if match is not None:
+        if match := _FUSED.fullmatch(name):
             fused[f"{match[1]}*{match[2]}"] = name
     for block, name in fused.items():
         rules += joined_experts(block, shapes[name][0])
