@@ -27,7 +27,7 @@ from distckpt._models import objects
 from distckpt._models.bound_state import BoundState
 from distckpt._models.dtensor import has_parts
 from distckpt._models.optimizer.describe import OptimizerState
-from distckpt._move.agreements import Agreements
+from distckpt._move.agreements import Agreements, reach
 from distckpt._move.assignment import MoveSettings
 from distckpt._move.carry import Staged, carry, check_arrival
 from distckpt._move.host_memory import HostMemory
@@ -134,7 +134,7 @@ def _tied(pieces: Pieces) -> list[tuple[int, int]]:
     pairs = []
     for row, (start, view) in enumerate(zip(starts, pieces.views, strict=True)):
         other = first.setdefault((start, view.device, view.shape, view.stride(), view.dtype), row)
-        if start and len(set(_keys_of(pieces, (other, row)))) > 1:
+        if start and pieces.key(other) != pieces.key(row):
             pairs.append((other, row))
     return pairs
 
@@ -192,8 +192,8 @@ class LiveSource(ShardSource):
 
     def __post_init__(self) -> None:
         """Agree on the keys that all ranks give."""
-        self._held = self.agreements.reach(
-            self.ranks, "compare what is given", self.given.description, _join
+        self._held = reach(
+            self.agreements, self.ranks, "compare what is given", self.given.description, _join
         )
         kinds, self._has_values, self._ties = json.loads(self._held.result)
         self._entries: dict[str, StoredEntry] = {}
@@ -350,7 +350,7 @@ class LiveSource(ShardSource):
             return plans
 
         description = _packed(self._held.number, settings, targets.table)
-        agreed = self.agreements.reach(self.ranks, "plan the move", description, decide)
+        agreed = reach(self.agreements, self.ranks, "plan the move", description, decide)
         return RankPlan.from_bytes(agreed.result)
 
 

@@ -261,16 +261,21 @@ class _Schedule:
 
     def _place(self, unit: Unit) -> None:
         max_elements = max(1, self._bucket // UNITS_PER_BUCKET // unit.item_bytes)
-        for piece in cut_region(unit.region, max_elements):
-            common = ((rank, row, intersect(piece, region)) for rank, row, region in unit.takes)
-            takes = [(rank, row, part) for rank, row, part in common if part is not None]
+        for region in cut_region(unit.region, max_elements):
+            takes = []
+            for rank, row, taken in unit.takes:
+                common = intersect(region, taken)
+                if common is not None:
+                    takes.append((rank, row, common))
             if takes:
-                self._place_piece(unit, piece, takes)
+                self._place_region(unit, region, takes)
 
-    def _place_piece(self, unit: Unit, piece: Region, takes: list[tuple[int, int, Region]]) -> None:
+    def _place_region(
+        self, unit: Unit, region: Region, takes: list[tuple[int, int, Region]]
+    ) -> None:
         giver = unit.giver
         item = unit.item_bytes
-        size = piece.num_elements * item
+        size = region.num_elements * item
         own_host = self._hosts[giver]
         takers: defaultdict[int, set[int]] = defaultdict(set)
         for rank, _, _ in takes:
@@ -279,8 +284,8 @@ class _Schedule:
         hops = self._fan_out.hops(giver, list(takers.values()), size)
         wave = self._wave_of(giver, hops, size, item)
         start = self._reserve(giver, False, wave, size, item)
-        given_from = self._source_place(giver, unit.row, piece)
-        self._plans[giver].packs.append((wave, start, unit.row, given_from, piece.shape))
+        given_from = self._source_place(giver, unit.row, region)
+        self._plans[giver].packs.append((wave, start, unit.row, given_from, region.shape))
         place_by_host = {own_host: (wave, giver, False, start)}
         for hop in hops:
             landed = wave + hop.step - 1
@@ -292,9 +297,9 @@ class _Schedule:
         for rank, row, part in takes:
             packed = place_by_host[self._hosts[rank]]
             place = self._target_place(rank, row, part)
-            within = part.relative_to(piece.offset).offset
+            within = part.relative_to(region.offset).offset
             self._plans[rank].takes.append(
-                (*packed, dtype, row, place, part.shape, within, piece.shape)
+                (*packed, dtype, row, place, part.shape, within, region.shape)
             )
             self._num_bytes[rank] += part.num_elements * item
 

@@ -341,11 +341,13 @@ def _unfilled(tensors: Mapping[str, torch.Tensor], recording: Recording) -> dict
     """Count the elements of parameters that the loader did not write."""
     missing = {}
     for name, tensor in tensors.items():
+        num = tensor.numel()
         memory = recording.memory_of(tensor)
-        view = Layout.of(tensor)
-        num = 0 if memory is None else num_elements(memory.read(view, view))
-        if num < tensor.numel():
-            missing[name] = tensor.numel() - num
+        if memory is not None:
+            view = Layout.of(tensor)
+            num -= num_elements(memory.read(view, view))
+        if num > 0:
+            missing[name] = num
     return missing
 
 

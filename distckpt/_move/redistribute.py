@@ -34,7 +34,7 @@ from distckpt.rules._rules import check_rules
 
 logger = logging.getLogger(__name__)
 
-_agreements = Agreements()
+_agreements: Agreements = {}
 """Agreements of earlier calls: the plans of layouts that come again."""
 
 _memory: MutableMapping[Any, HostMemory] = WeakKeyDictionary()

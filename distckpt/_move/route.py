@@ -130,7 +130,7 @@ class Route:
                 self._leader = Leader(self._store, size, num_targets, timeout)
             else:
                 self._member = Member(self._store, SOURCE, rank, timeout)
-        self._agreements = Agreements()
+        self._agreements: Agreements = {}
         self._group: tuple[int, Any, HostMemory] | None = None
 
     @interrupts.operation

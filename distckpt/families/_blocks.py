@@ -221,11 +221,13 @@ def move(
 
 def norms(count: int) -> list[Rule]:
     """Return the rules for the norms before attention and MLP."""
-    names = {
-        "input_layernorm.weight": "input_layernorm.weight",
-        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    }
-    return move(count, names)
+    return move(
+        count,
+        {
+            "input_layernorm.weight": "input_layernorm.weight",
+            "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        },
+    )
 
 
 def attention(

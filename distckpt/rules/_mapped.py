@@ -171,8 +171,12 @@ def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:
     See `resolve`.
     """
     check_inside(region, mapped.shape)
-    common = (intersect(region, padding) for padding in mapped.padding)
-    return [piece.relative_to(region.offset) for piece in common if piece is not None]
+    zeros = []
+    for padding in mapped.padding:
+        common = intersect(region, padding)
+        if common is not None:
+            zeros.append(common.relative_to(region.offset))
+    return zeros
 
 
 def _on_steps(part: RegionCopy, common: Region) -> Region:

@@ -100,28 +100,24 @@ def save_safetensors_streaming(
     """
     location = locations.normalize(filepath)
     layout = _lay_out([list(_announced(state_dict_meta).values())], metadata)
-    if not locations.is_local(location):
-        if not rename:
-            raise ValueError(
-                f"rename=False needs a local path; {os.fspath(filepath)!r} can only be written in "
-                "place"
-            )
-        if locations.exists(location):
-            raise _in_the_way(location)
-        with _written_files([location], layout, tensor_iter):
-            return os.fspath(filepath)
-    if os.path.isdir(location):
+    is_local = locations.is_local(location)
+    if not (is_local or rename):
+        raise ValueError(
+            f"rename=False needs a local path; {os.fspath(filepath)!r} can only be written in place"
+        )
+    if os.path.isdir(location) if is_local else locations.exists(location):
         raise _in_the_way(location)
+    written = location
     if not rename:
         # Programs look for it there; a file of an earlier call is replaced.
-        temporary = f"{location}.tmp"
-        locations.remove_file(temporary)
-        with _written_files([temporary], layout, tensor_iter):
-            return temporary
-    temporary = locations.temporary_beside(location)
-    with _written_files([temporary], layout, tensor_iter):
-        locations.replace_file(temporary, location)
-    return os.fspath(filepath)
+        written = f"{location}.tmp"
+        locations.remove_file(written)
+    elif is_local:
+        written = locations.temporary_beside(location)
+    with _written_files([written], layout, tensor_iter):
+        if is_local and rename:
+            locations.replace_file(written, location)
+    return os.fspath(filepath) if rename else written
 
 
 def save_safetensors_streaming_sharded(
