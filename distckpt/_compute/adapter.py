@@ -272,16 +272,15 @@ def _expert_products(
             "gate_proj, up_proj and down_proj of each expert there: merge it with "
             "merge_and_unload of PEFT."
         )
-    shape_b, (rank, columns) = (adapter.stored.global_shape(key) for key in (b, a))
-    known = _rows_of_parameters(block, columns, exported)
-    fitting = [parameter for parameter, rows in known.items() if shape_b == (rows, rank)]
-    if not fitting or rank % num_experts != 0:
+    shape_a = rank, columns = adapter.stored.global_shape(a)
+    shape_b = adapter.stored.global_shape(b)
+    parameter = _parameter_of(block, shape_a, shape_b, exported)
+    if parameter is None or rank % num_experts != 0:
         raise CheckpointingException(
-            f"The adapter {adapter.location!r} has matrices of shapes {shape_b} and "
-            f"{(rank, columns)} for {block!r}, and the export {num_experts} experts with "
-            "projections of other shapes: it is of another model."
+            f"The adapter {adapter.location!r} has matrices of shapes {shape_b} and {shape_a} for "
+            f"{block!r}, and the export {num_experts} experts with projections of other shapes: it "
+            "is of another model."
         )
-    parameter = fitting[0]
     names = OF_EXPERTS[parameter]
     rows = shape_b[0] // len(names)
     if shape_b[0] == columns:
@@ -293,14 +292,16 @@ def _expert_products(
         yield f"{block}.{expert}.{name}.weight", own
 
 
-def _rows_of_parameters(block: str, columns: int, exported: Shapes) -> dict[str, int]:
-    """Return the rows of each expert parameter with this many columns."""
-    rows = {}
+def _parameter_of(
+    block: str, shape_a: tuple[int, ...], shape_b: tuple[int, ...], exported: Shapes
+) -> str | None:
+    """Return the parameter of experts that matrices of two shapes fit."""
     for parameter, names in OF_EXPERTS.items():
         shape = exported.get(f"{block}.0.{names[0]}.weight", ())
-        if shape[1:] == (columns,):
-            rows[parameter] = shape[0] * len(names)
-    return rows
+        fits = shape[1:] == shape_a[1:] and shape_b == (shape[0] * len(names), shape_a[0])
+        if fits:
+            return parameter
+    return None
 
 
 def _check_version(adapter: Adapter, block: str, parameter: str) -> None:
@@ -364,7 +365,7 @@ def _check_saved(
         if not _is_in(module, saved):
             absent.append(module)
     # PEFT adds names for classifiers, of which a model has one.
-    has_none = bool(listed) and len(absent) == len(listed)
+    has_none = len(absent) == len(listed) > 0
     if has_none or any(_is_in(module, exported) for module in absent):
         raise _incomplete(adapter, "modules_to_save", absent)
 

@@ -164,7 +164,7 @@ def _missing(
     forms = {without_numbers(module) for module in adapted}
     names = []
     for name in _names(listed, targets):
-        if not any(ends_with(module, [name]) for module in adapted):
+        if not _ends_any(adapted, name):
             names.append(name)
     missing = []
     for module in targets:
@@ -186,6 +186,10 @@ def _names(listed: str | list[str] | None, targets: Collection[str]) -> Collecti
     if listed.lower() == _ALL_LINEAR:
         return ()
     return {name.rpartition(".")[2] for name in targets}
+
+
+def _ends_any(modules: Collection[str], name: str) -> bool:
+    return any(ends_with(module, [name]) for module in modules)
 
 
 def _not_loaded(modules: Collection[str], model: Mapping[str, Any] | None) -> set[str]:

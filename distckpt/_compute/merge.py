@@ -268,12 +268,13 @@ def _check_all_are_common(
 ) -> None:
     for term, own in zip(terms, ids, strict=True):
         common_ids = {own[name] for name in common}
+        lacking = set(own).difference(common)
         absent = []
         for name in own:
             # A name that is only tied to another one may be absent elsewhere, as in Hugging Face
             # directories.
             is_tied = own[name] in common_ids and not write_tied
-            if not is_tied and not all(name in names for names in ids):
+            if name in lacking and not is_tied:
                 absent.append(name)
         for other, names in zip(terms, ids, strict=True):
             if absent and absent[0] not in names:

@@ -77,12 +77,7 @@ class SummedSource(TensorSource):
     def read_requests(
         self, requests: Sequence[Request], views: Sequence[torch.Tensor], factor: float
     ) -> None:
-        for request in requests:
-            if request.step:
-                raise CheckpointingException(
-                    f"The rules take elements of {request.key!r} that lie apart, which a merge "
-                    "does not do: merge exports of the checkpoints."
-                )
+        _check_are_dense(requests)
         weights = [weight * factor for weight in self._weights]
         for dtypes, batch in _batches(self.stored, self._terms, requests, views):
             requested = [request for request, _ in batch]
@@ -98,6 +93,15 @@ class SummedSource(TensorSource):
             if not is_direct:
                 for (_, view), values in zip(batch, _divided(goal, requested), strict=True):
                     view.copy_(values)
+
+
+def _check_are_dense(requests: Sequence[Request]) -> None:
+    for request in requests:
+        if request.step:
+            raise CheckpointingException(
+                f"The rules take elements of {request.key!r} that lie apart, which a merge does "
+                "not do: merge exports of the checkpoints."
+            )
 
 
 def _batches(

@@ -98,7 +98,7 @@ def _shared(ranks: Ranks, bucket_bytes: int, descriptor: int, own: torch.Tensor)
 
 
 def _new_file(num_bytes: int) -> int:
-    """Return the descriptor of a new file in memory, or -1 without such files."""
+    """Make a file in memory; return its descriptor, or -1."""
     if not hasattr(os, "memfd_create"):
         return -1
     try:

@@ -222,9 +222,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Copy one tensor into another, or fill it."""
         target = args[0]
-        value = None
-        if len(args) > 1:
-            value = args[1]
+        value = next(iter(args[1:]), None)
         if func.overloadpacket is aten.zero_ and isinstance(target, Recorded):
             return self._zero(target)
         if isinstance(target, Recorded) and target.memory.key is not None:

@@ -61,8 +61,7 @@ def extract_matching_values(
     matching: dict[Any, Any] = {}
     other: dict[Any, Any] = {}
     for key, value in children_of(x):
-        is_split = isinstance(value, dict | list) and (value or isinstance(x, dict))
-        if not is_split:
+        if not _is_split(value, x):
             (matching if predicate(value) else other)[key] = value
             continue
         below = extract_matching_values(value, predicate, return_lists_as_dicts)
@@ -73,6 +72,10 @@ def extract_matching_values(
     if isinstance(x, list) and not return_lists_as_dicts:
         return list(matching.values()), list(other.values())
     return matching, other
+
+
+def _is_split(value: Any, container: dict[Any, Any] | list[Any]) -> bool:
+    return isinstance(value, dict | list) and (bool(value) or isinstance(container, dict))
 
 
 def diff(x1: Any, x2: Any, prefix: Position = ()) -> DiffResult:
