@@ -25,6 +25,7 @@ from distckpt._base.errors import InvalidShardingError
 from distckpt._base.tree import Position, map_leaves
 from distckpt._geometry.region import with_item
 from distckpt._models.fused import FusedPart, fail, parts_factory
+from distckpt._models.layers import prepended_axes
 from distckpt._state.adopted import adopt
 from distckpt.mapping._base import ReplicaId
 from distckpt.mapping._sharded_tensor import ShardedTensor
@@ -156,9 +157,9 @@ def grouped_mlp_sharded_state_dict(
         )
     hidden = weight1.shape[0]
     features = weight2.shape[0] // num_local_experts
-    layers = sorted(sharded_offsets)
-    layer = tuple(position for _, position, _ in layers)
-    num_layers = tuple(size for _, _, size in layers)
+    layers = prepended_axes(sharded_offsets, "sharded_offsets")
+    layer = tuple(position for position, _ in layers)
+    num_layers = tuple(size for _, size in layers)
 
     stored = (*num_layers, num_local_experts, num_projections * features * tp_size, hidden)
     local = (num_local_experts, hidden, features)
