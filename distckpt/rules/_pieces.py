@@ -331,6 +331,11 @@ class Interleave(OneNameRule):
     axis: int = 0
     num: int = 2
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num < 1:
+            raise ValueError(f"{self}: interleave one piece or more")
+
     def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Produced:
         axis = normalize_axis(self, key, tensor, self.axis)
         if tensor.shape[axis] % self.num:

@@ -105,7 +105,8 @@ def save_safetensors_streaming(
         raise ValueError(
             f"rename=False needs a local path; {os.fspath(filepath)!r} can only be written in place"
         )
-    if os.path.isdir(location) if is_local else locations.exists(location):
+    is_taken = os.path.isdir if is_local else locations.exists
+    if is_taken(location):
         raise _in_the_way(location)
     written = location
     if not rename:

@@ -439,6 +439,8 @@ def test_a_rule_must_match_something_and_as_often_as_it_says():
         (Concat, ("a", "x"), "a tuple of one pattern or more"),
         (Concat, (("a.*", "b"), "x"), "same number of wildcards"),
         (Transpose, ("a", "b", (0, 2)), "name every axis"),
+        (Interleave, ("a", "b", 0, 0), "one piece or more"),
+        (Interleave, ("a", "b", 0, -2), "one piece or more"),
     ],
 )
 def test_rules_that_make_no_sense_cannot_be_made(rule, arguments, message):
