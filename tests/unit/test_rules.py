@@ -393,6 +393,8 @@ MISFITS = [
     (Concat(("a", "b.1"), "x", axis=1), r"'b\.1' of shape \(5, 6\).*'a' has shape \(4, 6\)"),
     (Concat(("a", "a"), "x"), "uses 'a' twice, for 'x' and for 'x'"),
     (Transpose("a", "x", (0, 2, 1)), "should have 3 axes"),
+    (Stack("b.*", "x", axis=3, size=2), "a stack of such tensors has no axis 3"),
+    (Stack("b.*", "x", axis=-4, size=2), "a stack of such tensors has no axis -4"),
     (Trim("a", 0, 5), "axis 0 cannot be trimmed to size 5"),
     (Rename("a", "b.0"), "named 'b.0': it is in the checkpoint, and Rename.* makes it of 'a'"),
     (Rename("b.*", "x"), "named 'x': Rename.* makes it of 'b.0', and Rename.* makes it of 'b.1'"),
@@ -449,11 +451,13 @@ def test_rules_that_make_no_sense_cannot_be_made(rule, arguments, message):
 
 
 def test_bytes_that_hold_two_elements_are_not_torn_apart():
-    tensors = {"a": TensorSpec((4, 6), "F4")}
-    for rule in (Transpose("a", "b"), Unstack("a", "b{i}", axis=1)):
+    tensors = {"a": TensorSpec((4, 6), "F4"), "c.0": TensorSpec((4, 6), "F4")}
+    stack = Stack("c.*", "d", axis=-1, size=1)
+    for rule in (Transpose("a", "b"), Unstack("a", "b{i}", axis=1), stack):
         with pytest.raises(InvalidShardingError, match="must stay together"):
             apply_rules([rule], tensors)
-    assert len(apply_rules([Unstack("a", "b{i}"), Split("b0", ("x", "y"))], tensors)) == 5
+    rules = [Unstack("a", "b{i}"), Split("b0", ("x", "y")), replace(stack, axis=1)]
+    assert len(apply_rules(rules, tensors)) == 6
 
 
 def test_keys_with_a_prefix_need_one_more_rule():
