@@ -87,7 +87,7 @@ class EncodedSource(TensorSource):
         maximum = 0.0
         if "global_scale" in quantized.parts or math.prod(quantized.grid) == 1:
             maximum = self._maximum_of(part)
-        for region in _regions_to_encode(quantized, role, wanted, _ENCODED_AT_ONCE):
+        for region in _regions_to_encode(quantized, role, wanted):
             values = self._read_values(part, region)
             try:
                 encoded = _encode(quantized, values, region, maximum)[role]
@@ -138,7 +138,7 @@ def _cell(quantized: QuantizedTensor) -> tuple[int, ...]:
 
 
 def _regions_to_encode(
-    quantized: QuantizedTensor, role: str, part_region: Region, max_elements: int
+    quantized: QuantizedTensor, role: str, part_region: Region
 ) -> Iterator[Region]:
     """Yield regions of whole cells that make up a part's region."""
     ndim = len(quantized.shape)
@@ -154,7 +154,7 @@ def _regions_to_encode(
         factors = (1,) * ndim
     region = _refined(covered, factors, quantized.shape)
     shape = _cell(quantized)
-    max_cells = max(1, max_elements // math.prod(shape))
+    max_cells = max(1, _ENCODED_AT_ONCE // math.prod(shape))
     for cells in cut_region(coarsened(region, shape), max_cells):
         yield _refined(cells, shape, quantized.shape)
 

@@ -20,7 +20,6 @@ from distckpt._base.options import MoveOptions
 from distckpt._base.tree import CONTAINERS, HOLE, dotted, map_leaves
 from distckpt._checkpoint.stored_values import COMMON_STATE
 from distckpt._format import codec
-from distckpt._format.columns import compress, decompress
 from distckpt._geometry.region import Region
 from distckpt._io.read_values import warn_of_overflows
 from distckpt._models import objects
@@ -31,7 +30,7 @@ from distckpt._move.agreements import Agreements, reach
 from distckpt._move.assignment import MoveSettings
 from distckpt._move.carry import Staged, carry, check_arrival
 from distckpt._move.host_memory import HostMemory
-from distckpt._move.pieces import Piece, Pieces, pieces_of, table_of
+from distckpt._move.pieces import Piece, Pieces, packed, pieces_of, table_of, unpacked
 from distckpt._move.plan import RankPlan, plan_moves
 from distckpt._operations.shard_source import FamilyName, ShardSource
 from distckpt._ranks.collectives import Ranks
@@ -101,7 +100,7 @@ def _described(
     pieces = pieces_of(tensors, rules, drops=True)
     objects_by_key = {cell.key: cell.global_shape for cell in cells.values()}
     ties = [_keys_of(pieces, pair) for pair in _tied(pieces)]
-    description = _packed(objects_by_key, bool(common), ties, pieces.table)
+    description = packed([objects_by_key, bool(common), ties, pieces.table])
     return GivenState(pieces, _encoded(cells, common), description)
 
 
@@ -343,25 +342,15 @@ class LiveSource(ShardSource):
 
     def _agree_on_plan(self, targets: Pieces, settings: MoveSettings) -> RankPlan:
         def decide(descriptions: Sequence[bytes]) -> list[bytes]:
-            sources = [table_of(_unpacked(given)[-1]) for given in self._held.descriptions]
-            requests = [table_of(_unpacked(taken)[-1]) for taken in descriptions]
-            plans = [plan.to_bytes() for plan in plan_moves(sources, requests, settings)]
+            sources = [table_of(unpacked(given)[-1]) for given in self._held.descriptions]
+            requests = [table_of(unpacked(taken)[-1]) for taken in descriptions]
+            plans = list(map(packed, plan_moves(sources, requests, settings)))
             _warn_of_untaken(sources, requests, self._ties)
             return plans
 
-        description = _packed(self._held.number, settings, targets.table)
+        description = packed([self._held.number, settings, targets.table])
         agreed = reach(self.agreements, self.ranks, "plan the move", description, decide)
-        return RankPlan.from_bytes(agreed.result)
-
-
-def _packed(*values: Any) -> bytes:
-    """Encode a description, which ends with pieces."""
-    return compress(json.dumps(values, default=int).encode())
-
-
-def _unpacked(description: bytes) -> list[Any]:
-    values: list[Any] = json.loads(decompress(description))
-    return values
+        return RankPlan(*unpacked(agreed.result))
 
 
 def _join(descriptions: Sequence[bytes]) -> list[bytes]:
@@ -370,7 +359,7 @@ def _join(descriptions: Sequence[bytes]) -> list[bytes]:
     has_values = False
     ties = []
     for description in descriptions:
-        cells, has_common, tied, rows = _unpacked(description)
+        cells, has_common, tied, rows = unpacked(description)
         has_values |= bool(cells) or has_common
         ties += tied
         kinds.update({key: (None, shape) for key, shape in cells.items()})

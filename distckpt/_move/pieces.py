@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 
 from distckpt._base.dtypes import TO_NAME
 from distckpt._base.errors import InvalidShardingError
+from distckpt._format.columns import compress, decompress
 from distckpt._geometry.region import Region
 from distckpt._plan.load import Request, request_of
 from distckpt._plan.translate import Translated, translate
@@ -64,6 +66,17 @@ class Pieces(NamedTuple):
     def key(self, row: int) -> str:
         """Return the name of the tensor of a piece."""
         return self.table[row].kind.key
+
+
+def packed(values: Sequence[Any]) -> bytes:
+    """Encode a message about pieces, which may end with a table of them."""
+    return compress(json.dumps(values, default=int).encode())
+
+
+def unpacked(message: bytes) -> list[Any]:
+    """Decode a result of `packed`."""
+    values: list[Any] = json.loads(decompress(message))
+    return values
 
 
 def table_of(rows: Sequence[Sequence[Any]]) -> list[Piece]:

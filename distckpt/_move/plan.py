@@ -13,7 +13,6 @@ one. Buffers are used again every second wave.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -26,7 +25,6 @@ from distckpt._format.code_names import (
     places_of_scales,
     scale_beside,
 )
-from distckpt._format.columns import compress, decompress
 from distckpt._geometry.region import Region, intersect
 from distckpt._geometry.units import cut_region
 from distckpt._move.assignment import (
@@ -87,15 +85,6 @@ class RankPlan(NamedTuple):
     sent_bytes: int = 0
     has_gaps: bool = False
     num_bytes: int = 0
-
-    def to_bytes(self) -> bytes:
-        """Encode for sending."""
-        return compress(json.dumps(self).encode())
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> RankPlan:
-        """Decode the result of `to_bytes`."""
-        return cls(*json.loads(decompress(data)))
 
 
 def plan_moves(
