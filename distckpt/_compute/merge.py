@@ -5,6 +5,7 @@ The result is a weighted sum, or a moving average.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -180,26 +181,21 @@ def _factors(
     ema: float | None,
 ) -> list[float]:
     """Return the factor of each checkpoint."""
-    try:
-        factors = _factors_of_average(count, ema) if weights is None else [*map(float, weights)]
-    except (TypeError, ValueError, OverflowError):
-        factors = []
-    is_one_too_many = weights is not None and ema is not None
-    if is_one_too_many or len(factors) != count or not all(map(math.isfinite, factors)):
+    factors: list[float] = []
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if ema is None:
+            factors = [1 / count] * count if weights is None else [*map(float, weights)]
+        elif weights is None and 0 <= ema <= 1:
+            # The sum is multiplied with it before each further term.
+            factors = [1.0, *[1 - float(ema)] * (count - 1)]
+    # The digits of a text would be weights.
+    is_text = isinstance(weights, str)
+    if is_text or len(factors) != count or not all(map(math.isfinite, factors)):
         raise ValueError(
             f"{count} checkpoints, weights={weights!r:.200}, ema={ema!r:.200}: give a finite "
             "weight for each, or an ema from 0 to 1, or neither."
         )
     return factors
-
-
-def _factors_of_average(count: int, ema: float | None) -> list[float]:
-    if ema is None:
-        return [1 / count] * count
-    if isinstance(ema, str) or not 0 <= ema <= 1:
-        return []
-    # The sum is multiplied with it before each further term.
-    return [1.0, *[1 - float(ema)] * (count - 1)]
 
 
 # --- The tensors that all have --------------------------------------------------------------------
