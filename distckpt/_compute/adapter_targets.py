@@ -100,14 +100,17 @@ def is_target(module: str, config: Mapping[str, Any]) -> bool:
     targets = config.get("target_modules")
     if isinstance(targets, list) and module in targets:
         return True
-    is_named = not parameters if targets is None else _is_named(module, targets)
+    is_named = not parameters
+    if targets is not None:
+        is_named = str(targets).lower() == _ALL_LINEAR or _fits(module, targets)
     return is_named and _is_in_layers(module, config)
 
 
-def _is_named(module: str, targets: str | Collection[str]) -> bool:
-    if not isinstance(targets, str):
-        return ends_with(module, targets)
-    return targets.lower() == _ALL_LINEAR or re.fullmatch(targets, module) is not None
+def _fits(module: str, names: str | Collection[str]) -> bool:
+    """Whether a module fits a pattern, or one of several names."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return ends_with(module, names)
 
 
 def _is_parameter(module: str, parameters: Collection[str]) -> bool:
@@ -124,12 +127,8 @@ def _is_parameter(module: str, parameters: Collection[str]) -> bool:
 
 
 def _is_excluded(module: str, config: Mapping[str, Any]) -> bool:
-    excluded = config.get("exclude_modules") or ()
-    if isinstance(excluded, str):
-        is_excluded = re.fullmatch(excluded, module) is not None
-    else:
-        is_excluded = ends_with(module, excluded)
     saved = config.get("modules_to_save") or ()
+    is_excluded = _fits(module, config.get("exclude_modules") or ())
     return is_excluded or any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in saved)
 
 

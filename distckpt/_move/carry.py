@@ -203,9 +203,9 @@ class Staged(NamedTuple):
             before = self._bits(firsts)
             if view is not target:
                 copy_values(view, target)
-            same = map(torch.equal, before, self._bits(firsts))
-            marked = zip(firsts, same, strict=True)
-            changed += [(first, row) for first, is_same in marked if not is_same]
+            for first, old, new in zip(firsts, before, self._bits(firsts), strict=True):
+                if not torch.equal(old, new):
+                    changed.append((first, row))
         self._complete()
         return changed
 

@@ -212,14 +212,11 @@ def _make_model(config: Mapping[str, Any]) -> Any:
     names = [name for name in config.get("architectures") or () if hasattr(transformers, name)]
     try:
         settings = transformers.AutoConfig.for_model(model_type, **values)
+        make = transformers.AutoModelForCausalLM.from_config
+        if names:
+            make = getattr(transformers, names[0])._from_config
         with torch.device("meta"), _NoInitialization():
-            if names:
-                return getattr(transformers, names[0])._from_config(
-                    settings, attn_implementation="eager"
-                )
-            return transformers.AutoModelForCausalLM.from_config(
-                settings, attn_implementation="eager"
-            )
+            return make(settings, attn_implementation="eager")
     except Exception as error:  # of any class, by the model and by the checks of its configuration
         raise CheckpointingException(
             f"transformers {transformers.__version__} makes no model of type {model_type!r}, "
@@ -249,10 +246,8 @@ def _model_with(keys: Collection[str], config: Mapping[str, Any]) -> tuple[Any, 
     """
     model = _make_model(config)
     settings = config.get("quantization_config")
-    if not settings:
-        return model, None
     others = set(keys) - model.state_dict().keys()
-    if others:
+    if settings and others:
         quantized = _make_model(config)
         quantizers = importlib.import_module("transformers.quantizers")
         try:
@@ -274,9 +269,9 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     parts = {}
     for name, part in config.items():
-        if name.endswith("_config") and isinstance(part, Mapping):
+        is_part = name.endswith("_config") and name != "quantization_config"
+        if is_part and isinstance(part, Mapping):
             parts[name] = part
-    parts.pop("quantization_config", None)
     if not parts or importlib.util.find_spec("transformers") is None:
         return None
     try:
