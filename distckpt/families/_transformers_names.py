@@ -119,7 +119,7 @@ def _are_stored(saved: Mapping[str, MappedTensor], tied: Collection[str], on_dis
 
 def _is_of(keys: Collection[str], mapped: MappedTensor) -> bool:
     """Return whether a tensor is made of certain tensors only."""
-    return all(part.key in keys for part in mapped.parts)
+    return bool(mapped.parts) and all(part.key in keys for part in mapped.parts)
 
 
 def _recorders(shapes: Shapes) -> dict[str, _Recorder]:

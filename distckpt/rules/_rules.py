@@ -196,9 +196,11 @@ class Assemble(Rule):
         for key in self.sources:
             groups[key] = ([key], [])
         for name, mapped in self.tensors.items():
-            group = groups[mapped.parts[0].key]
-            for part in mapped.parts:
-                other = groups[part.key]
+            # An empty tensor has no parts: it comes with the first source.
+            keys = [part.key for part in mapped.parts] or list(self.sources)[:1]
+            group = groups[keys[0]]
+            for key in keys:
+                other = groups[key]
                 if other is not group:
                     group[0].extend(other[0])
                     group[1].extend(other[1])

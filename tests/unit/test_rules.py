@@ -534,6 +534,15 @@ def test_listed_tensors_may_share_several_sources():
     assert_round_trip([assemble], arrays)
 
 
+def test_listed_tensors_may_be_empty():
+    arrays = numbered_arrays(w=(2,), e=(0, 3))
+    recorded = apply_rules([Rename("e", "x"), Rename("w", "y")], infos(arrays))
+    assemble = Assemble(recorded, {"w": (2,), "e": (0, 3)})
+    expected = {"x": arrays["e"], "y": arrays["w"]}
+    assert_same(converted([assemble], arrays), expected)
+    assert_round_trip([assemble], arrays)
+
+
 def test_stacked_and_interleaved_tensors_come_back():
     arrays = numbered_arrays(**{f"l.{n}.e.{e}.w": (6, 2) for n in range(2) for e in range(3)})
     rules = [Stack("l.*.e.*.w", "l.{0}.w", axis=1, size=3), Interleave("l.*.w", "x.{0}", axis=0)]
