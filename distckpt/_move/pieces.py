@@ -69,7 +69,7 @@ class Pieces(NamedTuple):
 
 
 def packed(values: Sequence[Any]) -> bytes:
-    """Encode a message about pieces, which may end with a table of them."""
+    """Encode a message, which may end with a table of pieces."""
     return compress(json.dumps(values, default=int).encode())
 
 
