@@ -311,7 +311,7 @@ def _outputs(
     """Return the tensors of the export with their stored values."""
     model_rules = model.rules
     if any(_OF_LORA in key for key in selected):
-        model_rules = wing("computed").with_peft_names(model_rules, selected, model.config)
+        model_rules = wing("computed").rules_of_adapters(model_rules, selected, model.config)
     outputs = plan_tensors(
         selected,
         [*options.rules, *model_rules],

@@ -118,7 +118,7 @@ def check_export_options(options: ExportOptions) -> None:
     if not isinstance(numbers, Mapping | None):
         raise TypeError(f"fqn_to_index_mapping is a dict of names -> numbers, got {numbers!r:.200}")
     if options.quantize is not None:
-        wing("computed").formats_by_pattern(options.quantize)
+        wing("computed").check_formats(options.quantize)
 
 
 def locate_sources(
