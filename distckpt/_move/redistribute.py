@@ -38,7 +38,7 @@ _agreements: Agreements = {}
 """Agreements of earlier calls: the plans of layouts that come again."""
 
 _memory: MutableMapping[Any, HostMemory] = WeakKeyDictionary()
-"""Memory of the last successful call, for the next one of its group.
+"""Memory of the last successful call, for its group's next one.
 
 Making it, and writing to each of its pages for the first time, takes as long as the copies.
 """

@@ -1,4 +1,4 @@
-"""The base of the values in a sharded state dict, whose `isinstance` knows Megatron's, too.
+"""The base of the values in a sharded state dict.
 
 `distckpt.mapping` is the public path and defines the words.
 """
@@ -20,10 +20,6 @@ ReplicaId: TypeAlias = int | tuple[int, ...]
 
 INTEGERS = (int, Integral)
 """Classes of integers; `int` is the most frequent and the fastest to find."""
-
-
-# --- Counterparts in Megatron Core ----------------------------------------------------------------
-
 
 _FIELDS = {
     "ShardedTensor": {
@@ -102,9 +98,6 @@ def megatron_counterpart(cls: type) -> Any:
     if hasattr(theirs, "ShardedTensorFactory"):
         return _counterpart(cls, theirs)
     return None
-
-
-# --- The values -----------------------------------------------------------------------------------
 
 
 class OpenReplicaId(tuple[int, ...]):
