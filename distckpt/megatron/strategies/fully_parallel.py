@@ -55,7 +55,7 @@ class _WithinGroup(StrategyBase):
     def engine_settings(self) -> EngineSettings | None:
         engine: EngineSettings | None = self.base_strategy.engine_settings()
         # The methods of a class derived from a wrapper are to be called.
-        if engine is None or type(self).__module__ != __name__:
+        if engine is None or type(self) not in _WRAPPERS:
             return None
         return replace(engine, exchange_group=self.parallelization_group)
 
@@ -191,3 +191,6 @@ class FullyParallelLoadStrategyWrapper(_WithinGroup, LoadShardedStrategy):
         self, checkpoint_dir: str | os.PathLike[str], key_prefix: str
     ) -> None:
         self.base_strategy.remove_sharded_tensors(os.fspath(checkpoint_dir), key_prefix)
+
+
+_WRAPPERS = (FullyParallelSaveStrategyWrapper, FullyParallelLoadStrategyWrapper)
