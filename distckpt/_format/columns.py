@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ Column = npt.NDArray[Any]
 _JSON = "json"
 DELTAS = ".deltas"
 COUNTS = ".counts"
+INTEGERS = (np.uint8, np.uint16, np.uint32, np.int64)
+"""Dtypes of the results of `narrow`."""
 _WORD_BYTES = 8
 
 
@@ -107,10 +109,8 @@ def narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if column.dtype.kind != "i" or column.min(initial=0) < 0:
         return column
     largest = column.max(initial=0)
-    for dtype in (np.uint8, np.uint16, np.uint32):
-        if largest <= np.iinfo(dtype).max:
-            return column.astype(dtype)
-    return column.astype(np.int64)
+    fitting = (dtype for dtype in INTEGERS if largest <= np.iinfo(dtype).max)
+    return column.astype(next(fitting))
 
 
 def joined_ranges(firsts: IntArray, counts: IntArray) -> IntArray:
@@ -123,10 +123,25 @@ def joined_ranges(firsts: IntArray, counts: IntArray) -> IntArray:
     return numbers
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError with a message unless a condition holds."""
-    if not condition:
-        raise ValueError(message)
+def stored_column(
+    columns: Mapping[str, Column],
+    name: str,
+    shape: tuple[int, ...],
+    dtypes: Sequence[Any] = INTEGERS,
+) -> Column:
+    """Return a column of a table that is not trusted.
+
+    Raises:
+        ValueError: it is missing, or has another dtype or shape. A column without elements can
+            claim any length.
+    """
+    if name not in columns:
+        raise ValueError(f"column {name!r} is missing")
+    column = columns[name]
+    if column.dtype not in dtypes or column.shape != shape:
+        expected = f"{np.dtype(dtypes[-1])} {shape}"
+        raise ValueError(f"column {name!r} is {column.dtype} {column.shape}, not {expected}")
+    return column
 
 
 class Runs(NamedTuple):

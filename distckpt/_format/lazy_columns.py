@@ -23,10 +23,8 @@ from distckpt._format.chunk_table import (
     Files,
     judging_manifest,
 )
-from distckpt._format.columns import COUNTS, DELTAS, Column, Runs, require, unpack
+from distckpt._format.columns import COUNTS, DELTAS, Column, Runs, stored_column, unpack
 from distckpt._geometry.region import IntArray
-
-_STORED = (np.uint8, np.uint16, np.uint32, np.int64)
 
 
 class Segment(NamedTuple):
@@ -106,11 +104,8 @@ class Part(NamedTuple):
         deltas = self.columns.get(name + DELTAS)
         counts = self.columns.get(name + COUNTS)
         if deltas is None or counts is None:
-            column = self.columns[name]
             shape = (self.num_rows,) if num_axes is None else (self.num_rows, num_axes)
-            if column.shape != shape or column.dtype not in _STORED:
-                raise ValueError(f"column {name!r} is {column.dtype} {column.shape}, not {shape}")
-            return Segment(self.num_rows, column)
+            return Segment(self.num_rows, stored_column(self.columns, name, shape))
         num_numbers = self.num_rows * (1 if num_axes is None else num_axes)
         _check_runs(name, deltas, counts, num_numbers)
         return Segment(self.num_rows, Runs.of(deltas, counts))
@@ -323,8 +318,8 @@ class LazyChunks:
         tables.append(Part(len(rest["key_ids"]), rest))
         num_axes = checks.key_shapes.shape[1]
         num_rows = sum(table.num_rows for table in tables)
-        is_possible = num_rows * (4 + 2 * num_axes) <= MAX_TABLE_NUMBERS
-        require(is_possible, f"{num_rows} chunks are too many")
+        if num_rows * (4 + 2 * num_axes) > MAX_TABLE_NUMBERS:
+            raise ValueError(f"{num_rows} chunks are too many")
         axes = dict.fromkeys(("offsets", "shapes"), num_axes)
         columns: dict[str, Any] = {
             name: LazyColumn.of(tables, name, axes.get(name)) for name in TABLE_COLUMNS

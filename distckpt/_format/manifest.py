@@ -24,9 +24,8 @@ from distckpt._format.chunk_table import (
     MAX_TABLE_NUMBERS,
     ChunkTable,
     Files,
-    columns_of_files,
     files_of_checksums,
-    json_of_files,
+    files_as_stored,
 )
 from distckpt._format.columns import narrow, pack
 from distckpt._geometry.region import IntArray, Region, stacked
@@ -334,11 +333,12 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Encode as the content of `manifest.safetensors`; `manifest_from_bytes` undoes it."""
         chunks = self.all_chunks
+        file_fields, file_columns = files_as_stored(chunks.files)
         fields = {
             "format_version": version_of(chunks.files),
             "keys": self.keys,
             "dtypes": self.dtypes,
-            **json_of_files(chunks.files),
+            **file_fields,
             "aliases": self.aliases,
             "block_bytes": self.block_bytes,
             "checksum": CHECKSUM if self.has_checksums else None,
@@ -348,7 +348,7 @@ class Manifest:
             "key_ndims": np.array([len(shape) for shape in self.global_shapes], np.int64),
             **chunks.columns(),
             **self.figures,
-            **columns_of_files(chunks.files),
+            **file_columns,
         }
         if self.origin is not None:
             fields["origin"] = self.origin
