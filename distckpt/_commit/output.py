@@ -21,7 +21,6 @@ import errno
 import json
 import os
 import secrets
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -274,7 +273,38 @@ class Output:
         Raises:
             CheckpointingException: a file is missing, or has another size.
         """
-        _check_files(self._ranks, self.location, files)
+        directory = self.location
+        wrong = dict(files)
+        sizes: dict[str, int | None] = {}
+
+        def look_at(names: Sequence[str]) -> None:
+            for name in names:
+                sizes[name] = _size_of(os.path.join(directory, name))
+
+        def are_right() -> bool:
+            names = list(wrong)
+            starts = range(0, len(names), _FILES_PER_BATCH)
+            run_threads(look_at, [names[i : i + _FILES_PER_BATCH] for i in starts], _MAX_THREADS)
+            for name in names:
+                if wrong[name] == sizes[name]:
+                    del wrong[name]
+            return not wrong
+
+        # A single process has written all of them itself, and object stores list all their files.
+        is_waiting = self._ranks.size > 1 and locations.is_local(directory)
+        seconds = _seconds_to_appear(self._ranks) if is_waiting else 0.0
+        if _wait_until(are_right, seconds):
+            return
+        name, size = next(iter(wrong.items()))
+        state = f"has {sizes[name]} bytes instead of {size}"
+        if sizes[name] is None:
+            state = "is missing"
+        more = f" (and {len(wrong) - 1} more files)" if len(wrong) > 1 else ""
+        raise CheckpointingException(
+            f"{os.path.join(directory, name)!r} was written and {state} as rank 0 (host "
+            f"{os.uname().nodename!r}) sees it{more}: another program removes or changes files "
+            "there, or not all ranks share this storage. Nothing was committed."
+        )
 
     def commit_beside_others(self, is_replaced: Callable[[str], bool]) -> None:
         """Let an export appear, together with the files already there.
@@ -440,53 +470,14 @@ def _seconds_to_appear(ranks: Ranks) -> float:
     return min(SECONDS_TO_APPEAR, ranks.timeout / 3)
 
 
-def _check_files(ranks: Ranks, directory: str, files: Sequence[tuple[str, int]]) -> None:
-    """Check that files in a directory have their sizes; for the coordinator."""
-    is_local = locations.is_local(directory)
-    wrong = dict(files)
-    sizes: dict[str, int | None] = {}
-
-    def look_at(names: Sequence[str]) -> None:
-        for name in names:
-            sizes[name] = _size_of(os.path.join(directory, name), is_local)
-
-    def are_right() -> bool:
-        names = list(wrong)
-        starts = range(0, len(names), _FILES_PER_BATCH)
-        run_threads(look_at, [names[i : i + _FILES_PER_BATCH] for i in starts], _MAX_THREADS)
-        for name in names:
-            if wrong[name] == sizes[name]:
-                del wrong[name]
-        return not wrong
-
-    # A single process has written all of them itself, and object stores list all their files.
-    is_waiting = ranks.size > 1 and is_local
-    seconds = _seconds_to_appear(ranks) if is_waiting else 0.0
-    if _wait_until(are_right, seconds):
-        return
-    name, size = next(iter(wrong.items()))
-    state = f"has {sizes[name]} bytes instead of {size}"
-    if sizes[name] is None:
-        state = "is missing"
-    more = f" (and {len(wrong) - 1} more files)" if len(wrong) > 1 else ""
-    raise CheckpointingException(
-        f"{os.path.join(directory, name)!r} was written and {state} as rank 0 (host "
-        f"{os.uname().nodename!r}) sees it{more}: another program removes or changes files there, "
-        "or not all ranks share this storage. Nothing was committed."
-    )
-
-
-def _size_of(path: str, is_local: bool) -> int | None:
+def _size_of(path: str) -> int | None:
     """Return the size of a file, None if there is no file."""
     try:
-        if not is_local:
-            return locations.file_size(path)
-        status = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
+        return locations.file_size(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EINVAL):
+            raise
         return None
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    return status.st_size
 
 
 def _wait_until(is_true: Callable[[], bool], seconds: float) -> bool:

@@ -34,14 +34,7 @@ def judging_manifest(location: str) -> Iterator[None]:
     """Report errors in decoding a manifest as damage."""
     try:
         yield
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise CorruptCheckpointError(
             f"The manifest of {location!r} is damaged ({type(error).__name__}: {error}). "
             "Load another checkpoint, or restore this one from a copy."

@@ -211,7 +211,7 @@ class Runs(NamedTuple):
     def places_of(self, numbers: IntArray) -> IntArray:
         """Return the places of some distinct numbers, in ascending order."""
         counts = self.counts
-        starts = self.ends - self.counts
+        starts = self.ends - counts
         is_constant = self.deltas == 0
         places = [self.places_in(is_constant & np.isin(self.befores, numbers))]
         divisors = np.where(is_constant, 1, self.deltas)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,28 +77,22 @@ class NamePattern(NamedTuple):
         )
 
 
+@dataclass(eq=False, repr=False)
 class FileTable(Sequence[ShardFile]):
     """Files, as a sequence that computes them.
 
     The columns have a number for each file.
     """
 
-    def __init__(
-        self,
-        patterns: Sequence[NamePattern],
-        pattern_ids: Column,
-        numbers: Column,
-        num_bytes: Column,
-        header_bytes: Column,
-        checksums: npt.NDArray[np.uint64],
-    ) -> None:
-        self.patterns = patterns
-        self.num_bytes = num_bytes
-        self.header_bytes = header_bytes
-        self._pattern_ids = pattern_ids
-        self._numbers = numbers
-        self._checksums = checksums
-        self._templates = [(pattern.template(), len(pattern.widths)) for pattern in patterns]
+    patterns: Sequence[NamePattern]
+    _pattern_ids: Column
+    _numbers: Column
+    num_bytes: Column
+    header_bytes: Column
+    _checksums: npt.NDArray[np.uint64]
+
+    def __post_init__(self) -> None:
+        self._templates = [(pattern.template(), len(pattern.widths)) for pattern in self.patterns]
 
     @classmethod
     def of(cls, files: Sequence[ShardFile]) -> FileTable:
@@ -287,12 +282,12 @@ def _are_numbers(texts: Sequence[str]) -> bool:
 
     Padded numbers have zeros up to the length of the shortest.
     """
-    lengths = {*map(len, texts)}
-    if len(lengths) == 1 and max(lengths) <= _MAX_DIGITS:
+    if len(set(texts)) == 1:
         return True
+    lengths = {*map(len, texts)}
     shortest = min(lengths)
     are_padded = all(len(text) == shortest or text[0] != "0" for text in texts)
-    return len(set(texts)) == 1 or (are_padded and max(lengths) <= _MAX_DIGITS)
+    return are_padded and max(lengths) <= _MAX_DIGITS
 
 
 def _pattern_of(

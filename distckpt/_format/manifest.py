@@ -24,8 +24,8 @@ from distckpt._format.chunk_table import (
     MAX_TABLE_NUMBERS,
     ChunkTable,
     Files,
-    files_of_checksums,
     files_as_stored,
+    files_of_checksums,
 )
 from distckpt._format.columns import narrow, pack
 from distckpt._geometry.region import IntArray, Region, stacked

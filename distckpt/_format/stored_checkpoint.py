@@ -141,43 +141,39 @@ def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
     different = np.flatnonzero(np.bincount(file_ids)).tolist()
 
     def check(file_id: int) -> None:
+        path = stored.path_of_file(file_id)
         if stored.files is None:
-            _check_file(stored, file_id)
+            _check_file(stored, path, file_id)
         else:
-            path = stored.path_of_file(file_id)
-            stored.files.check_once(path, lambda: _check_file(stored, file_id))
+            stored.files.check_once(path, lambda: _check_file(stored, path, file_id))
 
     run_threads(check, different, num_threads)
 
 
-def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
-    path = stored.path_of_file(file_id)
-    expected = stored.manifest.files[file_id].num_bytes
+def _check_file(stored: StoredCheckpoint, path: str, file_id: int) -> None:
+    file = stored.manifest.files[file_id]
     try:
         actual = file_size(path)
         if stored.compares_headers and locations.is_local(path):
             stored.states.setdefault(path, locations.file_state(path))
     except FileNotFoundError as error:
         raise missing_file(stored, path) from error
-    if actual != expected:
+    if actual != file.num_bytes:
         raise CorruptCheckpointError(
             f"{path!r} has {actual} bytes, but the manifest of {stored.location!r} says "
-            f"{expected}: the file was cut off, extended or replaced. Restore it from a copy or "
-            "load another checkpoint."
+            f"{file.num_bytes}: the file was cut off, extended or replaced. Restore it from a copy "
+            "or load another checkpoint."
         )
-    if stored.compares_headers and not _has_described_header(stored, file_id):
+    # Some formats have no headers that are known.
+    if not stored.compares_headers or not file.header_bytes:
+        return
+    header = locations.read_range(path, 0, file.header_bytes)
+    if checksum(header) != file.header_checksum:
         raise CorruptCheckpointError(
             f"{path!r} on host {os.uname().nodename!r} has another header than where rank 0 has "
             "read it: they are not copies of one file, or it was replaced meanwhile. Give all "
             "ranks the same files."
         )
-
-
-def _has_described_header(stored: StoredCheckpoint, file_id: int) -> bool:
-    file = stored.manifest.files[file_id]
-    header = locations.read_range(stored.path_of_file(file_id), 0, file.header_bytes)
-    # Some formats have no headers that are known.
-    return not file.header_bytes or checksum(header) == file.header_checksum
 
 
 def missing_file(stored: StoredCheckpoint, path: str) -> CorruptCheckpointError:

@@ -255,10 +255,9 @@ class FsspecLocation(RemoteLocation):
     @property
     def _has_no_buckets(self) -> bool:
         protocol = self._uncached.protocol
-        names = set(protocol)
-        if isinstance(protocol, str):
-            names = {protocol}
-        return not names.isdisjoint(_WITHOUT_BUCKETS)
+        return not _WITHOUT_BUCKETS.isdisjoint(
+            [protocol] if isinstance(protocol, str) else protocol
+        )
 
     def remove_empty_folders(self) -> None:
         is_bucket = "/" not in self._path.strip("/")

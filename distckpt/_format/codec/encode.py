@@ -11,6 +11,7 @@ import collections
 import contextlib
 import datetime
 import functools
+import itertools
 import math
 import re
 import struct
@@ -128,10 +129,10 @@ _Encoder = Callable[[Any, Writer], Json]
 
 def encode_node(obj: object, writer: Writer) -> Json:
     """Return the tree of an object; other bytes go to `writer.entries`."""
-    return _encoder_of(obj, writer)(obj, writer)
+    return _encoder_of(obj)(obj, writer)
 
 
-def _encoder_of(obj: object, writer: Writer) -> _Encoder:
+def _encoder_of(obj: object) -> _Encoder:
     cls = type(obj)
     encoder = encoders().get(cls)
     if encoder is not None:
@@ -219,7 +220,7 @@ def _encode_children(
     nodes = []
     for template, name, child in children:
         writer.path[-1] = (template, name)
-        nodes.append(_encoder_of(child, writer)(child, writer))
+        nodes.append(_encoder_of(child)(child, writer))
     writer.leave(owner)
     return nodes
 
@@ -242,10 +243,7 @@ def _encode_dict(obj: Mapping[Any, object], writer: Writer, template: str = ITEM
     if all(type(key) is str and _is_unicode(key) for key in obj) and not is_tagged(obj):
         return dict(zip(obj, values, strict=True))
     pairs = zip(encode_inline(obj, KEY, writer), values, strict=True)
-    flat: list[Json] = []
-    for pair in pairs:
-        flat += pair
-    return {"$dict": flat}
+    return {"$dict": list(itertools.chain.from_iterable(pairs))}
 
 
 def _encode_defaultdict(obj: collections.defaultdict[Any, object], writer: Writer) -> Json:

@@ -36,17 +36,12 @@ Json = Any
 Raw = bytes | bytearray | memoryview
 
 
-FACTORIES: dict[str | None, type | None] = {
-    None: None,
-    **{
-        cls.__name__: cls
-        for cls in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
-    },
-    **{
-        cls.__name__: cls
-        for cls in (collections.Counter, collections.OrderedDict, collections.deque)
-    },
-}
+_FACTORIES = (
+    *(bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple),
+    *(collections.Counter, collections.OrderedDict, collections.deque),
+)
+FACTORIES: dict[str | None, type | None] = {None: None}
+FACTORIES |= {cls.__name__: cls for cls in _FACTORIES}
 PATHS: dict[str, type[pathlib.PurePath]] = {
     cls.__name__: cls
     for cls in (
@@ -59,7 +54,7 @@ PATHS: dict[str, type[pathlib.PurePath]] = {
 
 DTYPES: Mapping[str, torch.dtype] = LazyTable(
     lambda: {
-        str(value)[len("torch.") :]: value
+        str(value).removeprefix("torch."): value
         for value in map(functools.partial(getattr, torch), dir(torch))
         if isinstance(value, torch.dtype)
     }
