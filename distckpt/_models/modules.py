@@ -370,9 +370,7 @@ def _entries(
     besides, with their prefixes.
     """
     module = bare_module(module)
-    delegates: list[tuple[str, torch.nn.Module]] = []
-    if delegate:
-        delegates += _delegates(module)
+    delegates = list(_delegates(module)) if delegate else []
     if delegates:
         _check_delegates(module)
     plain_names = _PlainNames(module)
@@ -388,10 +386,8 @@ def _entries(
                 "one in its module."
             )
     if delegates:
-        prefixes = {name for name, _ in delegates}
-        entries = {
-            name: entry for name, entry in entries.items() if not _lies_below(name, prefixes)
-        }
+        prefixes = tuple(name for name, _ in delegates)
+        entries = {name: entry for name, entry in entries.items() if not name.startswith(prefixes)}
     return entries, delegates
 
 
@@ -459,10 +455,6 @@ def _has_own_state(module: torch.nn.Module) -> bool:
     transient = module._non_persistent_buffers_set
     buffers = [value for name, value in module._buffers.items() if name not in transient]
     return any(value is not None for value in (*module._parameters.values(), *buffers))
-
-
-def _lies_below(name: str, prefixes: set[str]) -> bool:
-    return any(name[: i + 1] in prefixes for i, character in enumerate(name) if character == ".")
 
 
 class _PlainNames:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +71,13 @@ def state_target(
     """
     key = f"{prefix}.{shard.key}"
     if f"{key}.tensor_type" in stored:
-        return _own_subclass(own, key)
+        if own is None:
+            raise LoadMismatchError(
+                f"The state {key!r} was saved as a tensor that is made of others, which only the "
+                "optimizer can make: have it make a step (with any gradients) before loading.",
+                unexpected=[key],
+            )
+        return own
     entry = _stored_entry(shard, key, stored)
     if entry is None or entry.dtype is None:
         return _new_like(param, param.dtype)
@@ -88,26 +93,10 @@ def state_target(
     if of_pairs:
         stored_shape = entry.shape[:-1]
     shape = _target_shape(shard, param, stored_shape, key)
-    if own is not None and _has_form(own, dtype, shape, param):
+    is_same_kind = own is not None and is_dtensor(own) == is_dtensor(param)
+    if own is not None and is_same_kind and own.dtype == dtype and tuple(own.shape) == shape:
         return own
     return _new_target(param, shape, dtype, order)
-
-
-def _own_subclass(own: torch.Tensor | None, key: str) -> torch.Tensor:
-    if own is None:
-        raise LoadMismatchError(
-            f"The state {key!r} was saved as a tensor that is made of others, which only the "
-            "optimizer can make: have it make a step (with any gradients) before loading.",
-            unexpected=[key],
-        )
-    return own
-
-
-def _has_form(
-    tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], param: torch.Tensor
-) -> bool:
-    is_same_kind = is_dtensor(tensor) == is_dtensor(param)
-    return is_same_kind and tensor.dtype == dtype and tuple(tensor.shape) == shape
 
 
 def _new_target(
@@ -295,8 +284,8 @@ def _restored_state(
             values = loaded.get(place, {})
             of_state = {name: values[name] for name in entry["tensors"] if name in values}
             _fill(own.names[place], tensors, of_state, entry)
-            scalar = partial(_scalar, section.groups[number], param, section.state.get(param))
-            state[param] = _joined_state(entry, tensors, scalar, local_part(param).device)
+            group = section.groups[number]
+            state[param] = _joined_state(entry, tensors, group, param, section.state.get(param))
     return state
 
 
@@ -331,12 +320,13 @@ def _restored_groups(
 def _joined_state(
     entry: Entry,
     tensors: Mapping[str, torch.Tensor],
-    scalar: Callable[[str, Any, torch.dtype], torch.Tensor],
-    device: torch.device,
+    group: Mapping[str, Any],
+    param: torch.Tensor,
+    present: Any,
 ) -> Any:
     """Return the state of a parameter in the optimizer's form.
 
-    It is the reverse of `param_state`.
+    It is the reverse of `param_state`; `present` is the state that the optimizer has.
     """
     left = dict(tensors)
 
@@ -346,7 +336,7 @@ def _joined_state(
         if leaf is HOLE or (leaf is None and name in left):
             return left.pop(name)
         if isinstance(leaf, torch.Tensor):
-            return leaf.to(device)
+            return leaf.to(local_part(param).device)
         return leaf
 
     scalars: dict[str, torch.dtype] = {}
@@ -357,7 +347,8 @@ def _joined_state(
     state: dict[str, Any] = {}
     for name, value in entry["values"].items():
         if name in scalars:
-            state[name] = scalar(name, value, scalars[name])
+            own = present.get(name) if isinstance(present, dict) else None
+            state[name] = _scalar(group, param, own, name, value, scalars[name])
         else:
             state[name] = map_leaves(put_back, value, is_plain_container, (name,))
     state |= left
@@ -385,10 +376,9 @@ def _fill(
 
 
 def _scalar(
-    group: Mapping[str, Any], param: Any, present: Any, name: str, number: Any, dtype: torch.dtype
+    group: Mapping[str, Any], param: Any, own: Any, name: str, number: Any, dtype: torch.dtype
 ) -> torch.Tensor:
     """Make a tensor without axes, where torch's own `load_state_dict` would have it."""
-    own = present.get(name) if isinstance(present, dict) else None
     if isinstance(own, torch.Tensor):
         # In the form that the optimizer uses, where it has one.
         return torch.full_like(own, number)
@@ -411,7 +401,9 @@ def _write_sections(
     if rest is not HOLE:
         others = rest
     if inner is None and not is_plain(optimizer):
-        optimizer.load_state_dict(_with_sections(others, new, own))
+        for section, before in zip(new, own, strict=True):
+            _put_section(others, section, before)
+        optimizer.load_state_dict(others)
         return
     state = (inner or optimizer).state
     for section in new:
@@ -423,14 +415,6 @@ def _write_sections(
     if inner:
         for outer, below in zip(optimizer.param_groups, inner.param_groups, strict=True):
             _set_options(outer, below)
-
-
-def _with_sections(
-    tree: dict[Any, Any], new: Iterable[Section], own: Iterable[Section]
-) -> dict[Any, Any]:
-    for section, old in zip(new, own, strict=True):
-        _put_section(tree, section, old)
-    return tree
 
 
 def _put_section(tree: dict[Any, Any], section: Section, own: Section) -> None:
