@@ -34,6 +34,11 @@ def pack(fields: Any, columns: Mapping[str, Column]) -> bytes:
     return safetensors.numpy.save({_JSON: np.frombuffer(text, np.uint8), **arrays})
 
 
+def stored_integers(columns: Mapping[str, Column], name: str, shape: tuple[int, ...]) -> IntArray:
+    """Return a column of integers as int64, see `stored_column`."""
+    return stored_column(columns, name, shape).astype(np.int64, copy=False)
+
+
 def compress(data: bytes) -> bytes:
     """Compress bytes for a message.
 

@@ -21,7 +21,14 @@ from distckpt._format.chunk_table import (
     files_of_checksums,
     judging_manifest,
 )
-from distckpt._format.columns import INTEGERS, Column, pack, stored_column, unpack
+from distckpt._format.columns import (
+    INTEGERS,
+    Column,
+    pack,
+    stored_column,
+    stored_integers,
+    unpack,
+)
 from distckpt._format.manifest import (
     CHECKSUM,
     KEY_COLUMNS,
@@ -128,7 +135,7 @@ def manifest_from_bytes(data: bytes, location: str) -> Manifest:
             quantization=fields.get("quantization"),
             figures=_figures_in(columns, [name == OBJECT for name in dtypes]),
         )
-        _check(manifest)
+        _check(manifest, checks)
         if isinstance(manifest.chunks, ChunkTable):
             checks.check(manifest.chunks)
         else:
@@ -180,7 +187,9 @@ def _read_chunks(
         shape = (len(columns["key_ids"]),)
         regions = (*shape, checks.key_shapes.shape[1])
         shapes = {"offsets": regions, "shapes": regions}
-        table = {name: _integers(columns, name, shapes.get(name, shape)) for name in TABLE_COLUMNS}
+        table = {
+            name: stored_integers(columns, name, shapes.get(name, shape)) for name in TABLE_COLUMNS
+        }
         return ChunkTable(files, **table, block_checksums=columns["block_checksums"])
     # Few checkpoints are so large.
     from distckpt._format.lazy_columns import LazyChunks
@@ -192,7 +201,7 @@ def _read_chunks(
 # --- Checking -------------------------------------------------------------------------------------
 
 
-def _check(manifest: Manifest) -> None:
+def _check(manifest: Manifest, checks: ChunkChecks) -> None:
     """Check a manifest that was read.
 
     Raises:
@@ -202,7 +211,7 @@ def _check(manifest: Manifest) -> None:
     dtypes = set(manifest.dtypes) - {OBJECT}
     checksums = manifest.block_checksums
     has_checksums = manifest.has_checksums
-    are_here = has_checksums and not len(manifest.checksum_files)
+    are_here = has_checksums and not len(checks.checksum_files)
     is_usual = has_checksums or manifest.block_bytes == BLOCK_BYTES
     faults = {
         "keys are not distinct": len(keys) < len(manifest.keys),
@@ -224,7 +233,7 @@ def _check(manifest: Manifest) -> None:
             raise ValueError("the settings of quantized tensors are none")
     if isinstance(manifest.files, list):
         _check_files(manifest.files, is_foreign=manifest.origin is not None)
-    _check_files_of_checksums(manifest)
+    _check_files_of_checksums(checks)
 
 
 def _check_files(files: list[ShardFile], is_foreign: bool) -> None:
@@ -241,14 +250,14 @@ def _check_files(files: list[ShardFile], is_foreign: bool) -> None:
             raise TypeError(f"the numbers of the file {name!r} are not integers")
 
 
-def _check_files_of_checksums(manifest: Manifest) -> None:
-    holders = manifest.checksum_files
+def _check_files_of_checksums(checks: ChunkChecks) -> None:
+    holders = checks.checksum_files
     if not len(holders):
         return
-    sizes, header_sizes = (column[holders] for column in file_sizes(manifest.files))
+    sizes, header_sizes = (column[holders] for column in file_sizes(checks.files))
     is_wrong = (sizes % CHECKSUM_BYTES != 0) | (sizes != header_sizes)
     for place in np.flatnonzero(is_wrong)[:1]:
-        name = manifest.files[int(holders[place])].name
+        name = checks.files[int(holders[place])].name
         raise ValueError(f"the size of the file of checksums {name!r} is wrong")
 
 
@@ -270,8 +279,10 @@ def _shapes_in(
     columns: Mapping[str, Column], num_keys: int
 ) -> tuple[IntArray, list[tuple[int, ...]]]:
     """Return the global shapes of keys, padded with 1 and as tuples."""
-    key_ndims = _integers(columns, "key_ndims", (num_keys,))
-    key_shapes = _integers(columns, "key_shapes", (num_keys, *columns["key_shapes"].shape[-1:]))
+    key_ndims = stored_integers(columns, "key_ndims", (num_keys,))
+    key_shapes = stored_integers(
+        columns, "key_shapes", (num_keys, *columns["key_shapes"].shape[-1:])
+    )
     if (key_shapes < 0).any():
         raise ValueError("a global shape is negative")
     # Floating point detects products that would wrap around in int64.
@@ -284,7 +295,3 @@ def _shapes_in(
     padded = np.where(is_axis, key_shapes, 1)
     shapes = zip(padded.tolist(), key_ndims.tolist(), strict=True)
     return padded, [tuple(shape[:ndim]) for shape, ndim in shapes]
-
-
-def _integers(columns: Mapping[str, Column], name: str, shape: tuple[int, ...]) -> IntArray:
-    return stored_column(columns, name, shape).astype(np.int64, copy=False)

@@ -89,7 +89,7 @@ def parse_config(
     fields: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]
 ) -> CheckpointingConfig:
     """Return the format that a marker's fields name; see `maybe_load_config`."""
-    path = _marker_path(checkpoint_dir)
+    path = os.path.join(checkpoint_dir, CONFIG_FNAME)
     if "sharded_backend" not in fields:
         raise CorruptCheckpointError(
             f"{path}: the field 'sharded_backend' is missing; this is not the marker of a "

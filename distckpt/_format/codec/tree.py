@@ -110,12 +110,6 @@ def type_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError, which `decode` reports as damage, unless a condition holds."""
-    if not condition:
-        raise ValueError(message)
-
-
 class Registration(NamedTuple):
     """A registered class, its stored name, and its conversion functions.
 
@@ -247,10 +241,8 @@ def _functions_of_fields(
             fields[name] = stored[name] if name in stored else default_of(name)
         unknown = [name for name in stored if name not in fields]
         missing = [name for name in names if fields[name] is dataclasses.MISSING]
-        require(
-            not unknown and not missing,
-            f"stored fields without a place: {unknown}; not stored: {missing}",
-        )
+        if unknown or missing:
+            raise ValueError(f"stored fields without a place: {unknown}; not stored: {missing}")
         return rebuild(fields)
 
     return to_state, from_state
