@@ -282,12 +282,10 @@ def _are_numbers(texts: Sequence[str]) -> bool:
 
     Padded numbers have zeros up to the length of the shortest.
     """
-    if len(set(texts)) == 1:
-        return True
     lengths = {*map(len, texts)}
     shortest = min(lengths)
-    are_padded = all(len(text) == shortest or text[0] != "0" for text in texts)
-    return are_padded and max(lengths) <= _MAX_DIGITS
+    are_padded = len(lengths) == 1 or all(len(text) == shortest or text[0] != "0" for text in texts)
+    return (are_padded and max(lengths) <= _MAX_DIGITS) or len(set(texts)) == 1
 
 
 def _pattern_of(

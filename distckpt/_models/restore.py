@@ -274,17 +274,11 @@ def _check_scheduler(name: str, scheduler: Any, stored: str, state: Any, is_stri
             f"A scheduler of another kind: {text}. Create the one that was saved"
             f"{stored and f', {stored}'}, or leave it out."
         )
-    _warn_of_scheduler(name, own, stored, text)
-
-
-def _warn_of_scheduler(name: str, own: str, stored: str, text: str) -> None:
-    if not stored:
-        logger.warning("%s: is it of another scheduler?", text)
-        return
-    logger.warning(
-        "the scheduler that was saved at %r is of class %s, and is loaded into one of class %s, "
-        "which computes other learning rates",
-        name,
-        stored,
-        own,
-    )
+    if stored:
+        text = (
+            f"the scheduler that was saved at {name!r} is of class {stored}, and is loaded into "
+            f"one of class {own}, which computes other learning rates"
+        )
+    else:
+        text = f"{text}: is it of another scheduler?"
+    logger.warning("%s", text)
