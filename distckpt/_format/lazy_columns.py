@@ -7,6 +7,7 @@ needs few rows of many.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -103,20 +104,16 @@ class Part(NamedTuple):
         """
         deltas = self.columns.get(name + DELTAS)
         counts = self.columns.get(name + COUNTS)
+        shape = (self.num_rows,) if num_axes is None else (self.num_rows, num_axes)
         if deltas is None or counts is None:
-            shape = (self.num_rows,) if num_axes is None else (self.num_rows, num_axes)
             return Segment(self.num_rows, stored_column(self.columns, name, shape))
-        num_numbers = self.num_rows * (1 if num_axes is None else num_axes)
-        _check_runs(name, deltas, counts, num_numbers)
+        num_numbers = math.prod(shape)
+        if not deltas.dtype == counts.dtype == np.int64 or deltas.shape != counts.shape:
+            raise ValueError(f"{name!r} has no runs of int64")
+        # Floating point does not wrap around.
+        if counts.min(initial=1) < 1 or counts.sum(dtype=np.float64) != num_numbers:
+            raise ValueError(f"the runs of {name!r} do not have {num_numbers} numbers")
         return Segment(self.num_rows, Runs.of(deltas, counts))
-
-
-def _check_runs(name: str, deltas: Column, counts: Column, num_numbers: int) -> None:
-    if not deltas.dtype == counts.dtype == np.int64 or deltas.shape != counts.shape:
-        raise ValueError(f"{name!r} has no runs of int64")
-    # Floating point does not wrap around.
-    if counts.min(initial=1) < 1 or counts.sum(dtype=np.float64) != num_numbers:
-        raise ValueError(f"the runs of {name!r} do not have {num_numbers} numbers")
 
 
 class LazyColumn:

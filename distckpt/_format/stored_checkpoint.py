@@ -209,7 +209,13 @@ def fetch_checksums(stored: StoredCheckpoint, file_ids: IntArray) -> None:
     with manifest.fetched.lock if num_missing > NUM_REQUESTS else contextlib.nullcontext():
         _read_missing(stored, holders)
     with manifest.fetched.lock, judging_manifest(stored.location):
-        _locate(manifest, [holder for holder in holders if holder not in manifest.fetched.located])
+        missing = [holder for holder in holders if holder not in manifest.fetched.located]
+        # Not of all chunks at once: a whole tensor may lie in all files.
+        num_holders = CHUNKS_AT_ONCE * len(manifest.checksum_files)
+        step = max(1, num_holders // max(1, len(manifest.key_ids)))
+        for start in range(0, len(missing), step):
+            _find_first_blocks(manifest, np.array(missing[start : start + step], np.int64))
+        manifest.fetched.located.update(missing)
 
 
 def _read_missing(stored: StoredCheckpoint, holders: Sequence[int]) -> None:
@@ -221,14 +227,6 @@ def _read_missing(stored: StoredCheckpoint, holders: Sequence[int]) -> None:
     missing = [holder for holder in holders if holder not in fetched]
     run_threads(read, missing, 1 if locations.is_local(stored.location) else NUM_REQUESTS)
     fetched.update(contents)
-
-
-def _locate(manifest: Manifest, holders: Sequence[int]) -> None:
-    # Not of all chunks at once: a whole tensor may lie in all files.
-    step = max(1, CHUNKS_AT_ONCE * len(manifest.checksum_files) // max(1, len(manifest.key_ids)))
-    for start in range(0, len(holders), step):
-        _find_first_blocks(manifest, np.array(holders[start : start + step], np.int64))
-    manifest.fetched.located.update(holders)
 
 
 def checksums_of_blocks(manifest: Manifest, file_ids: IntArray, blocks: IntArray) -> Checksums:

@@ -194,9 +194,7 @@ def _possible_runs(
     for order in orders:
         runs = [_joined([(0, size)]) for size in shape]
         for mesh_axis, axis, split_factor, parts in order:
-            factor = split_factor
-            if order is as_made:
-                factor = 1
+            factor = 1 if order is as_made else split_factor
             runs[axis] = _part(runs[axis], factor, parts, coordinate[mesh_axis])
         possible.append((tuple(runs), _fragmentations(shape, order, runs)))
     return possible

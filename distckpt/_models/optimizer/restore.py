@@ -426,12 +426,10 @@ def _put_section(tree: dict[Any, Any], section: Section, own: Section) -> None:
         node.update(section.state)
         return
     numbers: dict[torch.Tensor, int] = {}
-    position = 0
+    for position, param in enumerate(params_of(section.groups)):
+        numbers.setdefault(param, position)
     groups = []
     for group, before in zip(section.groups, own.groups, strict=True):
-        for param in group["params"]:
-            numbers.setdefault(param, position)
-            position += 1
         params = [numbers[param] for param in group["params"]]
         groups.append({**before, **group, "params": params})
     state = {numbers[param]: value for param, value in section.state.items()}
