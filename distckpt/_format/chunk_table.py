@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distckpt._base.errors import CorruptCheckpointError
-from distckpt._format.checksum import CHECKSUM_BYTES
+from distckpt._format.checksum import CHECKSUM_BYTES, Checksums
 from distckpt._format.columns import Column, joined_ranges, pack, unpack
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import IntArray, stable_order, widen
@@ -66,9 +66,9 @@ class ChunkTable(NamedTuple):
     num_bytes: IntArray
     offsets: IntArray
     shapes: IntArray
-    block_checksums: npt.NDArray[np.uint64]
+    block_checksums: Checksums
 
-    def columns(self) -> dict[str, npt.NDArray[Any]]:
+    def columns(self) -> dict[str, Column]:
         """Return the arrays by name."""
         columns = self._asdict()
         del columns["files"]
@@ -182,7 +182,7 @@ class ChunkTable(NamedTuple):
 
 TABLE_COLUMNS = [name for name in ChunkTable._fields if name not in ("files", "block_checksums")]
 """The columns that parts of a manifest have."""
-NO_CHECKSUMS: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+NO_CHECKSUMS: Checksums = np.zeros(0, np.uint64)
 
 
 def blocks_of(rows: IntArray, num_bytes: IntArray, block_bytes: int) -> IntArray:
@@ -307,7 +307,7 @@ class ChunkChecks:
         if not (is_exact | (per_item == 0)).all():
             raise ValueError("a chunk's size contradicts its shape")
 
-    def check_room(self, num_bytes: npt.NDArray[Any]) -> None:
+    def check_room(self, num_bytes: Column) -> None:
         """Check that chunks take no more bytes than their files.
 
         No byte is in two chunks, so a small file cannot claim large tensors.

@@ -106,7 +106,7 @@ def _runs_of(column: Column) -> tuple[Column, Column]:
     return deltas[starts], np.diff(starts, append=len(deltas))
 
 
-def narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def narrow(column: Column) -> Column:
     """Return signed integers in the fewest bytes that hold them.
 
     Other columns are returned as they are.

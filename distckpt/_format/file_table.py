@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from distckpt._format.checksum import Checksums
 from distckpt._format.columns import Column, narrow, stored_column
 from distckpt._format.safetensors_file import CHECKSUMS_SUFFIX, MAX_HEADER_BYTES, ShardFile
 from distckpt._geometry.region import IntArray
@@ -89,7 +89,7 @@ class FileTable(Sequence[ShardFile]):
     _numbers: Column
     num_bytes: Column
     header_bytes: Column
-    _checksums: npt.NDArray[np.uint64]
+    _checksums: Checksums
 
     def __post_init__(self) -> None:
         self._templates = [(pattern.template(), len(pattern.widths)) for pattern in self.patterns]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from distckpt._format.checksum import Checksums
 from distckpt._format.chunk_table import (
     MAX_TABLE_NUMBERS,
     NO_CHECKSUMS,
@@ -283,7 +284,7 @@ class LazyChunks:
     num_bytes: LazyColumn
     offsets: LazyColumn
     shapes: LazyColumn
-    block_checksums: npt.NDArray[np.uint64]
+    block_checksums: Checksums
     checks: ChunkChecks
     num_unplaced: int = 0
 

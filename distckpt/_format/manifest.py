@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._base.errors import CheckpointingException
-from distckpt._format.checksum import BLOCK_BYTES, checksum
+from distckpt._format.checksum import BLOCK_BYTES, Checksums, checksum
 from distckpt._format.chunk_table import (
     MAX_TABLE_NUMBERS,
     ChunkTable,
@@ -27,7 +27,7 @@ from distckpt._format.chunk_table import (
     files_as_stored,
     files_of_checksums,
 )
-from distckpt._format.columns import narrow, pack
+from distckpt._format.columns import Column, narrow, pack
 from distckpt._geometry.region import IntArray, Region, stacked
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class KeyColumn(NamedTuple):
     shape: tuple[int, ...]
     missing: float
 
-    def misses(self, figures: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    def misses(self, figures: Column) -> npt.NDArray[np.bool_]:
         """Return which keys have no figures, one flag for each."""
         first = figures[:, 0] if self.shape else figures
         is_missing = np.isnan(first) if math.isnan(self.missing) else first == self.missing
@@ -115,7 +115,7 @@ Chunks: TypeAlias = "ChunkTable | LazyChunks"
 Those in memory were checked when the manifest was decoded, the others are when they are used.
 """
 
-KeyFigures: TypeAlias = Mapping[str, npt.NDArray[Any]]
+KeyFigures: TypeAlias = Mapping[str, Column]
 """Those of the columns that a manifest has, by name."""
 
 
@@ -264,7 +264,7 @@ class Manifest:
         return files_of_checksums(self.files) if self.has_checksums else np.zeros(0, np.int64)
 
     @functools.cached_property
-    def first_blocks(self) -> npt.NDArray[Any]:
+    def first_blocks(self) -> Column:
         """The place of the checksum of each chunk's first block.
 
         It is in the file that holds the checksums, as far as `fetched` says, or in
@@ -370,7 +370,7 @@ class FetchedChecksums:
     """
 
     def __init__(self) -> None:
-        self.contents: dict[int, npt.NDArray[np.uint64]] = {}
+        self.contents: dict[int, Checksums] = {}
         self.located: set[int] = set()
         self.lock = threading.Lock()
 

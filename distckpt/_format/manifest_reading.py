@@ -83,7 +83,7 @@ def _read_parts(parts: list[ShardFile], location: str) -> list[bytes]:
     contents = [b""] * len(parts)
 
     def read(number: int) -> None:
-        path = locations.join(location, *parts[number].name.split("/"))
+        path = locations.join(location, parts[number].name)
         contents[number] = read_as_saved(
             path, parts[number], "The part of the manifest", "load another checkpoint"
         )
@@ -104,6 +104,8 @@ def manifest_from_bytes(data: bytes, location: str) -> Manifest:
     """
     with judging_manifest(location):
         fields, columns = unpack(data)
+        num_checksums = len(columns["block_checksums"])
+        stored_column(columns, "block_checksums", (num_checksums,), (np.uint64,))
         files = files_in(fields, columns)
         keys = [str(key) for key in fields["keys"]]
         dtypes = [str(name) for name in fields["dtypes"]]
@@ -112,8 +114,6 @@ def manifest_from_bytes(data: bytes, location: str) -> Manifest:
         key_shapes, global_shapes = _shapes_in(columns, len(keys))
         block_bytes = _known_block_bytes(fields["block_bytes"])
         has_checksums = _known_checksum(fields["checksum"])
-        num_checksums = len(columns["block_checksums"])
-        stored_column(columns, "block_checksums", (num_checksums,), (np.uint64,))
         checks = ChunkChecks(
             key_shapes,
             np.array([ITEM_BYTES.get(name, 0) for name in dtypes], np.int64),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._format.checksum import BLOCK_BYTES, CHECKSUM_BYTES
+from distckpt._format.checksum import BLOCK_BYTES, CHECKSUM_BYTES, Checksums
 from distckpt._format.chunk_table import MAX_TABLE_NUMBERS, TABLE_COLUMNS, ChunkTable, blocks_of
 from distckpt._format.columns import narrow, pack_table, unpack
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, too_large
@@ -126,9 +126,7 @@ def planned_manifest(
     return planned
 
 
-def report_of(
-    files: Sequence[ShardFile], num_bytes: IntArray, checksums: npt.NDArray[np.uint64]
-) -> bytes:
+def report_of(files: Sequence[ShardFile], num_bytes: IntArray, checksums: Checksums) -> bytes:
     """Encode the report of a rank that has written its files.
 
     Args:

@@ -13,13 +13,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.lazy import torch
 from distckpt._base.threads import NUM_REQUESTS, run_threads
-from distckpt._format.checksum import checksum
+from distckpt._format.checksum import Checksums, checksum
 from distckpt._format.chunk_table import check_size_of_checksums, judging_manifest
 from distckpt._format.columns import joined_ranges
 from distckpt._format.manifest import CHUNKS_AT_ONCE, OBJECT, Manifest
@@ -29,8 +28,6 @@ from distckpt._geometry.region import IntArray
 from distckpt._storage import locations, object_store
 from distckpt._storage.file_state import FileState
 from distckpt._storage.open_files import OpenFiles
-
-Checksums = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from distckpt._format.codec.tree import (
     TENSOR_DTYPES,
     Json,
     Raw,
-    advice_to_register,
     is_plain_dtype,
     is_tagged,
     nodes,
@@ -405,7 +404,28 @@ def how_to_register(unknown: UnknownObject) -> str:
     """Return advice to register the class of an unknown object."""
     while inner := next(unknown_objects(unknown.state), None):
         _, unknown = inner
-    return advice_to_register(unknown.name, unknown.state, unknown.fault)
+    name = unknown.name
+    if name.startswith(NOT_STORED):
+        return (
+            f"the save left out this value, of type {name.removeprefix(NOT_STORED)!r}, and stored "
+            f"all others ({unknown.state}). Leave it out of the load."
+        )
+    if unknown.fault:
+        return (
+            f"what is stored of {name!r} does not fit its class as it is registered here "
+            f"({unknown.fault}). Before loading, register the class as it was saved, or a "
+            "from_state that takes such a state."
+        )
+    if name.startswith("megatron."):
+        return (
+            f"its class is Megatron's {name!r}, which is unknown here. Before loading, import it, "
+            "from a version of Megatron that has it."
+        )
+    return (
+        f"its class is registered as {name!r}, which is unknown here. Before loading, call "
+        f"distckpt.register_object_type(cls, name={name!r}), with to_state= and from_state= unless "
+        "cls is an Enum class, a dataclass or a namedtuple class."
+    )
 
 
 def _encode_state(kind: str, to_state: Callable[[Any], object]) -> _Encoder:

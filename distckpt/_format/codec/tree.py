@@ -316,31 +316,6 @@ NOT_STORED = "not stored: "
 """
 
 
-def advice_to_register(name: str, state: object, fault: str) -> str:
-    """Return advice to register the class of an unknown object."""
-    if name.startswith(NOT_STORED):
-        return (
-            f"the save left out this value, of type {name.removeprefix(NOT_STORED)!r}, and stored "
-            f"all others ({state}). Leave it out of the load."
-        )
-    if fault:
-        return (
-            f"what is stored of {name!r} does not fit its class as it is registered here "
-            f"({fault}). Before loading, register the class as it was saved, or a "
-            "from_state that takes such a state."
-        )
-    if name.startswith("megatron."):
-        return (
-            f"its class is Megatron's {name!r}, which is unknown here. Before loading, import it, "
-            "from a version of Megatron that has it."
-        )
-    return (
-        f"its class is registered as {name!r}, which is unknown here. Before loading, call "
-        f"distckpt.register_object_type(cls, name={name!r}), with to_state= and from_state= unless "
-        "cls is an Enum class, a dataclass or a namedtuple class."
-    )
-
-
 def error_about_classes(
     refusals: Mapping[type, tuple[str, UnsupportedObjectError]],
 ) -> UnsupportedObjectError:
