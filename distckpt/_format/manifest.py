@@ -73,14 +73,12 @@ class KeyColumn(NamedTuple):
     """A column with figures of each key about its values.
 
     Attributes:
-        name: in the manifest.
         kind: the figures that it is a part of; a manifest has all columns of a kind, or none.
         dtype: of the numbers.
         shape: of the figures of one key.
         missing: the first number of keys without figures, such as objects.
     """
 
-    name: str
     kind: str
     dtype: type[np.generic]
     shape: tuple[int, ...]
@@ -95,14 +93,11 @@ class KeyColumn(NamedTuple):
 
 
 KEY_COLUMNS = {
-    column.name: column
-    for column in (
-        KeyColumn(FINGERPRINTS, "fingerprints", np.uint64, (), NO_FINGERPRINT),
-        # How many values are NaN, infinite and zero.
-        KeyColumn(STATS_COUNTS, "statistics", np.int64, (3,), 0),
-        # Norm, mean, minimum and maximum of the finite values.
-        KeyColumn(STATS_VALUES, "statistics", np.float64, (4,), math.nan),
-    )
+    FINGERPRINTS: KeyColumn("fingerprints", np.uint64, (), NO_FINGERPRINT),
+    # How many values are NaN, infinite and zero.
+    STATS_COUNTS: KeyColumn("statistics", np.int64, (3,), 0),
+    # Norm, mean, minimum and maximum of the finite values.
+    STATS_VALUES: KeyColumn("statistics", np.float64, (4,), math.nan),
 }
 """Optional columns of a manifest, by name. Selecting keys, storing and checking go by this table.
 

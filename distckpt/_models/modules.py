@@ -130,9 +130,7 @@ def _add(state: ShardedStateDict, description: ShardedStateDict) -> None:
 
 def _with_replica_id(description: ShardedStateDict, replica_id: ReplicaId) -> ShardedStateDict:
     """Number the copy of a sharded state dict, where that is open."""
-    first = 1
-    if is_main_replica(replica_id):
-        first = 0
+    first = int(not is_main_replica(replica_id))
 
     def changed(_: Position, part: Any) -> Any:
         own = getattr(part, "replica_id", None)
@@ -433,12 +431,11 @@ def _stores_only(module: torch.nn.Module, inner: torch.nn.Module) -> bool:
     if _has_own_state(module):
         return False
     # Fabric has the module a second time, as it is called in forward().
-    children = [child for child in module._modules.values() if child is not None]
-    inside = {id(inner)}
-    if len(children) > 1:
-        inside = set(map(id, inner.modules()))
-    for child in children:
-        if child is inner:
+    inside: set[int] = set()
+    if len(module._modules) > 1:
+        inside.update(map(id, inner.modules()))
+    for child in module._modules.values():
+        if child is None or child is inner:
             continue
         if any(_has_own_state(below) for below in child.modules() if id(below) not in inside):
             return False

@@ -191,9 +191,7 @@ class CloudLocation(RemoteLocation):
         return {name: head[name] for name in ("e_tag", "version") if head[name] is not None}
 
     def _put_if(self, known_version: Any, data: bytes) -> bool:
-        mode = known_version
-        if known_version is None:
-            mode = "create"
+        mode = "create" if known_version is None else known_version
         num_attempts = 0
 
         def put() -> None:
@@ -241,9 +239,7 @@ class CloudLocation(RemoteLocation):
         except OSError as error:
             self._warn_of_uploads("listed", "s3:ListBucketMultipartUploads", error)
             return []
-        prefix = f"{self._path}/"
-        if not self._path:
-            prefix = ""
+        prefix = self._path and f"{self._path}/"
         root = self.location.removesuffix(self._path).rstrip("/")
         uploads = []
         for item in items:
