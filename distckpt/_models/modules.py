@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
@@ -36,6 +36,8 @@ A module of any class may have such a child, see `_wrapped_name`.
 """
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"})
 """Classes that have the module itself as `module`."""
+_Place: TypeAlias = tuple[str, torch.nn.Module | None]
+"""Prefix of names without those of wrappers, and the module there."""
 
 
 def sharded_state_dict(
@@ -371,11 +373,12 @@ def _entries(
     delegates = list(_delegates(module)) if delegate else []
     if delegates:
         _check_delegates(module)
-    plain_names = _PlainNames(module)
+    places: dict[str, _Place] = {"": ("", module)}
     entries: dict[str, tuple[str, Any]] = {}
     # Not walked by hand: hooks rename entries, and FSDP takes its parameters apart again in one.
     for name, value in module.state_dict(keep_vars=True).items():
-        plain_name = plain_names.of(name)
+        path, _, last = name.rpartition(".")
+        plain_name = _place_at(path, places)[0] + last
         other_name, other = entries.setdefault(plain_name, (name, value))
         if other is not value:
             raise InvalidShardingError(
@@ -454,29 +457,16 @@ def _has_own_state(module: torch.nn.Module) -> bool:
     return any(value is not None for value in (*module._parameters.values(), *buffers))
 
 
-class _PlainNames:
-    """Names in the state dict of a module, without those of wrappers."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._modules: dict[str, tuple[str, torch.nn.Module | None]] = {"": ("", module)}
-
-    def of(self, name: str) -> str:
-        """Return the plain name of an entry."""
-        path, _, last = name.rpartition(".")
-        return self._at(path)[0] + last
-
-    def _at(self, path: str) -> tuple[str, torch.nn.Module | None]:
-        """Return the plain prefix of a path, and its module."""
-        if path not in self._modules:
-            above, _, part = path.rpartition(".")
-            self._modules[path] = _below(*self._at(above), part)
-        return self._modules[path]
+def _place_at(path: str, places: dict[str, _Place]) -> _Place:
+    """Return the place at a path in a state dict; `places` has those found before."""
+    if path not in places:
+        above, _, part = path.rpartition(".")
+        places[path] = _below(*_place_at(above, places), part)
+    return places[path]
 
 
-def _below(
-    prefix: str, module: torch.nn.Module | None, part: str
-) -> tuple[str, torch.nn.Module | None]:
-    """Return the plain prefix and module of a child."""
+def _below(prefix: str, module: torch.nn.Module | None, part: str) -> _Place:
+    """Return the place of a child."""
     while module is not None and (name := _wrapped_name(module)):
         module = module._modules[name]
         if part == name:
