@@ -256,8 +256,8 @@ class ChunkChecks:
             if (np.diff(chunks.key_ids) < 0).any():
                 raise ValueError("chunks are not sorted by key")
             self.check_places(chunks)
-            last_file = chunks.file_ids.max(initial=0)
-            if len(self.checksum_files) and last_file > self.checksum_files[-1]:
+            last = self.checksum_files[-1:]
+            if len(last) and chunks.file_ids.max(initial=0) > last[0]:
                 raise ValueError("a chunk has no checksums")
             blocks_of_chunks = -(-chunks.num_bytes // self.block_bytes)
             num_bytes += np.bincount(chunks.file_ids, chunks.num_bytes, len(num_bytes))

@@ -97,15 +97,13 @@ class FileTable(Sequence[ShardFile]):
     @classmethod
     def of(cls, files: Sequence[ShardFile]) -> FileTable:
         """Encode files."""
-        patterns: list[NamePattern] = []
+        found = list(_patterns_of([file.name for file in files]))
+        patterns = [pattern for pattern, *_ in found]
         pattern_ids = np.empty(len(files), np.int64)
-        columns = np.zeros((0, len(files)), np.int64)
-        for pattern, ids, numbers in _patterns_of([file.name for file in files]):
-            missing = max(len(numbers) - len(columns), 0)
-            columns = np.concatenate([columns, np.zeros((missing, len(files)), np.int64)])
+        columns = np.zeros((_num_numbers(patterns), len(files)), np.int64)
+        for number, (_, ids, numbers) in enumerate(found):
             columns[: len(numbers), ids] = numbers
-            pattern_ids[ids] = len(patterns)
-            patterns.append(pattern)
+            pattern_ids[ids] = number
         num_bytes = np.array([file.num_bytes for file in files], np.int64)
         header_bytes = np.array([file.header_bytes for file in files], np.int64)
         checksums = np.array([file.header_checksum for file in files], np.uint64)
@@ -136,11 +134,10 @@ class FileTable(Sequence[ShardFile]):
             raise ValueError("its patterns of names are no list")
         decoded = list(map(NamePattern.from_json, patterns))
         shape = (len(columns[_PATTERNS]),)
-        num_numbers = max((len(pattern.widths) for pattern in decoded), default=0)
         table = cls(
             decoded,
             stored_column(columns, _PATTERNS, shape),
-            stored_column(columns, _NUMBERS, (*shape, num_numbers)),
+            stored_column(columns, _NUMBERS, (*shape, _num_numbers(decoded))),
             stored_column(columns, _BYTES, shape),
             stored_column(columns, _HEADER_BYTES, shape),
             stored_column(columns, _CHECKSUMS, shape, (np.uint64,)),
@@ -246,6 +243,11 @@ class FileTable(Sequence[ShardFile]):
         for place in np.flatnonzero(~fits)[:1].tolist():
             file = self[place]
             raise ValueError(f"the file {file.name!r} has a header of {file.header_bytes} bytes")
+
+
+def _num_numbers(patterns: Iterable[NamePattern]) -> int:
+    """Return the most numbers that a name has."""
+    return max((len(pattern.widths) for pattern in patterns), default=0)
 
 
 def _patterns_of(names: Sequence[str]) -> Iterator[tuple[NamePattern, IntArray, IntArray]]:
