@@ -73,27 +73,22 @@ class OutputSettings:
 _DEFAULTS = OutputSettings()
 
 
+@dataclass(eq=False)
 class Output:
-    """An output that is being written, see `new_output`."""
+    """An output that is being written, see `new_output`.
 
-    def __init__(
-        self, ranks: Ranks, locks: contextlib.ExitStack, place: SaveDirectory | None = None
-    ) -> None:
-        self._ranks = ranks
-        self._locks = locks
-        self._target = ""
-        self._settings = OutputSettings()
-        self._place = place
-        self._transaction: Transaction | None = None
-        self._is_committing = False
+    Attributes:
+        target: a result of `posix.resolve`; it may be set later, as the settings may, before the
+            place of the output is made.
+    """
 
-    def aim(self, target: str, settings: OutputSettings) -> None:
-        """Set the target and the settings of the output.
-
-        The target is a result of `posix.resolve`.
-        """
-        self._target = target
-        self._settings = settings
+    _ranks: Ranks
+    _locks: contextlib.ExitStack
+    target: str
+    settings: OutputSettings
+    _place: SaveDirectory | None = None
+    _transaction: Transaction | None = None
+    _is_committing: bool = False
 
     @property
     def location(self) -> str:
@@ -126,7 +121,7 @@ class Output:
         """
         if self._place is None:
             with self._ranks.telling("create directories") as told:
-                told.payload = self._settings.num_bytes.to_bytes(8, "little")
+                told.payload = self.settings.num_bytes.to_bytes(8, "little")
             with self._ranks.answering(told, "create directories"):
                 if self._ranks.is_coordinator:
                     sizes = [int.from_bytes(size, "little") for size in told.payloads]
@@ -146,8 +141,8 @@ class Output:
         directories has been written when this raises, which it also does when there is no space for
         that.
         """
-        target = self._target
-        settings = self._settings
+        target = self.target
+        settings = self.settings
         is_local = locations.is_local(target)
         nonce = hidden_directories.new_nonce(target) if is_local else secrets.token_hex(8)
         description = [nonce, os.uname().nodename, target]
@@ -162,7 +157,7 @@ class Output:
     def enter(self, made: bytes) -> None:
         """Note the place of the output, which the coordinator has made."""
         if self._place is None:
-            self._place = _place_of(self._target, *json.loads(made))
+            self._place = _place_of(self.target, *json.loads(made))
 
     def check_is_seen(self) -> None:
         """Check that this rank sees the coordinator's place of the output."""
@@ -170,7 +165,7 @@ class Output:
             return
         place = self._made
         if place.is_hidden and locations.is_local(place.first_target):
-            made = place.inner(self._settings.folders) or [place.location]
+            made = place.inner(self.settings.folders) or [place.location]
             seconds = _seconds_to_appear(self._ranks)
             is_same = _wait_until(lambda: all(map(locations.isdir, made)), seconds)
         else:
@@ -190,10 +185,10 @@ class Output:
         """
         place = self._made
         if not place.is_hidden:
-            if self._settings.has_marker:
+            if self.settings.has_marker:
                 self._begin()
             return
-        for name in self._settings.folders or [""]:
+        for name in self.settings.folders or [""]:
             locations.make_directories(locations.join(place.location, name).rstrip("/"))
         if locations.isdir(place.target):
             locations.take_over_access(place.target, place.location)
@@ -201,15 +196,15 @@ class Output:
     def check_space(self) -> None:
         """Raise ENOSPC when there is certainly no room for the output."""
         if self._made.is_hidden:
-            _check_space(self._made, self._settings.num_bytes)
+            _check_space(self._made, self.settings.num_bytes)
 
     def _begin(self) -> None:
-        settings = self._settings
+        settings = self.settings
         # Imported when it is needed: most programs save to local paths only.
         from distckpt._commit.conditional_put import Transaction
 
         self._transaction = Transaction(
-            self._target,
+            self.target,
             self._made.nonce,
             settings.overwrite,
             settings.has_own_folders,
@@ -238,8 +233,8 @@ class Output:
     def sync(self) -> None:
         """Make the names of this rank's files durable, if settings say so."""
         place = self._made
-        if self._settings.durable and place.is_hidden:
-            for directory in (*place.inner(self._settings.folders), place.location):
+        if self.settings.durable and place.is_hidden:
+            for directory in (*place.inner(self.settings.folders), place.location):
                 locations.sync_directory(directory)
 
     def commit(
@@ -260,12 +255,12 @@ class Output:
         if self._transaction is not None:
             self._transaction.commit(marker or {}, [name for name, _ in files])
             return
-        durable = self._settings.durable
+        durable = self.settings.durable
         self.check_files(files)
         if marker is not None:
             write_marker(self.location, marker, durable)
         if self._made.is_hidden:
-            posix.commit(self.location, self._target, self._settings.overwrite, durable)
+            posix.commit(self.location, self.target, self.settings.overwrite, durable)
 
     def check_files(self, files: Sequence[tuple[str, int]]) -> None:
         """Check that all files are there with their sizes; for the coordinator.
@@ -313,7 +308,7 @@ class Output:
         the same name, or the name is one that it replaces.
         """
         if self._made.is_hidden:
-            posix.commit_beside_others(self.location, self._target, is_replaced)
+            posix.commit_beside_others(self.location, self.target, is_replaced)
 
     def abandon(self) -> None:
         """Remove the output's files; for the coordinator."""
@@ -324,7 +319,7 @@ class Output:
         elif self._place.is_hidden:
             locations.remove_tree(self.location)
         else:
-            for name in self._settings.files:
+            for name in self.settings.files:
                 path = locations.join(self.location, name)
                 with locations.only_logging(f"remove {path}, which is not complete"):
                     locations.remove_file(path)
@@ -336,11 +331,10 @@ def new_output(
 ) -> Iterator[Output]:
     """Return an output of which nothing is made yet.
 
-    It is given up when the body raises. See `Output.aim` for the arguments.
+    It is given up when the body raises. See `Output` for the arguments.
     """
     with contextlib.ExitStack() as locks:
-        output = Output(ranks, locks)
-        output.aim(target, settings)
+        output = Output(ranks, locks, target, settings)
         try:
             yield output
         except BaseException:
@@ -362,9 +356,7 @@ def continued_output(target: str, nonce: str, journal: str, settings: OutputSett
     if is_local:
         directory = hidden_directories.beside(locations.join(journal, name), "tmp", nonce)
     place = SaveDirectory(nonce, directory, is_local, target, os.uname().nodename, target)
-    output = Output(Ranks.alone(), contextlib.ExitStack(), place)
-    output.aim(target, settings)
-    return output
+    return Output(Ranks.alone(), contextlib.ExitStack(), target, settings, place)
 
 
 def _is_of_missing_files(error: BaseException) -> bool:
