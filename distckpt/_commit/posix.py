@@ -53,18 +53,21 @@ def check_target(
     if locations.is_local(location):
         if state != "absent":
             _check_what_is_there(location, overwrite)
-        is_kept = state == "incomplete" and not overwrite
-        if is_kept and given and os.path.islink(locations.normalize(given)):
-            raise target.refused(
-                location,
-                f"{given!r} is a link to it, and it holds files; overwrite=True keeps those",
-            )
+        if state == "incomplete":
+            _check_is_no_link(location, overwrite, given)
     elif state == "incomplete":
         logger.warning(
             "%s holds files but no %s (an unfinished save?): those of a save are removed when this "
             "one is complete",
             location, CONFIG_FNAME,
         )  # fmt: skip
+
+
+def _check_is_no_link(location: str, overwrite: bool, given: str | None) -> None:
+    if not overwrite and given and os.path.islink(locations.normalize(given)):
+        raise target.refused(
+            location, f"{given!r} is a link to it, and it holds files; overwrite=True keeps those"
+        )
 
 
 def _check_what_is_there(location: str, overwrite: bool) -> None:

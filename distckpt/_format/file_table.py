@@ -201,7 +201,7 @@ class FileTable(Sequence[ShardFile]):
             raise ValueError("there are more patterns of names than files")
         if not len(self):
             return
-        if ids.min() < 0 or ids.max() >= num_patterns:
+        if not 0 <= ids.min() <= ids.max() < num_patterns:
             raise ValueError("a file has no pattern of its name")
         num_numbers = np.array([len(pattern.widths) for pattern in self.patterns])
         is_unused = np.arange(numbers.shape[1]) >= num_numbers[ids][:, None]

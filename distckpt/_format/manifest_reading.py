@@ -72,7 +72,7 @@ def joined(data: bytes, location: str) -> bytes:
         if not parts:
             return data
         sizes = [int(part.num_bytes) for part in parts]
-        if min(sizes) < 0 or sum(sizes) > MAX_TABLE_BYTES:
+        if not 0 <= min(sizes) <= sum(sizes) <= MAX_TABLE_BYTES:
             raise ValueError("its parts are too large")
         for number, content in enumerate(_read_parts(parts, location), 1):
             columns[f"{CARRIED_PART}{number:05d}"] = np.frombuffer(content, np.uint8)

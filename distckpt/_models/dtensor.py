@@ -36,7 +36,10 @@ _ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _Split: TypeAlias = tuple[int, int, int, int]
 """Mesh axis, tensor axis, split factor (1 unless strided), number of parts."""
 _Division: TypeAlias = tuple[tuple[Runs, ...], tuple[int, ...] | None]
-"""Runs of each axis, and the number of parts along each if all are of one size, else None."""
+"""Runs of each axis, and the number of parts along each.
+
+None if the parts are not of one size.
+"""
 
 
 def is_dtensor(value: Any) -> bool:

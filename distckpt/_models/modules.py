@@ -458,7 +458,7 @@ def _has_own_state(module: torch.nn.Module) -> bool:
 
 
 def _place_at(path: str, places: dict[str, _Place]) -> _Place:
-    """Return the place at a path in a state dict; `places` has those found before."""
+    """Return the place at a path; `places` has earlier ones."""
     if path not in places:
         above, _, part = path.rpartition(".")
         places[path] = _below(*_place_at(above, places), part)

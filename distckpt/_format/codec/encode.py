@@ -190,10 +190,7 @@ def _refusal_of_kind(obj: object) -> tuple[str, str] | None:
 
 
 def is_object_of_state(obj: object) -> bool:
-    """Return whether an object has its own state, or is sharded.
-
-    Modules have one.
-    """
+    """Return whether an object is sharded, or has state as modules do."""
     if isinstance(obj, type) or type(obj) in encoders() or type(obj) in REGISTERED:
         return False
     methods = (getattr(obj, name, None) for name in ("state_dict", "load_state_dict"))

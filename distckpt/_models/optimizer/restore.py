@@ -81,9 +81,8 @@ def state_target(
     entry = _stored_entry(shard, key, stored)
     if entry is None or entry.dtype is None:
         return _new_like(param, param.dtype)
-    of_param = stored.get(shard.key)
     # A state that was saved with the dtype of the parameter has the dtype of the new parameter.
-    is_like_param = of_param is not None and of_param.dtype == entry.dtype
+    is_like_param = getattr(stored.get(shard.key), "dtype", None) == entry.dtype
     saved = of_pairs or entry.dtype
     is_like_param &= saved.is_complex == param.dtype.is_complex
     dtype = saved
@@ -93,10 +92,16 @@ def state_target(
     if of_pairs:
         stored_shape = entry.shape[:-1]
     shape = _target_shape(shard, param, stored_shape, key)
-    is_same_kind = own is not None and is_dtensor(own) == is_dtensor(param)
-    if own is not None and is_same_kind and own.dtype == dtype and tuple(own.shape) == shape:
+    if own is not None and _has_form(own, dtype, shape, param):
         return own
     return _new_target(param, shape, dtype, order)
+
+
+def _has_form(
+    tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], param: torch.Tensor
+) -> bool:
+    is_same_kind = is_dtensor(tensor) == is_dtensor(param)
+    return is_same_kind and tensor.dtype == dtype and tuple(tensor.shape) == shape
 
 
 def _new_target(
@@ -183,10 +188,7 @@ def _reduced_shape(shard: ShardedTensor, stored: tuple[int, ...]) -> tuple[int, 
     ):
         if n not in (size, count):
             return None
-        if n == size:
-            shape.append(local)
-        else:
-            shape.append(1)
+        shape.append(local if n == size else 1)
     return tuple(shape)
 
 
@@ -198,17 +200,12 @@ def _distributed_like(param: Any, whole: torch.Tensor) -> torch.Tensor:
     copied = type(param).from_local(whole, param.device_mesh, run_check=False)
     [copy] = set(copied.placements)
 
-    def is_shared(axis: int | None) -> bool:
-        if axis is None or whole.ndim != param.ndim:
-            return False
-        return bool(whole.shape[axis] == param.shape[axis])
-
     placements = []
     for placement in param.placements:
-        if is_shared(getattr(placement, "dim", None)):
-            placements.append(placement)
-        else:
-            placements.append(copy)
+        axis: Any = getattr(placement, "dim", None)
+        has_axis = axis is not None and whole.ndim == param.ndim
+        is_shared = has_axis and whole.shape[axis] == param.shape[axis]
+        placements.append(placement if is_shared else copy)
     distributed: torch.Tensor = copied.redistribute(placements=placements)
     return distributed
 
@@ -401,8 +398,7 @@ def _write_sections(
     if rest is not HOLE:
         others = rest
     if inner is None and not is_plain(optimizer):
-        for section, before in zip(new, own, strict=True):
-            _put_section(others, section, before)
+        _put_sections(others, new, own)
         optimizer.load_state_dict(others)
         return
     state = (inner or optimizer).state
@@ -417,23 +413,24 @@ def _write_sections(
             _set_options(outer, below)
 
 
-def _put_section(tree: dict[Any, Any], section: Section, own: Section) -> None:
-    """Put a section to where `read_sections` took an optimizer's `own` one from."""
-    node = tree
-    for key in section.path:
-        node = node.setdefault(key, {})
-    if not section.by_number:
-        node.update(section.state)
-        return
-    numbers: dict[torch.Tensor, int] = {}
-    for position, param in enumerate(params_of(section.groups)):
-        numbers.setdefault(param, position)
-    groups = []
-    for group, before in zip(section.groups, own.groups, strict=True):
-        params = [numbers[param] for param in group["params"]]
-        groups.append({**before, **group, "params": params})
-    state = {numbers[param]: value for param, value in section.state.items()}
-    node.update(param_groups=groups, state={**state, **node.get("state", {})})
+def _put_sections(tree: dict[Any, Any], new: Iterable[Section], own: Iterable[Section]) -> None:
+    """Put sections to where `read_sections` took an optimizer's `own` ones from."""
+    for section, old in zip(new, own, strict=True):
+        node = tree
+        for key in section.path:
+            node = node.setdefault(key, {})
+        if not section.by_number:
+            node.update(section.state)
+            continue
+        numbers: dict[torch.Tensor, int] = {}
+        for position, param in enumerate(params_of(section.groups)):
+            numbers.setdefault(param, position)
+        groups = []
+        for group, before in zip(section.groups, old.groups, strict=True):
+            params = [numbers[param] for param in group["params"]]
+            groups.append({**before, **group, "params": params})
+        state = {numbers[param]: value for param, value in section.state.items()}
+        node.update(param_groups=groups, state={**state, **node.get("state", {})})
 
 
 def _set_groups(optimizer: torch.optim.Optimizer, new: list[dict[str, Any]]) -> None:
