@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import re
 from collections.abc import Sequence
@@ -114,7 +113,8 @@ def _suffix_by_content(location: str) -> str:
     # To open a pipe would wait for its other end.
     if locations.is_local(location) and os.path.isfile(location):
         # Imported when it is needed: where something is wrong.
-        zipfile = importlib.import_module("zipfile")
+        import zipfile
+
         with contextlib.suppress(OSError, zipfile.BadZipFile):
             if locations.read_range(location, 0, 5) == b"|TZR|":
                 return ".tensors"
