@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 from collections.abc import Sequence
@@ -113,8 +114,7 @@ def _suffix_by_content(location: str) -> str:
     # To open a pipe would wait for its other end.
     if locations.is_local(location) and os.path.isfile(location):
         # Imported when it is needed: where something is wrong.
-        import zipfile
-
+        zipfile = importlib.import_module("zipfile")
         with contextlib.suppress(OSError, zipfile.BadZipFile):
             if locations.read_range(location, 0, 5) == b"|TZR|":
                 return ".tensors"
