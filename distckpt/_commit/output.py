@@ -149,7 +149,7 @@ class Output:
         place = self._place = _place_of(target, *description)
         if place.is_hidden:
             _make_hidden(place, self._locks, settings.folders, settings.durable)
-            _check_space(place, num_bytes)
+            self.check_space(num_bytes)
         elif settings.has_marker:
             self._begin()
         return json.dumps(description).encode()
@@ -193,10 +193,23 @@ class Output:
         if locations.isdir(place.target):
             locations.take_over_access(place.target, place.location)
 
-    def check_space(self) -> None:
-        """Raise ENOSPC when there is certainly no room for the output."""
-        if self._made.is_hidden:
-            _check_space(self._made, self.settings.num_bytes)
+    def check_space(self, num_bytes: int) -> None:
+        """Raise ENOSPC when there is certainly no room for so many bytes."""
+        if not self._made.is_hidden:
+            return
+        try:
+            disk = os.statvfs(self.location)
+        except OSError:
+            return
+        # The last blocks are for root. Some network file systems know no numbers, and report 0.
+        free = disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
+        if disk.f_blocks and 0 < free < num_bytes:
+            numbers = (
+                f"{num_bytes} bytes are to be written, and host {os.uname().nodename!r} reports "
+                f"{free} free"
+            )
+            text = f"{os.strerror(errno.ENOSPC)}: {numbers}"
+            raise OSError(errno.ENOSPC, text, self._made.target)
 
     def _begin(self) -> None:
         settings = self.settings
@@ -437,25 +450,6 @@ def _remove_empty_leftovers(target: str) -> None:
         with hidden_directories.claimed(path) as has_ended:
             if has_ended and not any(files for _, _, files in os.walk(path)):
                 locations.remove_tree(path)
-
-
-def _check_space(place: SaveDirectory, num_bytes: int) -> None:
-    """Raise ENOSPC when a shared file system lacks room for the bytes.
-
-    It is raised only when that is certain.
-    """
-    try:
-        disk = os.statvfs(place.location)
-    except OSError:
-        return
-    # The last blocks are for root. Some network file systems know no numbers, and report 0.
-    free = disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
-    if disk.f_blocks and 0 < free < num_bytes:
-        numbers = (
-            f"{num_bytes} bytes are to be written, and host {os.uname().nodename!r} reports "
-            f"{free} free"
-        )
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {numbers}", place.target)
 
 
 def _seconds_to_appear(ranks: Ranks) -> float:
