@@ -26,7 +26,7 @@ from distckpt._commit import posix
 from distckpt._compute.summed_source import SummedSource
 from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.manifest import Manifest
-from distckpt._format.marker import copied_note_of_modules
+from distckpt._format.marker import names_of_module, note_of_objects, prefixes_of_modules
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._operations.export_plan import ExportPlan, plan_export
 from distckpt._operations.export_request import (
@@ -239,7 +239,8 @@ def _merged(
         dtypes.append(_dtype_of_sum(name, terms))
         shapes.append(terms[0].global_shape(name))
     manifest = Manifest(names, dtypes, shapes, ChunkTable.empty(), aliases, has_checksums=False)
-    marker = copied_note_of_modules(terms[0].marker)
+    first = terms[0].marker
+    marker = note_of_objects(names_of_module(first), prefixes_of_modules(first), {})
     return StoredCheckpoint(terms[0].location, manifest, marker=marker), terms
 
 

@@ -63,7 +63,7 @@ class OutputWork(Work):
             output = self.output()
             output.begin_again()
             if is_new:
-                output.check_space()
+                output.check_space(self.settings.num_bytes)
 
     def damaged(self) -> list[str]:
         directory = self.directory()
