@@ -20,6 +20,7 @@ from distckpt._base.libc import copy_bytes
 from distckpt._base.memory import (
     Bytes,
     Copier,
+    addresses,
     blocks_at,
     bounce_buffer,
     memory_at,
@@ -363,7 +364,8 @@ def _runs_of(table: PartTable, part: ReadPart, min_bytes: int) -> Runs | None:
     if num_bytes < min_bytes:
         return None
     begins = run_starts(shape, part.region, outer) * dtype.itemsize
-    return Runs(begins, _run_addresses(target, outer), num_bytes)
+    firsts = target[(...,) + (0,) * (target.dim() - outer)]
+    return Runs(begins, addresses(firsts), num_bytes)
 
 
 def even_runs(table: PartTable, unit: list[Span]) -> Runs | None:
@@ -376,15 +378,6 @@ def even_runs(table: PartTable, unit: list[Span]) -> Runs | None:
         return None
     is_even = all((np.diff(places, 2) == 0).all() for places in runs[:2])
     return runs if is_even else None
-
-
-def _run_addresses(target: torch.Tensor, num_outer: int) -> IntArray:
-    """Return the addresses of a tensor's runs behind `num_outer` axes, in order."""
-    addresses: IntArray = np.array([target.data_ptr()], np.int64)
-    for size, stride in zip(target.shape[:num_outer], target.stride(), strict=False):
-        steps = np.arange(size) * stride * target.itemsize
-        addresses = np.add.outer(addresses, steps).reshape(-1)
-    return addresses
 
 
 def _address(target: Any) -> int:

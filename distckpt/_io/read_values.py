@@ -35,6 +35,7 @@ def read_requests(
 ) -> None:
     """Fill requested regions in this thread, or in several, see `read_copies`."""
     read_copies(stored, plan_load(stored, requests), targets, num_threads)
+    read_apart(stored, requests, targets, num_threads)
 
 
 def read_copies(
@@ -96,9 +97,7 @@ def read_apart(
         values = scratch("covering", cover.shape, FROM_NAME[stored.dtype_name(request.key)])
         copies = plan_load(stored, [request._replace(region=cover, step=())])
         read_copies(stored, copies, [values], 1, progress)
-        target[piece.slices()].copy_(
-            values[tuple(slice(None, None, step) for step in request.step)]
-        )
+        target[piece.slices()].copy_(values[whole(piece.shape).slices(request.step)])
 
     with torch.no_grad():
         run_threads(read, pieces, num_threads)
