@@ -56,7 +56,6 @@ from distckpt._io.read_parts import (
     ReadPart,
     Runs,
     content_for,
-    copy_from_scratch,
     deliver,
     even_runs,
     useful_bytes,
@@ -403,7 +402,7 @@ def _read_runs(reading: Reading, part: ReadPart) -> None:
             if num_read < len(run):
                 raise _file_ends(stored, part.chunk, position + num_read)
     if goal is not target:
-        copy_from_scratch(goal, target, copier)
+        copier.copy(target, goal)
         copier.wait()
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distckpt._base.dtypes import FROM_NAME, as_integers
+from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.lazy import torch
 from distckpt._base.libc import copy_bytes
 from distckpt._base.memory import (
@@ -418,7 +418,7 @@ def _deliver_values(table: PartTable, span: Span, content: Bytes) -> None:
     for region in _regions_within(table, span):
         place = region.relative_to(part.region.offset).slices()
         source = values.as_strided(region.shape, strides, flat_start(shape, region) - first)
-        copy_from_scratch(source, part.target[place] if shape else part.target, table.copier)
+        table.copier.copy(part.target[place] if shape else part.target, source)
 
 
 def _regions_within(table: PartTable, span: Span) -> Iterator[Region]:
@@ -445,14 +445,3 @@ def useful_bytes(table: PartTable, span: Span) -> int:
     if part.is_sparse:
         return part.region.num_elements * item
     return sum(region.num_elements for region in _regions_within(table, span)) * item
-
-
-def copy_from_scratch(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
-    """Copy values out of scratch memory, converting the dtype if needed.
-
-    They are there after `copier.wait`.
-    """
-    if target.dtype == source.dtype and not (target.is_conj() or target.is_neg()):
-        source = as_integers(source)
-        target = as_integers(target)
-    copier.copy(target, source)

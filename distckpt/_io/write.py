@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distckpt._base.dtypes import as_integers
 from distckpt._base.libc import ALIGNMENT, DIRECT, copy_bytes, reserve, write_aligned, write_all
 from distckpt._base.memory import Bytes, Copier, DeviceLayer, bounce_buffer, tensor_bytes
 from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, PART_BYTES, UNIT_BYTES, run_threads
@@ -468,9 +467,6 @@ def _copy_range(
     """
     item = tensor.element_size()
     values = torch.from_numpy(target).view(tensor.dtype)
-    if not (tensor.is_conj() or tensor.is_neg()):
-        tensor = as_integers(tensor)
-        values = as_integers(values)
     filled = 0
     for region in flat_range_regions(tuple(tensor.shape), start // item, stop // item):
         place = values[filled : filled + region.num_elements].view(region.shape)
