@@ -26,7 +26,7 @@ from distckpt._base.interrupts import run_handlers
 from distckpt._base.memory import Bytes, DeviceLayer
 from distckpt._base.threads import NUM_THREADS, SIGNAL_SECONDS, UNIT_BYTES, run_threads
 from distckpt._format.checksum import BLOCK_BYTES
-from distckpt._geometry.units import Span, units_of
+from distckpt._geometry.units import Unit, sizes_of, units_of
 from distckpt._io.write import Fill, NewFile, copy_into
 
 MAX_SETS = 2
@@ -247,7 +247,7 @@ class HostCopies:
             return list(files)
         self._buffers = shared_memory.take(sizes, device, self._timeout)
         buffers = iter(self._buffers)
-        units: list[tuple[Fill, list[Span], Bytes]] = []
+        units: list[tuple[Fill, Unit, Bytes]] = []
         copied: list[NewFile] = []
         for file, part in zip(files, parts, strict=True):
             part.buffers.extend(itertools.islice(buffers, len(part.ends) - 1))
@@ -266,9 +266,7 @@ class HostCopies:
             self.staged.set()
         return copied
 
-    def _fill(
-        self, copies: _Copies, rest: Fill, unit: Sequence[Span], scratch: Bytes
-    ) -> list[Bytes]:
+    def _fill(self, copies: _Copies, rest: Fill, unit: Unit, scratch: Bytes) -> list[Bytes]:
         """Return the bytes of a unit; chunks without a copy are copied from `rest`."""
         buffers: list[Bytes] = []
         begin = 0
@@ -334,7 +332,7 @@ class _Copies(NamedTuple):
     """
 
     starts: Mapping[int, int]
-    units: list[list[Span]]
+    units: list[Unit]
     ends: list[int]
     buffers: list[Bytes]
 
@@ -347,16 +345,16 @@ class _Copies(NamedTuple):
         unit_ends = [0]
         for unit in units_of(chunk_bytes, UNIT_BYTES, BLOCK_BYTES):
             units.append([span._replace(chunk=chunks[span.chunk]) for span in unit])
-            unit_ends.append(unit_ends[-1] + sum(span.num_bytes for span in unit))
+            unit_ends.append(unit_ends[-1] + sum(sizes_of(unit)))
         ends = [0, unit_ends[-1]]
         if device is not None:
             ends = [*unit_ends[:-1:PINNED_UNITS], unit_ends[-1]]
         return cls(dict(zip(chunks, starts, strict=False)), units, ends, [])
 
-    def bytes_of(self, unit: Sequence[Span]) -> list[Bytes]:
+    def bytes_of(self, unit: Unit) -> list[Bytes]:
         """Return the bytes of spans that follow one another."""
         start = self.starts[unit[0].chunk] + unit[0].start
-        return self._between(start, start + sum(span.num_bytes for span in unit))
+        return self._between(start, start + sum(sizes_of(unit)))
 
     def _between(self, start: int, stop: int) -> list[Bytes]:
         """Return the bytes from start to stop, which must not be equal."""
@@ -368,12 +366,12 @@ class _Copies(NamedTuple):
         return [first_part, *self._between(end, stop)]
 
 
-def _copy_unit(unit: tuple[Fill, list[Span], Bytes]) -> None:
+def _copy_unit(unit: tuple[Fill, Unit, Bytes]) -> None:
     fill, spans, window = unit
     copy_into(window, fill(spans, window))
 
 
-def _fill_from(copies: _Copies, unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
+def _fill_from(copies: _Copies, unit: Unit, scratch: Bytes) -> list[Bytes]:
     """Return the bytes of a unit of which all chunks are copied."""
     del scratch
     parts = []

@@ -37,7 +37,7 @@ from distckpt._geometry.region import (
     run_starts,
     step_over,
 )
-from distckpt._geometry.units import Span, cut_region
+from distckpt._geometry.units import Span, Unit, cut_region, sizes_of
 from distckpt._plan.load import Copy
 from distckpt._storage import locations
 
@@ -241,11 +241,9 @@ class Content(NamedTuple):
     values: list[tuple[Span, int]]
 
 
-def content_for(table: PartTable, unit: list[Span]) -> Content:
+def content_for(table: PartTable, unit: Unit) -> Content:
     """Choose the memory for a unit: large plain targets, and scratch memory."""
-    scratch = bounce_buffer(
-        "read", sum(span.stop - span.start for span in unit), table.copier.layer
-    )
+    scratch = bounce_buffer("read", sum(sizes_of(unit)), table.copier.layer)
     goals, values = _goals_of(table, unit)
     content = Content([], scratch, [], values)
     end = 0
@@ -260,7 +258,7 @@ def content_for(table: PartTable, unit: list[Span]) -> Content:
     return content
 
 
-def _goals_of(table: PartTable, unit: list[Span]) -> tuple[list[_Goal], list[tuple[Span, int]]]:
+def _goals_of(table: PartTable, unit: Unit) -> tuple[list[_Goal], list[tuple[Span, int]]]:
     """Return the goals of a unit's plain bytes, and its other spans.
 
     Values of the other spans are converted or scattered; each span comes with its place in the
@@ -368,7 +366,7 @@ def _runs_of(table: PartTable, part: ReadPart, min_bytes: int) -> Runs | None:
     return Runs(begins, addresses(firsts), num_bytes)
 
 
-def even_runs(table: PartTable, unit: list[Span]) -> Runs | None:
+def even_runs(table: PartTable, unit: Unit) -> Runs | None:
     """Return the runs of a unit, if short and at equal distances."""
     part = table.parts[unit[0].chunk]
     if len(unit) > 1 or part.lead != NOT_PLAIN:
