@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.memory import Bytes, bounce_buffer, in_huge_pages
-from distckpt._base.threads import UNIT_BYTES, num_threads_within
+from distckpt._base.threads import UNIT_BYTES, Progress, num_threads_within
 from distckpt._format.columns import joined_ranges
 from distckpt._geometry.region import flat_range_regions, whole
 from distckpt._geometry.units import Unit, cut_region, sizes_of, units_of
@@ -43,9 +43,7 @@ def num_export_threads(max_inflight_bytes: int) -> int:
     return num_threads_within(max_inflight_bytes // _WINDOWS_PER_THREAD)
 
 
-def export_settings(
-    num_threads: int, progress: Callable[[int], None] | None = None
-) -> WriteSettings:
+def export_settings(num_threads: int, progress: Progress | None = None) -> WriteSettings:
     """Return the write settings of an export's files.
 
     Each thread uses up to four windows of `UNIT_BYTES`. `progress` is called with numbers of bytes,

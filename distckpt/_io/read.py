@@ -37,7 +37,7 @@ from distckpt._base.memory import (
     is_plain_memory,
     run_bytes,
 )
-from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
+from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, Progress, run_threads
 from distckpt._format.checksum import block_checksums
 from distckpt._format.stored_checkpoint import (
     StoredCheckpoint,
@@ -106,7 +106,7 @@ def read_parts(
     chunks: Sequence[int] = (),
     copier: Copier | None = None,
     num_threads: int = NUM_THREADS,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[bytes]:
     """Read parts of chunks, and whole chunks, whose bytes are returned.
 
@@ -125,7 +125,7 @@ def read_parts(
     return [part.target.tobytes() for part in whole]
 
 
-def _read_table(table: PartTable, num_threads: int, progress: Callable[[int], None] | None) -> None:
+def _read_table(table: PartTable, num_threads: int, progress: Progress | None) -> None:
     stored = table.stored
     # The files of the checkpoint stay open, new ones do not.
     with contextlib.nullcontext(stored.files) if stored.files else OpenFiles() as files:
@@ -181,7 +181,7 @@ class Reading:
         self,
         table: PartTable,
         files: OpenFiles,
-        progress: Callable[[int], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         stored = table.stored
         self.stored = stored

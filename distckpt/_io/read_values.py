@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from distckpt._base.dtypes import FROM_NAME, has_smaller_range
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.memory import Copier
 from distckpt._base.messages import summarize_keys
-from distckpt._base.threads import NUM_THREADS, run_threads
+from distckpt._base.threads import NUM_THREADS, Progress, run_threads
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, covering, whole
 from distckpt._geometry.units import cut_region
@@ -43,7 +43,7 @@ def read_copies(
     copies: Sequence[Copy],
     targets: Sequence[torch.Tensor],
     num_threads: int = NUM_THREADS,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
     chunks: Sequence[int] = (),
 ) -> list[bytes]:
     """Fill requested regions, also of quantized tensors; return the bytes of whole `chunks`.
@@ -75,7 +75,7 @@ def read_apart(
     requests: Sequence[Request],
     targets: Sequence[torch.Tensor],
     num_threads: int,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Fill the targets of those requests whose elements lie apart.
 
@@ -127,7 +127,7 @@ def _read_piece(
     stored: StoredCheckpoint,
     piece: Piece,
     target: torch.Tensor,
-    progress: Callable[[int], None] | None,
+    progress: Progress | None,
 ) -> None:
     quantized = piece.quantized
     parts = {}

@@ -21,7 +21,14 @@ import torch
 
 from distckpt._base.libc import ALIGNMENT, DIRECT, copy_bytes, reserve, write_aligned, write_all
 from distckpt._base.memory import Bytes, Copier, DeviceLayer, bounce_buffer, tensor_bytes
-from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, PART_BYTES, UNIT_BYTES, run_threads
+from distckpt._base.threads import (
+    NUM_REQUESTS,
+    NUM_THREADS,
+    PART_BYTES,
+    UNIT_BYTES,
+    Progress,
+    run_threads,
+)
 from distckpt._format.checksum import BLOCK_BYTES, block_checksums
 from distckpt._geometry.region import flat_range_regions
 from distckpt._geometry.units import Span, Unit, sizes_of, spans_within, units_of, units_of_spans
@@ -90,7 +97,7 @@ class WriteSettings:
     num_threads: int = NUM_THREADS
     num_requests: int = NUM_REQUESTS
     max_part_bytes: int = PART_BYTES
-    progress: Callable[[int], None] | None = None
+    progress: Progress | None = None
 
 
 def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArray[np.uint64]:

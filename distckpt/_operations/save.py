@@ -29,7 +29,6 @@ from distckpt._io.planned_shards import (
     PlanVerdict,
     ReadyShards,
     encoded_vote,
-    plan_cache,
     ready_to_plan,
 )
 from distckpt._io.save_shards import PreparedSave, plan_shards, prepare_shards
@@ -225,7 +224,7 @@ def _describe(
         output.enter(place)
     if not verdict.is_same_state:
         if own.ready is not None and own.ready.plan is None:
-            plan_cache(own.target.engine).keep(own.ready.structure, None)
+            own.target.engine.plans.keep(own.ready.structure, None)
         own = _united(ranks, own, request)
     return own, verdict
 

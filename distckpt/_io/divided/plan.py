@@ -53,10 +53,10 @@ from distckpt._io.shared_plan import Share, SharedPlan
 from distckpt._plan.layout import manifest_without_chunks
 from distckpt._plan.save import (
     CutLine,
-    OwnedParts,
+    OwnedPieces,
+    assign_pieces,
     find_aliases,
     group_replicas,
-    parts_of_lines,
 )
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import pack_parts, unpack_parts
@@ -268,8 +268,9 @@ class PartPlanning:
 
     def finish(self, cut_points: CutPoints) -> bytes:
         """Encode the number of all pieces, then the answer to each rank."""
-        parts = parts_of_lines(self._table, self._groups, self._owners, self._cut_lines(cut_points))
-        return pack_parts([len(parts.rows).to_bytes(8, "little"), *self._shares(parts)])
+        cuts = self._cut_lines(cut_points)
+        pieces = assign_pieces(self._table, self._groups, self._owners, cuts)
+        return pack_parts([len(pieces.rows).to_bytes(8, "little"), *self._shares(pieces)])
 
     def _cut_lines(self, cut_points: CutPoints) -> Iterator[CutLine]:
         low = 0
@@ -278,16 +279,16 @@ class PartPlanning:
             yield (*line, cut_points.positions[low:high], tolerance)
             low = high
 
-    def _shares(self, parts: OwnedParts) -> list[bytes]:
+    def _shares(self, pieces: OwnedPieces) -> list[bytes]:
         """Encode the answer to each rank, see `PlannedRows`."""
         shares = []
         ndim = self._table.offsets.shape[1]
-        local_rows = parts.rows - self._row_starts[parts.ranks]
-        regions = np.hstack((parts.offsets, parts.shapes)).astype(np.int64)
+        local_rows = pieces.rows - self._row_starts[pieces.ranks]
+        regions = np.hstack((pieces.offsets, pieces.shapes)).astype(np.int64)
         with_factor = np.flatnonzero(self._factors)
         factor_bounds = np.searchsorted(with_factor, self._row_starts).tolist()
         ranges_of_ranks = zip(
-            itertools.pairwise(parts.bounds(len(self._sampled))),
+            itertools.pairwise(pieces.bounds(len(self._sampled))),
             itertools.pairwise(factor_bounds),
             self._row_starts.tolist(),
             self._sampled,
@@ -295,7 +296,7 @@ class PartPlanning:
         )
         for (low, high), (first, last), row_start, sampled_rows in ranges_of_ranks:
             rows = local_rows[low:high]
-            is_whole = parts.is_whole[low:high]
+            is_whole = pieces.is_whole[low:high]
             is_cut = ~is_whole
             factor_rows = with_factor[first:last]
             counts = [is_whole.sum(), is_cut.sum(), len(factor_rows), len(sampled_rows), ndim]
