@@ -56,17 +56,15 @@ def read_copies(
     pieces: list[Piece] = []
     if stored.quantized:
         plain = [copy for copy in copies if copy.chunk not in stored.quantized]
-    if len(plain) < len(copies):
         pieces = plan_decoding(stored, copies)
     copier = Copier(targets)
     parts = parts_of(stored, plain, targets, copier)
     contents = read_parts(stored, parts, chunks, copier, num_threads, progress)
-    if pieces:
-        run_threads(
-            lambda piece: _read_piece(stored, piece, target_of(piece, targets), progress),
-            pieces,
-            num_threads,
-        )
+    run_threads(
+        lambda piece: _read_piece(stored, piece, target_of(piece, targets), progress),
+        pieces,
+        num_threads,
+    )
     return contents
 
 

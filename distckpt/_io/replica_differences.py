@@ -122,13 +122,11 @@ def report_differences(
             common, unless `warns`.
     """
     differences = []
-    for pair in compared.pairs:
-        differences.append(
-            compare_samples(pair.dtype, _sample(samples, pair.main), _sample(samples, pair.other))
-        )
-    pairs = zip(compared.pairs, differences, strict=True)
     unrelated = []
-    for pair, difference in pairs:
+    for pair in compared.pairs:
+        main = _sample(samples, pair.main)
+        difference = compare_samples(pair.dtype, main, _sample(samples, pair.other))
+        differences.append(difference)
         if difference.is_unrelated:
             unrelated.append(pair)
     are_most = 2 * _num_elements(unrelated) >= _num_elements(compared.pairs)

@@ -413,14 +413,14 @@ class Wave:
 
         They are copies of further requests.
         """
-        reads = []
+        copies: list[Copy] = []
+        memories = []
         for read in self._regions.values():
             if read.unit < 0:
-                reads.append(read)
-        copies = []
-        for number, read in enumerate(reads, first_request):
-            copies.append(Copy(read.chunk, read.region, number, whole(read.region.shape)))
-        return copies, [read.memory for read in reads]
+                request = first_request + len(copies)
+                copies.append(Copy(read.chunk, read.region, request, whole(read.region.shape)))
+                memories.append(read.memory)
+        return copies, memories
 
     def fill_own(self) -> None:
         """Fill this rank's other units from the regions it has read."""
