@@ -97,8 +97,9 @@ def read_apart(
         read_copies(stored, copies, [values], 1, progress)
         target[piece.slices()].copy_(values[whole(piece.shape).slices(request.step)])
 
-    with torch.no_grad():
-        run_threads(read, pieces, num_threads)
+    if pieces:
+        with torch.no_grad():
+            run_threads(read, pieces, num_threads)
 
 
 def warn_of_overflows(filled: Iterable[tuple[str, torch.dtype | None, torch.Tensor]]) -> None:

@@ -296,7 +296,10 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
     for request, key_id in zip(requests, key_ids, strict=True):
         if request.global_shape != manifest.global_shapes[key_id]:
             _check_shape(stored, request)
-    regions = [covering(request.region, request.step) for request in requests]
+    regions = [request.region for request in requests]
+    apart = [number for number, request in enumerate(requests) if request.step]
+    for number in apart:
+        regions[number] = covering(regions[number], requests[number].step)
     offsets, shapes = regions_to_arrays(regions, manifest.offsets.shape[1])
     common = _intersect_chunks(manifest, np.array(key_ids, np.int64), offsets, shapes)
     manifest.chunks.check_rows(common.chunks)
@@ -316,7 +319,10 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
             "Request a region that was saved.",
             unexpected=[request.key],
         )
-    return _to_copies(common, requests)
+    copies = _to_copies(common, [len(region.shape) for region in regions])
+    if apart:
+        copies = [copy for copy in copies if not requests[copy.request].step]
+    return copies
 
 
 class _Intersections(NamedTuple):
@@ -367,16 +373,14 @@ def _intersect_chunks(
     return batches[0]
 
 
-def _to_copies(common: _Intersections, requests: Sequence[Request]) -> list[Copy]:
+def _to_copies(common: _Intersections, ndims: Sequence[int]) -> list[Copy]:
     columns = [common.chunks.tolist(), common.requests.tolist()]
     for rows in (common.in_chunks, common.in_requests, common.shapes):
         columns.append(list(map(tuple, rows.tolist())))
     copies = []
     most = common.shapes.shape[1]
     for chunk, request, in_chunk, in_request, shape in zip(*columns, strict=True):
-        if requests[request].step:
-            continue
-        ndim = len(requests[request].region.shape)
+        ndim = ndims[request]
         if ndim < most:
             in_chunk, in_request, shape = in_chunk[:ndim], in_request[:ndim], shape[:ndim]
         source = target = Region(in_chunk, shape)
