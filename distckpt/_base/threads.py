@@ -164,7 +164,7 @@ def num_requests_within(max_inflight_bytes: int) -> int:
 
 
 Progress: TypeAlias = Callable[[int], None]
-"""Called with numbers of bytes whenever some have been moved, by several threads."""
+"""Function that several threads call with numbers of bytes moved."""
 
 
 class ProgressCounter:

@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 Unit: TypeAlias = list[Span]
-"""Spans that one thread reads or writes at a time, one after the other."""
+"""Consecutive spans that one thread reads or writes at a time."""
 
 
 def sizes_of(unit: Sequence[Span]) -> list[int]:

@@ -27,7 +27,7 @@ from distckpt._base.memory import Bytes, DeviceLayer
 from distckpt._base.threads import NUM_THREADS, SIGNAL_SECONDS, UNIT_BYTES, run_threads
 from distckpt._format.checksum import BLOCK_BYTES
 from distckpt._geometry.units import Unit, sizes_of, units_of
-from distckpt._io.write import Fill, NewFile, copy_into
+from distckpt._io.write import Fill, NewFile, fill_window
 
 MAX_SETS = 2
 """Number of saves that may hold copies at a time; the next save waits."""
@@ -277,7 +277,7 @@ class HostCopies:
             if span.chunk in copies.starts:
                 buffers += copies.bytes_of([span])
                 continue
-            copy_into(window, rest([span], window))
+            fill_window(window, rest([span], window))
             self._note_copied(len(window))
             buffers.append(window)
         return buffers
@@ -368,7 +368,7 @@ class _Copies(NamedTuple):
 
 def _copy_unit(unit: tuple[Fill, Unit, Bytes]) -> None:
     fill, spans, window = unit
-    copy_into(window, fill(spans, window))
+    fill_window(window, fill(spans, window))
 
 
 def _fill_from(copies: _Copies, unit: Unit, scratch: Bytes) -> list[Bytes]:

@@ -324,7 +324,8 @@ class Reading:
         """Compare the blocks of a unit with their checksums; the bytes come piece by piece."""
         if self.verifies:
             block = self.stored.manifest.block_bytes
-            actual = block_checksums(sizes_of(unit), filled, block)
+            sizes = [stop - start for _, start, stop in unit]
+            actual = block_checksums(sizes, filled, block)
             first = int(self._first_expected[unit[0].chunk]) + unit[0].start // block
             expected: list[int] = self._expected[first : first + len(actual)].tolist()
             if actual != expected:

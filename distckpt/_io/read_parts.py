@@ -37,7 +37,7 @@ from distckpt._geometry.region import (
     run_starts,
     step_over,
 )
-from distckpt._geometry.units import Span, Unit, cut_region, sizes_of
+from distckpt._geometry.units import Span, Unit, cut_region
 from distckpt._plan.load import Copy
 from distckpt._storage import locations
 
@@ -150,7 +150,8 @@ def _parts_of_region(
         place = goal
         if piece.shape != copy.source.shape:
             place = goal[piece.relative_to(copy.source.offset).slices()]
-        first, last = _byte_range(shape, piece, item)
+        first = flat_start(shape, piece) * item
+        last = first + covering_elements(shape, piece) * item
         start = first // margin * margin
         stop = min(-(-last // margin) * margin, int(stored.manifest.num_bytes[copy.chunk]))
         is_run = not is_sparse and num_outer_axes(shape, piece) == 0
@@ -172,12 +173,6 @@ def _is_sparse(shape: tuple[int, ...], extent: tuple[int, ...], item: int) -> bo
     first_to_last = covering_elements(shape, region) * item - run
     pitch = LONG_PITCH_BYTES if run < SHORT_RUN_BYTES else PITCH_BYTES
     return first_to_last >= (num_runs - 1) * pitch
-
-
-def _byte_range(shape: tuple[int, ...], region: Region, item: int) -> tuple[int, int]:
-    """Return the byte range that covers a region of a row-major tensor."""
-    first = flat_start(shape, region) * item
-    return first, first + covering_elements(shape, region) * item
 
 
 @functools.lru_cache(maxsize=1024)
@@ -243,7 +238,8 @@ class Content(NamedTuple):
 
 def content_for(table: PartTable, unit: Unit) -> Content:
     """Choose the memory for a unit: large plain targets, and scratch memory."""
-    scratch = bounce_buffer("read", sum(sizes_of(unit)), table.copier.layer)
+    num_bytes = sum(stop - start for _, start, stop in unit)
+    scratch = bounce_buffer("read", num_bytes, table.copier.layer)
     goals, values = _goals_of(table, unit)
     content = Content([], scratch, [], values)
     end = 0

@@ -31,7 +31,7 @@ from distckpt._base.threads import (
 )
 from distckpt._format.checksum import BLOCK_BYTES, block_checksums
 from distckpt._geometry.region import flat_range_regions
-from distckpt._geometry.units import Span, Unit, sizes_of, spans_within, units_of, units_of_spans
+from distckpt._geometry.units import Span, Unit, spans_within, units_of, units_of_spans
 from distckpt._storage import locations
 
 DIRECT_MIN_BYTES = 16 << 20
@@ -253,7 +253,9 @@ class _Output:
         if is_local and not self.units:
             self.units = [[]]
         self.checksums: list[list[int]] = [[] for _ in self.units]
-        self.sizes = [sum(sizes_of(unit)) for unit in self.units]
+        self.sizes = []
+        for unit in self.units:
+            self.sizes.append(sum(stop - start for _, start, stop in unit))
         self._starts = list(itertools.accumulate(self.sizes, initial=first))
         pays = settings.durable and sum(self.sizes) >= DIRECT_MIN_BYTES
         self.may_be_direct = bool(DIRECT and (pays if settings.direct is None else settings.direct))
@@ -342,7 +344,7 @@ class _Output:
 
     def _keep_checksums(self, number: int, buffers: Sequence[Bytes]) -> None:
         if self._settings.with_checksums:
-            sizes = sizes_of(self.units[number])
+            sizes = [stop - start for _, start, stop in self.units[number]]
             checksums = block_checksums(sizes, buffers, self._settings.block_bytes)
             # A block that begins before the span belongs to the one before.
             self.checksums[number] = checksums[self._starts[number] < self._span[0] :]
@@ -362,7 +364,7 @@ class _Output:
         memory = bounce_buffer("write", self._unit_bytes + ALIGNMENT, self.file.device)
         phase = position % ALIGNMENT
         window = memory[phase : phase + self.sizes[number]]
-        copy_into(window, self.file.fill(self.units[number], window))
+        fill_window(window, self.file.fill(self.units[number], window))
         self._keep_checksums(number, [window])
         window = window[low:high]
         position = position + low
@@ -384,7 +386,7 @@ def cut_buffers(buffers: Sequence[Bytes], start: int, stop: int) -> list[Bytes]:
     return [buffer for buffer in cut if len(buffer)]
 
 
-def copy_into(window: Bytes, buffers: Sequence[Bytes]) -> None:
+def fill_window(window: Bytes, buffers: Sequence[Bytes]) -> None:
     """Copy buffers into the window, unless they are there already."""
     filled = 0
     for buffer in buffers:

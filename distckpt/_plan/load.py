@@ -14,7 +14,6 @@ from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
 from distckpt._base.errors import CorruptCheckpointError, LoadMismatchError
 from distckpt._base.lazy import torch
 from distckpt._base.messages import did_you_mean, other_prefix, summarize_keys, without_numbers
-from distckpt._format.columns import joined_ranges
 from distckpt._format.foreign_formats import TORCH_DIST, is_export
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -296,10 +295,7 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
     for request, key_id in zip(requests, key_ids, strict=True):
         if request.global_shape != manifest.global_shapes[key_id]:
             _check_shape(stored, request)
-    regions = [request.region for request in requests]
-    apart = [number for number, request in enumerate(requests) if request.step]
-    for number in apart:
-        regions[number] = covering(regions[number], requests[number].step)
+    regions = _covered(requests)
     offsets, shapes = regions_to_arrays(regions, manifest.offsets.shape[1])
     common = _intersect_chunks(manifest, np.array(key_ids, np.int64), offsets, shapes)
     manifest.chunks.check_rows(common.chunks)
@@ -319,10 +315,18 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
             "Request a region that was saved.",
             unexpected=[request.key],
         )
-    copies = _to_copies(common, [len(region.shape) for region in regions])
-    if apart:
-        copies = [copy for copy in copies if not requests[copy.request].step]
-    return copies
+    return _to_copies(common, requests)
+
+
+def _covered(requests: Sequence[Request]) -> list[Region]:
+    """Return the region around the elements of each request."""
+    regions = []
+    for request in requests:
+        region = request.region
+        if request.step:
+            region = covering(region, request.step)
+        regions.append(region)
+    return regions
 
 
 class _Intersections(NamedTuple):
@@ -353,7 +357,7 @@ def _intersect_chunks(
         done = int(ends[start - 1]) if start else 0
         stop = max(start + 1, int(np.searchsorted(ends, done + MAX_PAIRS, "right")))
         rows = np.repeat(np.arange(start, stop), counts[start:stop])
-        chunks = joined_ranges(first_chunks[start:stop], counts[start:stop])
+        chunks = first_chunks[rows] + np.arange(done, int(ends[stop - 1])) - (ends - counts)[rows]
         stored_offsets = manifest.offsets[chunks]
         requested = offsets[rows]
         hits, low, extent = intersect_many(
@@ -373,13 +377,17 @@ def _intersect_chunks(
     return batches[0]
 
 
-def _to_copies(common: _Intersections, ndims: Sequence[int]) -> list[Copy]:
+def _to_copies(common: _Intersections, requests: Sequence[Request]) -> list[Copy]:
+    ndims = [len(request.region.shape) for request in requests]
+    apart = {number for number, request in enumerate(requests) if request.step}
     columns = [common.chunks.tolist(), common.requests.tolist()]
     for rows in (common.in_chunks, common.in_requests, common.shapes):
         columns.append(list(map(tuple, rows.tolist())))
     copies = []
     most = common.shapes.shape[1]
     for chunk, request, in_chunk, in_request, shape in zip(*columns, strict=True):
+        if request in apart:
+            continue
         ndim = ndims[request]
         if ndim < most:
             in_chunk, in_request, shape = in_chunk[:ndim], in_request[:ndim], shape[:ndim]

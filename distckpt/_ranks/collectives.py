@@ -306,7 +306,7 @@ class Ranks(Exchanges):
     def _result(
         self, message: bytes, name: str, error: BaseException | None, told: Told | None = None
     ) -> bytes:
-        """Return the result in a message of the coordinator, or raise its error.
+        """Return the result in a coordinator's message, or raise its error.
 
         In the second half of a phase, a failure of its first half comes in its place.
         """

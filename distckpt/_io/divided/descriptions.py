@@ -205,7 +205,7 @@ def _joined(messages: Iterable[bytes], num_columns: int) -> tuple[IntArray, IntA
 
 def read_descriptions(
     keys: bytes, messages: Sequence[bytes]
-) -> tuple[GlobalTable, IntArray, IntArray]:
+) -> tuple[GlobalTable, IntArray, list[int]]:
     """Decode the descriptions of all ranks into one table.
 
     Return the table, rank by rank, with keys numbered from the planner's first key; the first row
@@ -236,7 +236,7 @@ def read_descriptions(
     choose_main_replicas(table, (flags // _OPEN_RANK).astype(np.uint8))
     exchange_groups = np.zeros(len(ends), np.int64)
     exchange_groups[table.ranks] = numbers[4]
-    return table, np.append(0, ends), exchange_groups
+    return table, np.append(0, ends), exchange_groups.tolist()
 
 
 # --- Chunks ---------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from distckpt._base.options import SaveOptions
 from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.manifest import Manifest, needs_checksum_files, num_blocks_of
 from distckpt._format.planned_manifest import parts_by_name
-from distckpt._geometry.region import IntArray
 from distckpt._io.divided.descriptions import (
     KeysOfRank,
     Numbering,
@@ -225,7 +224,7 @@ class PartPlanning:
         except InvalidShardingError as error:
             return _INVALID + str(error).encode()
 
-    def _report(self, exchange_groups: IntArray) -> _PlannerReport:
+    def _report(self, exchange_groups: Sequence[int]) -> _PlannerReport:
         table = self._table
         validate_shards(table, allow_gaps=self._allow_gaps)
         differences = find_differences(table)
@@ -381,7 +380,10 @@ class Coordinator:
         return _by_rank(cuts, self._planners, self._num_ranks)
 
     def join_shares(self, payloads: Sequence[bytes]) -> list[bytes]:
-        """Return, by rank, whether checksums need files, and the answers of all planners."""
+        """Return, by rank, the answers of all planners.
+
+        Before them comes whether checksums need files.
+        """
         assert self.manifest is not None
         num_pieces = 0
         shares_of_planners = []
