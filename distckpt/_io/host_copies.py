@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -39,14 +39,8 @@ two.
 # --- Memory ---------------------------------------------------------------------------------------
 
 
-class _Set(NamedTuple):
-    """The buffers of one save.
-
-    `is_pinned` is set if they are page-locked, for tensors on a device.
-    """
-
-    buffers: list[Bytes]
-    is_pinned: bool
+_Set: TypeAlias = tuple[list[Bytes], bool]
+"""The buffers of one save, and whether they are page-locked, for tensors on a device."""
 
 
 class HostMemory:
@@ -73,7 +67,7 @@ class HostMemory:
             fitting = self._fitting(sizes, layer)
             self._idle = fitting[1:]
         if fitting:
-            return fitting[0].buffers
+            return fitting[0][0]
         try:
             return _allocate(sizes, layer)
         except BaseException:
@@ -115,7 +109,7 @@ class HostMemory:
             with self._changed:
                 self._idle = []
                 if buffers is not None:
-                    self._idle = [_Set(buffers, layer is not None)]
+                    self._idle = [(buffers, layer is not None)]
                 self._is_reserving = False
                 self._changed.notify_all()
 
@@ -130,7 +124,7 @@ class HostMemory:
     def give_back(self, buffers: list[Bytes], layer: DeviceLayer | None) -> None:
         """Keep buffers for the next save; `layer` is the one they were taken for."""
         with self._changed:
-            self._idle.append(_Set(buffers, layer is not None))
+            self._idle.append((buffers, layer is not None))
         self._end_use()
 
     def free(self) -> None:
@@ -141,12 +135,10 @@ class HostMemory:
             self._idle = []
 
     def _fitting(self, sizes: Sequence[int], layer: DeviceLayer | None) -> list[_Set]:
-        is_pinned = layer is not None
         fitting = []
-        for idle in self._idle:
-            idle_sizes = [len(buffer) for buffer in idle.buffers]
-            if idle_sizes == list(sizes) and idle.is_pinned == is_pinned:
-                fitting.append(idle)
+        for buffers, is_pinned in self._idle:
+            if list(map(len, buffers)) == list(sizes) and is_pinned == (layer is not None):
+                fitting.append((buffers, is_pinned))
         return fitting
 
     def _wait_for(self, condition: Callable[[], bool]) -> bool:

@@ -422,4 +422,5 @@ def join_differences(parts: Sequence[Any]) -> ReplicasToCompare:
             pairs.append(Pair(key, dtype, num_elements, main, other))
         num_before.update({int(rank): num for rank, num in num_rows.items()})
     error = InvalidShardingError(parts[0][-1])
-    return ReplicasToCompare(keys, sorted(ranks), pairs, error=error)
+    # Ranks hear from the planners which rows to send.
+    return ReplicasToCompare(keys, sorted(ranks), pairs, [], error)
