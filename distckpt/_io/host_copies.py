@@ -40,7 +40,7 @@ two.
 
 
 _Set: TypeAlias = tuple[list[Bytes], bool]
-"""The buffers of one save, and whether they are page-locked, for tensors on a device."""
+"""The buffers of one save, and whether they are page-locked."""
 
 
 class HostMemory:

@@ -69,13 +69,22 @@ class EngineSettings:
     Attributes:
         exchange_group: process group within which replicas share work; None for all ranks.
         direct_io: see `SafetensorsSaveStrategy`.
-        plans: cache for the plans of its saves. While only the data of shards changes on all ranks,
-            later saves are not planned again.
+        plans: cache for the plans of its saves; None for the cache of the process.
     """
 
     exchange_group: Any = None
     direct_io: bool | None = None
-    plans: PlanCache = _PLANS
+    plans: PlanCache | None = None
+
+
+def plan_cache(engine: EngineSettings) -> PlanCache:
+    """Return the plans of earlier saves.
+
+    While only the data of shards changes on all ranks, later saves are not planned again.
+    """
+    if engine.plans is None:
+        return _PLANS
+    return engine.plans
 
 
 class ReadyShards(NamedTuple):
@@ -197,7 +206,7 @@ def ready_to_plan(
     is_known = False
     plan = None
     if comparison is not _Comparison.ALL:
-        is_known, plan = engine.plans.find(structure)
+        is_known, plan = plan_cache(engine).find(structure)
     if plan is None:
         table = None
         if not is_known:
@@ -231,7 +240,7 @@ def plan_of(ranks: Ranks, ready: ReadyShards, verdict: PlanVerdict) -> SavePlan:
     )
     if not have_differences:
         # Replicas that have drifted apart may have nothing in common at the next save.
-        ready.engine.plans.keep(ready.structure, plan)
+        plan_cache(ready.engine).keep(ready.structure, plan)
     return plan
 
 

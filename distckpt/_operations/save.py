@@ -29,6 +29,7 @@ from distckpt._io.planned_shards import (
     PlanVerdict,
     ReadyShards,
     encoded_vote,
+    plan_cache,
     ready_to_plan,
 )
 from distckpt._io.save_shards import PreparedSave, plan_shards, prepare_shards
@@ -224,7 +225,7 @@ def _describe(
         output.enter(place)
     if not verdict.is_same_state:
         if own.ready is not None and own.ready.plan is None:
-            own.target.engine.plans.keep(own.ready.structure, None)
+            plan_cache(own.target.engine).keep(own.ready.structure, None)
         own = _united(ranks, own, request)
     return own, verdict
 
