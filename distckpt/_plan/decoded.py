@@ -173,6 +173,8 @@ def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]
                 owners.append((len(pieces), index))
                 requests.append(Request(spec.key, spec.shape, part_region))
             pieces.append(Piece(quantized, region, copy, regions, []))
+    if not requests:
+        return pieces
     for part in plan_load(view, requests):
         piece, index = owners[part.request]
         pieces[piece].copies.append(part._replace(request=index))
