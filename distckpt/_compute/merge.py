@@ -239,8 +239,8 @@ def _merged(
         dtypes.append(_dtype_of_sum(name, terms))
         shapes.append(terms[0].global_shape(name))
     manifest = Manifest(names, dtypes, shapes, ChunkTable.empty(), aliases, has_checksums=False)
-    first = terms[0].marker
-    marker = note_of_objects(names_of_module(first), prefixes_of_modules(first), {})
+    stored = terms[0].marker
+    marker = note_of_objects(names_of_module(stored), prefixes_of_modules(stored), {})
     return StoredCheckpoint(terms[0].location, manifest, marker=marker), terms
 
 
