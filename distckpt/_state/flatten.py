@@ -27,7 +27,6 @@ from distckpt._base.tree import (
     compacted,
     dotted,
     filled,
-    fold,
     leaves,
     map_leaves,
     on_the_way,
@@ -52,13 +51,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Slot:
-    """The place of a shard in a skeleton."""
-
-    number: int
-
-
-@dataclass(slots=True)
 class _Local:
     """The place of a local non-persistent object."""
 
@@ -80,8 +72,8 @@ class SplitState(NamedTuple):
     """A flattened state dict.
 
     `shards` are its sharded leaves, including the ones that factories build; `common` is the rest
-    of the tree with holes for everything else; `skeleton` is the tree with marks for shards, local
-    objects and factories, and holes for the rest.
+    of the tree with holes for everything else; `skeleton` is the tree with the numbers of shards,
+    marks for local objects and factories, and holes for the rest.
     """
 
     shards: list[Shard]
@@ -108,7 +100,7 @@ def split(
             f"{type(state_dict).__name__}."
         )
     flattening = _Flattening(entries, problems)
-    skeleton, common = fold(flattening.take, _join, state_dict, _is_walked)
+    skeleton, common = map_leaves(flattening.take, state_dict, _is_walked, join=_join)
     if common is HOLE:
         common = {}
     return SplitState(flattening.shards, common, skeleton)
@@ -122,7 +114,7 @@ class _Flattening:
         self._entries = entries
         self._problems = problems
 
-    def take(self, node: Any) -> tuple[Any, Any]:
+    def take(self, position: Position, node: Any) -> tuple[Any, Any]:
         """Take a leaf of the state dict."""
         # By far the most frequent types first; isinstance is slow for an abstract class.
         if type(node) not in _NEVER_FOREIGN:
@@ -131,11 +123,11 @@ class _Flattening:
             node = self._stored_form(node)
         if type(node) is ShardedTensor or isinstance(node, ShardedTensor | ShardedObject):
             self.shards.append(node)
-            return _Slot(len(self.shards) - 1), HOLE
+            return len(self.shards) - 1, HOLE
         if isinstance(node, ShardedTensorFactory):
             with _naming(node, "build_fn"):
                 shards_and_more = node.build()
-            built, _ = fold(self._take_built, _join, shards_and_more, _is_walked)
+            built, _ = map_leaves(self._take_built, shards_and_more, _is_walked, join=_join)
             return _Merge(node, built), HOLE
         if isinstance(node, ShardedBase):
             raise UnsupportedObjectError(
@@ -146,8 +138,8 @@ class _Flattening:
             return _Local(node.unwrap()), HOLE
         return HOLE, node
 
-    def _take_built(self, node: Any) -> tuple[Any, Any]:
-        mark, value = self.take(node)
+    def _take_built(self, position: Position, node: Any) -> tuple[Any, Any]:
+        mark, value = self.take(position, node)
         if value is HOLE:
             return mark, HOLE
         # Values other than shards that a factory builds, it builds again for loading.
@@ -259,8 +251,8 @@ def _numbers_of(mark: Any) -> set[int]:
 
     The mark stands for a shard, or a factory of shards.
     """
-    if isinstance(mark, _Slot):
-        return {mark.number}
+    if isinstance(mark, int):
+        return {mark}
     numbers: set[int] = set()
     if isinstance(mark, _Merge):
         for _, inner in leaves(mark.built):
@@ -314,8 +306,8 @@ def _warn_of_unknown(skeleton: Any, common: Any) -> None:
 def _value_of(mark: Any, values: Sequence[Any]) -> Any:
     if mark is HOLE:
         return HOLE
-    if isinstance(mark, _Slot):
-        return values[mark.number]
+    if isinstance(mark, int):
+        return values[mark]
     if isinstance(mark, _Local):
         return mark.value
     built = map_leaves(lambda _, inner: _value_of(inner, values), mark.built)
