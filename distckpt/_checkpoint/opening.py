@@ -15,10 +15,10 @@ from distckpt._base.wings import wing
 from distckpt._checkpoint.consistent_read import (
     ReadAttempt,
     check_files,
+    describe,
     read_attempts,
     reading_unchanged,
 )
-from distckpt._checkpoint.file_states import describe
 from distckpt._checkpoint.stored_pieces import Reader
 from distckpt._commit.presence import check_marker
 from distckpt._format.checksum import checksum

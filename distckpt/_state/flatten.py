@@ -8,12 +8,17 @@ positions in lists stay the same.
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import logging
+import signal
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import torch
 
 from distckpt._base.errors import (
     CheckpointingException,
@@ -33,12 +38,12 @@ from distckpt._base.tree import (
     rebuilt,
     without_holes,
 )
-from distckpt._format.codec import refuse_unknown
+from distckpt._format.codec import refuse_unknown, register_object_type
 from distckpt._format.codec.encode import how_to_register, unknown_objects
-from distckpt._state.adopted import adopt
 from distckpt._state.shards import Shard
 from distckpt._state.stored_form import StoredEntry, stored_form
 from distckpt.mapping._base import ShardedBase
+from distckpt.mapping._kinds import kind_of
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import (
     LocalNonpersistentObject,
@@ -79,6 +84,76 @@ class SplitState(NamedTuple):
     shards: list[Shard]
     common: Any
     skeleton: Any
+
+
+# --- Objects of Megatron --------------------------------------------------------------------------
+# Objects of Megatron Core are recognized by their structure, so Megatron need not be installed, and
+# every version and copy of it will do.
+
+# The arguments of Megatron's scripts hold a signal.
+register_object_type(signal.Signals)
+# Transformer layers keep their extra state in files in memory.
+register_object_type(io.BytesIO, "io.BytesIO", to_state=io.BytesIO.getvalue, from_state=io.BytesIO)
+
+
+def adopt(node: Any) -> Any:
+    """Convert an object of Megatron to its equivalent in distckpt.
+
+    Other values are returned as they are.
+    """
+    convert = _converter_of(type(node))  # type: ignore[arg-type]  # Classes are hashable.
+    if convert is None:
+        return node
+    return convert(node)
+
+
+def _adopt_tensor(node: Any) -> ShardedTensor:
+    data = node.data
+    dtype = node.dtype
+    # Megatron stores 8-bit tensors of Transformer Engine in the precision that they represent.
+    is_packed = (
+        getattr(type(data), "dequantize", torch.Tensor.dequantize) is not torch.Tensor.dequantize
+    )
+    if data is not None and is_packed:
+        data = data.detach().dequantize()
+        dtype = data.dtype
+    return ShardedTensor(
+        node.key,
+        data,
+        dtype,
+        node.local_shape,
+        node.global_shape,
+        node.global_offset,
+        node.axis_fragmentations,
+        node.replica_id,
+        node.prepend_axis_num,
+        node.allow_shape_mismatch,
+        getattr(node, "flattened_range", None),
+    )
+
+
+def _adopt_factory(node: Any) -> ShardedTensorFactory:
+    flat = getattr(node, "flattened_range", None)
+    return ShardedTensorFactory(
+        node.key, node.data, node.build_fn, node.merge_fn, node.replica_id, flat
+    )
+
+
+_CONVERTERS: dict[str | None, Callable[[Any], Any]] = {
+    "ShardedTensor": _adopt_tensor,
+    "ShardedObject": lambda node: ShardedObject(
+        node.key, node.data, node.global_shape, node.global_offset, node.replica_id
+    ),
+    "ShardedTensorFactory": _adopt_factory,
+    "LocalNonpersistentObject": lambda node: LocalNonpersistentObject(node.unwrap()),
+}
+
+
+@functools.cache
+def _converter_of(cls: type) -> Callable[[Any], Any] | None:
+    if issubclass(cls, ShardedBase | LocalNonpersistentObject):
+        return None
+    return _CONVERTERS.get(kind_of(cls))  # type: ignore[arg-type]  # Classes are hashable.
 
 
 # --- Taking a state dict apart --------------------------------------------------------------------

@@ -15,8 +15,7 @@ from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import ExportOptions, check_switch, with_changes
-from distckpt._checkpoint.consistent_read import read_attempts
-from distckpt._checkpoint.file_states import describe
+from distckpt._checkpoint.consistent_read import describe, read_attempts
 from distckpt._foreign.hugging_face import HuggingFaceReader, read_directory
 from distckpt._foreign.seals import read_sealed
 from distckpt._format.foreign_formats import HUGGING_FACE

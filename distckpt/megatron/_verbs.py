@@ -255,7 +255,7 @@ def _request_of(
     """
     request = background_save.in_background(replace(request, verb="async_save"))
     planned = _without_limit_on_copies(plan_save(ranks, state_dict, request))
-    save = background_save.prepare(ranks, planned)
+    save = BackgroundSave(ranks, planned)
     return AsyncRequest(
         async_fn=_write_request,
         async_fn_args=(save, None, os.getpid()),

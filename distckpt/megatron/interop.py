@@ -21,7 +21,7 @@ from typing import Any
 
 from distckpt._base.tree import is_plain_container, map_leaves, new_like
 from distckpt._format.codec import register_object_type
-from distckpt._state.adopted import adopt
+from distckpt._state.flatten import adopt
 from distckpt.mapping._wrappers import ShardedStateDict
 
 __all__ = ["convert", "register_types"]

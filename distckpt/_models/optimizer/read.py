@@ -30,7 +30,7 @@ from distckpt._base.tree import (
     without_holes,
 )
 from distckpt._models.dtensor import TensorShard, is_dtensor, is_in_mesh, local_part
-from distckpt._state.adopted import adopt
+from distckpt._state.flatten import adopt
 from distckpt.mapping._sharded_tensor import ShardedTensor
 
 logger = logging.getLogger(__name__)
