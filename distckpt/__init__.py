@@ -49,8 +49,7 @@ if TYPE_CHECKING:
         reserve_staging_memory,
     )
     from distckpt._operations.checkpoint import Checkpoint, TensorInfo, open
-    from distckpt._operations.consolidate import consolidate
-    from distckpt._operations.export_write import ExportReport
+    from distckpt._operations.consolidate import ExportReport, consolidate
     from distckpt._operations.fingerprint import fingerprint
     from distckpt._operations.load import load
     from distckpt._operations.save import save
@@ -162,7 +161,7 @@ _HOMES = {
     "Checkpoint": "_operations.checkpoint",
     "TensorInfo": "_operations.checkpoint",
     "open": "_operations.checkpoint",
-    "ExportReport": "_operations.export_write",
+    "ExportReport": "_operations.consolidate",
     "consolidate": "_operations.consolidate",
     "DiffReport": "_tools.diff",
     "diff": "_tools.diff",

@@ -24,13 +24,6 @@ from distckpt._checkpoint.shards import filling
 from distckpt._checkpoint.stored_values import COMMON_STATE
 from distckpt._format.marker import schedulers_of
 from distckpt._models.restore import Saved, restore_objects
-from distckpt._operations.absent_values import (
-    absent_keys,
-    refuse_absent,
-    report_absent_values,
-    tensor_paths,
-    united,
-)
 from distckpt._operations.load_request import (
     Differences,
     LoadRequest,
@@ -38,11 +31,19 @@ from distckpt._operations.load_request import (
     check_targets,
     describe_targets,
 )
-from distckpt._operations.shard_source import ShardSource, source_of
+from distckpt._operations.load_values import (
+    absent_keys,
+    changes_of,
+    name_plain_tensors,
+    refuse_absent,
+    report_absent_values,
+    united,
+    warn_of_unchanged,
+)
+from distckpt._operations.shard_source import source_of
 from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks, collective
 from distckpt._state import flatten
 from distckpt._state.common_state import CONTENT_METADATA
-from distckpt._state.given_values import Changes, changes_of
 from distckpt._state.shards import Shard
 from distckpt._state.strictness import StrictHandling
 from distckpt._storage import locations
@@ -276,7 +277,7 @@ def read_targets(ranks: Ranks, targets: Targets, differences: Differences) -> _R
             *read, common = source.read([*requested, COMMON_STATE], targets.rules)
         except LoadMismatchError as error:
             if ranks.size == 1 or ranks.is_known_to_all(error):
-                _name_plain_tensors(error, source)
+                name_plain_tensors(error, source)
             raise
         num_bytes = sum(value.nbytes for value in read if isinstance(value, torch.Tensor))
         by_number = dict(zip(numbers, read, strict=True))
@@ -332,31 +333,8 @@ def restore(
     # none.
     changes.apply()
     if ranks.is_coordinator:
-        _warn_of_unchanged(changes, targets.location)
+        warn_of_unchanged(changes, targets.location)
     return Restored(restored, absent_of_all, tuple(json.loads(message.answer)))
-
-
-def _name_plain_tensors(error: LoadMismatchError, source: ShardSource) -> None:
-    """Raise a clearer error if common state has the absent tensors."""
-    common = source.read_objects([COMMON_STATE])[0]
-    names = {".".join(map(str, path[1:])): str(path[0]) for path in tensor_paths(common)}
-    place = next((names[key] for key in sorted(error.unexpected) if key in names), None)
-    if place is None:
-        return
-    advice = (
-        f"The common state has plain tensors of these names at {place!r}, which each rank gets "
-        f"whole: module.load_state_dict(distckpt.open(path).common_state[{place!r}]) loads them."
-    )
-    if source.is_live:
-        advice = (
-            f"Plain tensors of these names are given at {place!r}: give the module itself there, "
-            "in the place of its state_dict()."
-        )
-    raise LoadMismatchError(
-        f"{error} {advice}",
-        error.missing,
-        error.unexpected,
-    ) from error
 
 
 def _overwritten_of_all(ranks: Ranks, targets: Targets) -> frozenset[str]:
@@ -375,22 +353,3 @@ def _overwritten_of_all(ranks: Ranks, targets: Targets) -> frozenset[str]:
             missing=lost,
         )
     return lost
-
-
-def _warn_of_unchanged(changes: Changes, location: str) -> None:
-    if changes.fixed:
-        logger.warning(
-            "what the checkpoint %r holds for %s is in the dict that load returns, and not in the "
-            "one that was given: tuples, frozen dicts, and lists of objects that have another "
-            "length cannot be changed",
-            location,
-            summarize_keys(changes.fixed),
-        )
-    if changes.not_filled:
-        logger.warning(
-            "the tensors %s of the state dict are not filled: what the checkpoint %r holds there "
-            "has other shapes, dtypes, memory or containers, or is no tensor, and takes their "
-            "places in the dict. A module that they belong to keeps its own values",
-            summarize_keys(changes.not_filled),
-            location,
-        )

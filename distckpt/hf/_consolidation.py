@@ -23,10 +23,9 @@ from distckpt._format.manifest import Manifest
 from distckpt._format.manifest_reading import manifest_from_bytes
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.tensor_source import TensorSource
-from distckpt._operations.consolidate import consolidate
+from distckpt._operations.consolidate import ExportReport, consolidate, write_and_commit
 from distckpt._operations.export_plan import ExportPlan, plan_export
 from distckpt._operations.export_request import OpenedSources, check_request
-from distckpt._operations.export_write import ExportReport, write_and_commit
 from distckpt._plan.export import (
     OutputTensor,
     check_codes,
