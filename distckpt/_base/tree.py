@@ -235,7 +235,7 @@ def map_leaves(
 def map_nodes(
     function: Callable[[Position, Any], Any],
     tree: Any,
-    is_container: Callable[[Any], bool] = is_container,
+    is_container: Callable[[Any], bool],
     position: Position = (),
 ) -> Any:
     """Return a tree with `function(position, node)` for each node.
@@ -291,7 +291,6 @@ def replaced(tree: Any, position: Position, value: Any) -> Any:
     """
     if not position:
         return value
-    first, *below = position
     children = dict(children_of(tree))
-    children[first] = replaced(children[first], tuple(below), value)
+    children[position[0]] = replaced(children[position[0]], position[1:], value)
     return rebuilt(tree, list(children.values()))

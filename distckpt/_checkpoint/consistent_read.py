@@ -197,17 +197,11 @@ def _raise_if_changed(
         stored = checkpoints[index]
         if change == _REMOVED:
             ranks.raise_together(removed(stored.location), error)
-        ranks.raise_together(_replacement_of(stored), error)
-
-
-def _replacement_of(stored: StoredCheckpoint) -> CheckpointingException:
-    """Return the error that a checkpoint was replaced.
-
-    The rank that looks knows the replaced file.
-    """
-    if stored.manifest.origin is None:
-        return replaced(stored.location)
-    return written_to(_changed_name(stored.location, stored.states))
+        if stored.manifest.origin is None:
+            ranks.raise_together(replaced(stored.location), error)
+        # The rank that looks knows the replaced file.
+        changed = _changed_name(stored.location, stored.states)
+        ranks.raise_together(written_to(changed), error)
 
 
 def _changed_name(location: str, states: Mapping[str, FileState]) -> str:

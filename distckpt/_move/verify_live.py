@@ -146,7 +146,7 @@ def compare_with_memory(
     request = SaveRequest(
         path=location, process_group=process_group, has_target=False, verb="verify"
     )
-    described = describe_shards(ranks, live, request)
+    described, _ = describe_shards(ranks, live, request)
     objects = leaves(live, functools.partial(is_container, opaque=(LoaderTarget,)))
     targets = [leaf for _, leaf in objects if isinstance(leaf, LoaderTarget)]
     for attempt in read_attempts(ranks, location):

@@ -114,7 +114,11 @@ def plan_export(
         apart = ranks.decide_json("compare what is tied", lambda: differing(source, pairs))
         if apart and ranks.is_coordinator:
             _warn_of_untied(source.stored, apart)
-        model = replace(model, rules=[rule for rule in model.rules if not _is_tie(rule, apart)])
+        rules = []
+        for rule in model.rules:
+            if not (isinstance(rule, Tie) and rule.key in apart):
+                rules.append(rule)
+        model = replace(model, rules=rules)
     with ranks.phase("plan the export"):
         model = replace(model, tied_keys=tied_keys)
         plan = _plan(source, options, selected, model, opened.adapter, ranks.is_coordinator)
@@ -291,14 +295,6 @@ def _check_is_no_checkpoint(directory: str) -> None:
         )
 
 
-def _config_beside(stored: StoredCheckpoint) -> dict[str, Any] | None:
-    """Read the configuration in a model's directory, None if there is none."""
-    path = locations.join(stored.location, CONFIG_NAMES[0])
-    from distckpt.families._config import read_config
-
-    return read_config(path) if locations.exists(path) else None
-
-
 # --- Tensors --------------------------------------------------------------------------------------
 
 
@@ -334,16 +330,17 @@ def _computed(
     """Put sources that compute values around the source of stored values."""
     if adapter is not None:
         stored = plan.source.stored
-        config = model.config or _config_beside(model.reference or stored)
+        config = model.config
+        path = locations.join((model.reference or stored).location, CONFIG_NAMES[0])
+        if not config and locations.exists(path):
+            from distckpt.families._config import read_config
+
+            config = read_config(path)
         tied = set(stored.manifest.aliases.values()) if options.tied == "drop" else set()
         plan = wing("computed").adapted(plan, adapter, config, tied)
     if options.quantize:
         plan = wing("computed").quantized(plan, options.quantize, model.reference)
     return plan
-
-
-def _is_tie(rule: Rule, names: Collection[str]) -> bool:
-    return isinstance(rule, Tie) and rule.key in names
 
 
 def _ties(

@@ -146,15 +146,8 @@ def load(
         options=with_changes(load, LoadOptions, options, changes),
     )
     loaded = run_load(Ranks(process_group), state_dict, request).state_dict
-    return _without_metadata(loaded, state_dict)
-
-
-def _without_metadata(loaded: StateDict, requested: ShardedStateDict) -> StateDict:
-    """Leave out the checkpoint's metadata, unless it was requested.
-
-    See `Checkpoint.metadata`. A module that was given instead of a state dict comes back as it is.
-    """
-    if isinstance(requested, dict) and CONTENT_METADATA not in requested:
+    # See `Checkpoint.metadata`. A module that is given in place of a dict comes back as it is.
+    if isinstance(state_dict, dict) and CONTENT_METADATA not in state_dict:
         loaded.pop(CONTENT_METADATA, None)
     return loaded
 
@@ -178,13 +171,11 @@ class Loaded:
         state_dict: the result of `load`.
         missing: keys that no rank requested, where the mode compares keys.
         unexpected: keys that this rank requested and the checkpoint lacks.
-        report: figures of the load.
     """
 
     state_dict: StateDict
     missing: frozenset[str]
     unexpected: frozenset[str]
-    report: LoadReport
 
 
 def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -> Loaded:
@@ -222,7 +213,7 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
         logger.info("%s", report)
     if options.on_report is not None:
         publish(report, options.on_report)
-    return Loaded(restored.state_dict, differences.missing, differences.unexpected, report)
+    return Loaded(restored.state_dict, differences.missing, differences.unexpected)
 
 
 @contextlib.contextmanager
@@ -268,19 +259,18 @@ def read_targets(ranks: Ranks, targets: Targets, differences: Differences) -> _R
     split = targets.split
     with ranks.phase("load") as vote:
         absent = absent_keys(targets, differences)
-        numbers = []
+        requested: dict[int, Shard] = {}
         for number, shard in enumerate(split.shards):
             if shard.key not in absent and number not in targets.ties:
-                numbers.append(number)
-        requested: list[Shard] = [split.shards[number] for number in numbers]
+                requested[number] = shard
         try:
-            *read, common = source.read([*requested, COMMON_STATE], targets.rules)
+            *read, common = source.read([*requested.values(), COMMON_STATE], targets.rules)
         except LoadMismatchError as error:
             if ranks.size == 1 or ranks.is_known_to_all(error):
                 name_plain_tensors(error, source)
             raise
         num_bytes = sum(value.nbytes for value in read if isinstance(value, torch.Tensor))
-        by_number = dict(zip(numbers, read, strict=True))
+        by_number = dict(zip(requested, read, strict=True))
         values = []
         for number, shard in enumerate(split.shards):
             number = targets.ties.get(number, number)

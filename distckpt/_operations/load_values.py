@@ -173,16 +173,13 @@ def _value_paths(tree: Any, objects: Collection[Position]) -> Iterator[Position]
     holders = set(map(id, filter(is_container, above)))
 
     def is_holder(node: Any) -> bool:
-        return id(node) in holders or _holds_shards(node)
+        is_list = isinstance(node, list | tuple)
+        return id(node) in holders or (is_list and any(item is HOLE for item in node))
 
     for position, value in leaves(tree, is_holder):
         is_value = value is not None and value is not HOLE
         if is_value and position not in objects and id(value) not in holders:
             yield position
-
-
-def _holds_shards(node: Any) -> bool:
-    return isinstance(node, list | tuple) and any(item is HOLE for item in node)
 
 
 def name_plain_tensors(error: LoadMismatchError, source: ShardSource) -> None:
@@ -354,8 +351,14 @@ def _changed(changes: Changes, position: Position, given: Any, new: Any) -> Any:
     It is the given container or tensor, with other contents, or else the new value.
     """
     if isinstance(given, torch.Tensor):
-        return _changed_tensor(changes, position, given, new)
-    if _is_rebuilt(given) and type(given) is type(new):
+        if _takes_values(given, new) and _is_free(changes, given, new):
+            changes.taken[id(given)] = new
+            changes.tensors.append((given, new))
+            changes.filled.add(position)
+            return given
+        return _own(new)
+    is_rebuilt = type(given) is tuple or (isinstance(given, tuple) and hasattr(given, "_fields"))
+    if is_rebuilt and type(given) is type(new):
         items = list(_changed_items(changes, position, given, new).values())
         if [*map(id, given)] == [*map(id, items)]:
             return given
@@ -379,21 +382,6 @@ def _changed_items(changes: Changes, position: Position, given: Any, new: Any) -
     for key, item in children_of(new):
         changed[key] = _changed(changes, (*position, key), olds.get(key, HOLE), item)
     return changed
-
-
-def _is_rebuilt(container: Any) -> bool:
-    return type(container) is tuple or (
-        isinstance(container, tuple) and hasattr(container, "_fields")
-    )
-
-
-def _changed_tensor(changes: Changes, position: Position, given: torch.Tensor, new: Any) -> Any:
-    if _takes_values(given, new) and _is_free(changes, given, new):
-        changes.taken[id(given)] = new
-        changes.tensors.append((given, new))
-        changes.filled.add(position)
-        return given
-    return _own(new)
 
 
 def _takes_values(given: torch.Tensor, new: Any) -> bool:

@@ -172,8 +172,9 @@ def _write_own(ranks: Ranks, prepared: PreparedSave, output: Output) -> bytes:
 
 def _commit(save: PlannedSave, output: Output, reports: Sequence[bytes]) -> None:
     fields = complete_marker(save, output.location, reports)
-    if save.source is not None:
-        _check_source(save)
+    if save.source is not None and marker_of(save.location) != save.source:
+        # It is no longer the source of this save.
+        raise replaced(save.location)
     output.commit(fields, save.prepared.written)
 
 
@@ -189,12 +190,6 @@ def complete_marker(save: PlannedSave, directory: str, reports: Sequence[bytes])
         # A fixed length, so that markers of equal saves have the same size.
         duration["seconds"] = f"{save.timer.seconds:012.3f}"
     return {**duration, **save.request.notes, **fields, **config_fields(save.config)}
-
-
-def _check_source(save: PlannedSave) -> None:
-    """Refuse to replace a checkpoint other than the source of this save."""
-    if marker_of(save.location) != save.source:
-        raise replaced(save.location)
 
 
 def aim(
@@ -319,11 +314,11 @@ def raise_unseen_error(handles: list[Any]) -> None:
 
     `handles` are `SaveHandle`s; the list is emptied.
     """
-    unseen = []
+    errors = []
     for handle in handles:
         if not handle.was_asked:
-            unseen.append(handle)
+            errors.append(handle.exception())
     handles.clear()
-    for error in [handle.exception() for handle in unseen]:
+    for error in errors:
         if error is not None:
             raise error

@@ -162,17 +162,15 @@ class _OpenCheckpoint(ShardSource):
         with self.ranks.phase("read the keys of the checkpoint"):
             entries = entries_of(self.stored)
         entries |= dict.fromkeys(self.settings, StoredEntry(None, (1,)))
-        visible = {}
-        for key, entry in entries.items():
-            if key not in self.hidden:
-                visible[key] = entry
-        return visible
+        for key in self.hidden:
+            entries.pop(key, None)
+        return entries
 
     def for_objects(self, described: Description, has_optimizers: bool) -> ShardSource:
         if not _may_hold_state_dicts(self.stored, has_optimizers):
             return self
-        translated = wing("state_dicts").translated(self.ranks, self.stored, described)
-        stored, settings, hidden = translated
+        names = wing("state_dicts")
+        stored, settings, hidden = names.translated(self.ranks, self.stored, described)
         return replace(self, stored=stored, settings=settings, hidden=hidden)
 
     def optimizer_keys(self) -> set[str]:
@@ -265,8 +263,8 @@ class _UserStrategy(ShardSource):
                 "with the built-in strategy only."
             )
         by_name = {str(number): shard for number, shard in enumerate(shards)}
-        values = self.strategy.load(dict(by_name), self.location)
-        return [values[name] for name in by_name]
+        values = self.strategy.load(by_name, self.location)
+        return [values[str(number)] for number in range(len(shards))]
 
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
         return self.read(shards, ())

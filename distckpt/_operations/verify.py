@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -271,7 +271,10 @@ def _check_content(
         if not keys or problems:
             return Checked(problems, num_bytes)
         # 3. Tensors have the fingerprints that they had in memory.
-        problems = _check_fingerprints(stored, keys, counter.add)
+        from distckpt._operations.fingerprint import computed_fingerprints
+
+        computed = computed_fingerprints(stored, keys, counter.add)
+        problems = describe_fingerprints(stored, computed)
         return Checked(problems, num_bytes + tensor_bytes, len(keys))
 
 
@@ -302,15 +305,6 @@ def keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:
     are_whole = counts >= np.array([math.prod(shape) for shape in manifest.global_shapes])
     has_fingerprint = (numbers != NO_FINGERPRINT) & are_whole
     return list(itertools.compress(manifest.keys, has_fingerprint.tolist()))
-
-
-def _check_fingerprints(
-    stored: StoredCheckpoint, keys: Sequence[str], add_bytes: Callable[[int], None]
-) -> list[Problem]:
-    from distckpt._operations.fingerprint import computed_fingerprints
-
-    computed = computed_fingerprints(stored, keys, add_bytes)
-    return describe_fingerprints(stored, computed)
 
 
 def describe_fingerprints(stored: StoredCheckpoint, computed: Mapping[str, Any]) -> list[Problem]:
