@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,13 +100,7 @@ def load_shards(
         LoadMismatchError: a key, shape, dtype or object grid is not stored as requested.
         CorruptCheckpointError: files contradict the manifest or their checksums.
     """
-    tensors: list[ShardedTensor] = []
-    objects: list[ShardedObject] = []
-    for shard in shards:
-        if isinstance(shard, ShardedTensor):
-            tensors.append(shard)
-        else:
-            objects.append(shard)
+    tensors, objects = divide(shards)
     with ranks.phase("plan the reads") as vote:
         view = decoded(stored)
         planned = plan_requests(view, tensors, settings)
@@ -128,7 +122,7 @@ def load_shards(
         contents = dict(zip(chunks, blobs, strict=True))
         for chunk in chunks_of_coordinator:
             contents[chunk] = _read_by_coordinator(ranks, stored, chunk)
-        return _in_order(shards, filled, decode_objects(stored, found, contents))
+        return in_order(shards, filled, decode_objects(stored, found, contents))
 
 
 @contextlib.contextmanager
@@ -195,8 +189,20 @@ def _read(
     return blobs
 
 
-def _in_order(shards: Sequence[Shard], tensors: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
-    """Return values in the order of their shards."""
+def divide(shards: Sequence[Shard]) -> tuple[list[ShardedTensor], list[ShardedObject]]:
+    """Divide shards into tensors and objects, see `in_order`."""
+    tensors: list[ShardedTensor] = []
+    objects: list[ShardedObject] = []
+    for shard in shards:
+        if isinstance(shard, ShardedTensor):
+            tensors.append(shard)
+        else:
+            objects.append(shard)
+    return tensors, objects
+
+
+def in_order(shards: Sequence[Shard], tensors: Iterable[Any], objects: Iterable[Any]) -> list[Any]:
+    """Return the values of tensors and objects in the order of all shards."""
     next_tensors = iter(tensors)
     next_objects = iter(objects)
     values: list[Any] = []

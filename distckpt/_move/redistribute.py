@@ -212,12 +212,18 @@ def run_move(
         given = describe_given(ranks, old_state, request.rules, request.family, directory)
         fallback = _fallback(ranks, load, directory)
         source = LiveSource(
-            ranks, given, fallback, request.options, agreements, memory, request.compares
+            ranks,
+            request.place,
+            given,
+            fallback,
+            request.options,
+            agreements,
+            memory,
+            request.compares,
+            directory,
         )
         targets_state = with_shards(new_state, ranks.rank)
-        targets = describe_targets(
-            ranks, targets_state, load, request.place, lambda: source, directory
-        )
+        targets = describe_targets(ranks, targets_state, load, lambda: source)
         differences = check_targets(ranks, targets)
     with timer.phase("move"):
         read = read_targets(ranks, targets, differences)

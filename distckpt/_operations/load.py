@@ -193,7 +193,7 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
             with timer.phase("plan"):
                 found = find_checkpoint(ranks, location, verify=options.verify, attempt=attempt)
                 choose_source = partial(source_of, ranks, found, options, request.process_group)
-                targets = describe_targets(ranks, state_dict, request, location, choose_source)
+                targets = describe_targets(ranks, state_dict, request, choose_source)
                 differences = check_targets(ranks, targets)
             with timer.phase("read") as details:
                 read = read_targets(ranks, targets, differences)
@@ -311,7 +311,7 @@ def restore(
     loaded = read.loaded
     absent_of_all = report_absent_values(ranks, targets, loaded)
     with ranks.telling("restore the objects of the state dict") as message:
-        saved = Saved(targets.location, schedulers_of(source.marker), source.shared_value)
+        saved = Saved(source.location, schedulers_of(source.marker), source.shared_value)
         values = targets.split.common if request.fills_values else {}
         changes = changes_of(state_dict, values, loaded)
         restored = restore_objects(targets.resolved, loaded, saved, request.asks_for_all)
@@ -323,7 +323,7 @@ def restore(
     # none.
     changes.apply()
     if ranks.is_coordinator:
-        warn_of_unchanged(changes, targets.location)
+        warn_of_unchanged(changes, source.location)
     return Restored(restored, absent_of_all, tuple(json.loads(message.answer)))
 
 
@@ -333,10 +333,11 @@ def _overwritten_of_all(ranks: Ranks, targets: Targets) -> frozenset[str]:
     They are tied now, and were not tied when they were saved. LoadMismatchError where all of the
     checkpoint is to be loaded.
     """
-    lost = united(ranks, targets.source.overwritten)
+    source = targets.source
+    lost = united(ranks, source.overwritten)
     if targets.request.mode is StrictHandling.RAISE_ALL:
         raise LoadMismatchError(
-            f"The checkpoint {targets.location!r} holds {summarize_keys(lost)} with other values "
+            f"The checkpoint {source.location!r} holds {summarize_keys(lost)} with other values "
             "than the tensors of the state dict that they are tied to: what was saved was not "
             "tied. Untie them, or pass strict='complete' (StrictHandling.ASSUME_OK_UNEXPECTED in "
             "distckpt.megatron) to have the values of the others.",

@@ -83,12 +83,13 @@ def refuse_absent(targets: Targets, loaded: StateDict) -> None:
     request = targets.request
     if not request.asks_for_all:
         return
+    location = targets.source.location
     values = targets.split.common
     lost = _absent(tensor_paths(values), loaded)
     if lost:
         raise LoadMismatchError(
             f"The tensors {summarize_keys(lost)} of the state dict are not sharded, and the "
-            f"common state of the checkpoint {targets.location!r} has none there: nothing can be "
+            f"common state of the checkpoint {location!r} has none there: nothing can be "
             "loaded for them. Give load the module itself, {'model': model}, or its "
             "sharded_state_dict(model), in the place of model.state_dict()."
             + _way_to_read(targets, lost),
@@ -99,7 +100,7 @@ def refuse_absent(targets: Targets, loaded: StateDict) -> None:
     objects = {place.path for place in targets.described.places}
     absent = _absent(_value_paths(values, objects), loaded)
     if absent:
-        holder = f"The checkpoint {targets.location!r}"
+        holder = f"The checkpoint {location!r}"
         if targets.source.is_live:
             holder = "What is given"
         raise LoadMismatchError(
@@ -115,7 +116,7 @@ def _way_to_read(targets: Targets, absent: Iterable[str]) -> str:
     names = tuple(f"{name}." for name in absent)
     for key in targets.stored:
         if f"{key}.".startswith(names):
-            return f" A tensor is there: distckpt.open({targets.location!r}).read({key!r})."
+            return f" A tensor is there: distckpt.open({targets.source.location!r}).read({key!r})."
     return ""
 
 
