@@ -132,7 +132,7 @@ def rebuilt(container: Any, children: Sequence[Any]) -> Any:
     """
     if not is_plain_container(container):
         own = (child for _, child in children_of(container))
-        is_same = operator.is_ if isinstance(container, tuple) else _is_copy
+        is_same = operator.is_ if isinstance(container, tuple) else is_copy
         if all(map(is_same, own, children)):
             return container
     if isinstance(container, tuple):
@@ -178,14 +178,14 @@ def _named_tuple(container: Any, children: Sequence[Any]) -> Any:
     return type(container)(*fields)
 
 
-def _is_copy(old: Any, new: Any) -> bool:
+def is_copy(old: Any, new: Any) -> bool:
     """Return whether two trees have the same leaves in equal containers."""
     if old is new:
         return True
     if not is_plain_container(old) or type(old) is not type(new) or len(old) != len(new):
         return False
     pairs = zip(children_of(old), children_of(new), strict=True)
-    return all(key == other and _is_copy(a, b) for (key, a), (other, b) in pairs)
+    return all(key == other and is_copy(a, b) for (key, a), (other, b) in pairs)
 
 
 def copied(tree: Any) -> Any:

@@ -108,7 +108,15 @@ def plan_export(
         CheckpointingException: names, dtypes, shapes or extra files are not as they must be.
     """
     with ranks.phase("plan the export"):
-        selected, model = _select(source.stored, options)
+        selected = select_tensors(
+            source.stored.manifest,
+            options.keys,
+            # The rules of a family know which names of a tensor files do without.
+            options.tied == "write" or options.family is not None,
+            hidden_keys(source.stored),
+            left_out(source.stored, options.keys),
+        )
+        model = _model(options, selected)
         pairs, tied_keys = _ties(source.stored, selected, options.rules, model.rules)
     if pairs:
         apart = ranks.decide_json("compare what is tied", lambda: differing(source, pairs))
@@ -129,21 +137,6 @@ def plan_export(
             if isinstance(options.dtype, torch.dtype):
                 _warn_of_codes(source.stored, plan.outputs, options.dtype)
     return plan
-
-
-def _select(
-    stored: StoredCheckpoint, options: ExportOptions
-) -> tuple[dict[str, TensorSpec], _Model]:
-    """Select tensors, and read the facts about their model."""
-    selected = select_tensors(
-        stored.manifest,
-        options.keys,
-        # The rules of a family know which names of a tensor files do without.
-        options.tied == "write" or options.family is not None,
-        hidden_keys(stored),
-        left_out(stored, options.keys),
-    )
-    return selected, _model(options, selected)
 
 
 def _warn_of_untied(stored: StoredCheckpoint, apart: Sequence[str]) -> None:

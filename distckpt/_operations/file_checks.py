@@ -70,10 +70,7 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
     try:
         num_bytes = file_size(path)
         if num_bytes != expected.num_bytes:
-            how = "cut off" if num_bytes < expected.num_bytes else "extended or replaced"
-            text = f"the file was {how}: it has {num_bytes} bytes, {expected.num_bytes} were saved"
-            first_byte = min(num_bytes, expected.num_bytes)
-            return Problem(path, text, first_byte=first_byte, stop_byte=expected.num_bytes)
+            return _wrong_size(path, num_bytes, expected.num_bytes)
         header = locations.read_range(path, 0, expected.header_bytes)
     except FileNotFoundError:
         return Problem(path, "the file is missing")
@@ -97,6 +94,12 @@ def default_threads(location: str) -> int:
     """Return the number of threads that read whole checkpoints."""
     # Verified files are mostly not in memory: four threads read them faster than one per core.
     return max(_DISK_THREADS, num_threads_at(location))
+
+
+def _wrong_size(path: str, num_bytes: int, expected: int) -> Problem:
+    how = "cut off" if num_bytes < expected else "extended or replaced"
+    message = f"the file was {how}: it has {num_bytes} bytes, {expected} were saved"
+    return Problem(path, message, first_byte=min(num_bytes, expected), stop_byte=expected)
 
 
 # --- Blocks ---------------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ from distckpt._base.tree import (
     children_of,
     dotted,
     is_container,
+    is_copy,
     is_dict,
-    is_plain_container,
     leaves,
     on_the_way,
     rebuilt,
@@ -312,7 +312,8 @@ def _change_holder(
             continue
         old = given[key]
         place = (*position, key)
-        if not _is_value(old, value):
+        # Shards and objects are missing, or other values, among its values.
+        if not is_copy(old, value):
             _change_holder(changes, place, old, value, new)
             continue
         result = _changed(changes, place, old, new)
@@ -333,33 +334,14 @@ def _are_alike(given: Any, values: Any, loaded: Any) -> bool:
     return is_sequence and isinstance(loaded, list | tuple) and len(loaded) == len(given)
 
 
-def _is_value(given: Any, value: Any) -> bool:
-    """Return whether a part of a state dict lacks shards and objects.
-
-    Shards and objects are missing, or other values, among its values.
-    """
-    if given is value:
-        return True
-    if not is_plain_container(given) or type(given) is not type(value) or len(given) != len(value):
-        return False
-    pairs = zip(children_of(given), children_of(value), strict=True)
-    return all(key == other and _is_value(old, new) for (key, old), (other, new) in pairs)
-
-
 def _changed(changes: Changes, position: Position, given: Any, new: Any) -> Any:
     """Return the replacement of a value.
 
     It is the given container or tensor, with other contents, or else the new value.
     """
     if isinstance(given, torch.Tensor):
-        if _takes_values(given, new) and _is_free(changes, given, new):
-            changes.taken[id(given)] = new
-            changes.tensors.append((given, new))
-            changes.filled.add(position)
-            return given
-        return _own(new)
-    is_rebuilt = type(given) is tuple or (isinstance(given, tuple) and hasattr(given, "_fields"))
-    if is_rebuilt and type(given) is type(new):
+        return _changed_tensor(changes, position, given, new)
+    if _is_rebuilt(given) and type(given) is type(new):
         items = list(_changed_items(changes, position, given, new).values())
         if [*map(id, given)] == [*map(id, items)]:
             return given
@@ -383,6 +365,21 @@ def _changed_items(changes: Changes, position: Position, given: Any, new: Any) -
     for key, item in children_of(new):
         changed[key] = _changed(changes, (*position, key), olds.get(key, HOLE), item)
     return changed
+
+
+def _is_rebuilt(container: Any) -> bool:
+    return type(container) is tuple or (
+        isinstance(container, tuple) and hasattr(container, "_fields")
+    )
+
+
+def _changed_tensor(changes: Changes, position: Position, given: torch.Tensor, new: Any) -> Any:
+    if _takes_values(given, new) and _is_free(changes, given, new):
+        changes.taken[id(given)] = new
+        changes.tensors.append((given, new))
+        changes.filled.add(position)
+        return given
+    return _own(new)
 
 
 def _takes_values(given: torch.Tensor, new: Any) -> bool:

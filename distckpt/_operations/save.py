@@ -318,11 +318,7 @@ def _flatten(
     """Take a state dict apart into shards and common state."""
     state_dict = objects.completed(description)
     warns = request.options.unsupported == "warn"
-    problems: list[str] | None = [] if warns else None
-    split = flatten.split(state_dict, problems=problems)
-    if problems:
-        text = "tensors that cannot be stored are left out (%d): %s"
-        logger.warning(text, len(problems), " ".join(problems))
+    split = flatten.split(state_dict, leaves_out=warns)
     shards, common, _ = split
     if any(shard.key == COMMON_KEY for shard in shards):
         raise InvalidShardingError(f"The key {COMMON_KEY!r} is reserved: rename yours.")

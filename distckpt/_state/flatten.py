@@ -162,32 +162,37 @@ def _converter_of(cls: type) -> Callable[[Any], Any] | None:
 def split(
     state_dict: Any,
     entries: Mapping[str, StoredEntry] = MappingProxyType({}),
-    problems: list[str] | None = None,
+    leaves_out: bool = False,
 ) -> SplitState:
     """Flatten a sharded state dict into shards, common state and structure.
 
-    With the `entries` of a checkpoint, shards are requested in their stored form. With `problems`,
-    tensors that cannot be stored are left out, and their problems are added there.
+    With the `entries` of a checkpoint, shards are requested in their stored form. With
+    `leaves_out`, a warning names tensors that cannot be stored, and they are left out.
     """
     if not isinstance(state_dict, dict):
         raise CheckpointingException(
             f"A sharded state dict is a dict, such as {{'model': model, 'step': 100}}, got "
             f"{type(state_dict).__name__}."
         )
-    flattening = _Flattening(entries, problems)
+    flattening = _Flattening(entries, leaves_out)
     skeleton, common = map_leaves(flattening.take, state_dict, _is_walked, join=_join)
     if common is HOLE:
         common = {}
+    problems = flattening.problems
+    if problems:
+        text = "tensors that cannot be stored are left out (%d): %s"
+        logger.warning(text, len(problems), " ".join(problems))
     return SplitState(flattening.shards, common, skeleton)
 
 
 class _Flattening:
     """A walk that collects shards; each leaf becomes a pair of its mark and its common value."""
 
-    def __init__(self, entries: Mapping[str, StoredEntry], problems: list[str] | None) -> None:
+    def __init__(self, entries: Mapping[str, StoredEntry], leaves_out: bool) -> None:
         self.shards: list[Shard] = []
+        self.problems: list[str] = []
         self._entries = entries
-        self._problems = problems
+        self._leaves_out = leaves_out
 
     def take(self, position: Position, node: Any) -> tuple[Any, Any]:
         """Take a leaf of the state dict."""
@@ -224,10 +229,10 @@ class _Flattening:
         try:
             return stored_form(tensor, self._entries.get(tensor.key))
         except UnsupportedObjectError as error:
-            if self._problems is None:
+            if not self._leaves_out:
                 raise
             if is_main_replica(tensor.replica_id):
-                self._problems.append(str(error))
+                self.problems.append(str(error))
             return LocalNonpersistentObject(None)
 
 
