@@ -367,7 +367,15 @@ class BackgroundSave:
             verb = f"the background save to {self.location}"
             return run_operation(verb, partial(self.write_now, self.ranks))
         except BaseException as error:
-            self._note_failure(error)
+            is_in_step = self.ranks.are_in_step_after(error)
+            self.saves.state = max(self.saves.state, FAILED if is_in_step else OUT_OF_STEP)
+            logger.error(
+                "rank %d: the background save to %s failed: %s: %s",
+                self.ranks.rank,
+                self.location,
+                type(error).__name__,
+                error,
+            )
             raise
         finally:
             self.planned = None
@@ -387,19 +395,6 @@ class BackgroundSave:
             # No reference to the copies may be left when their memory is released.
             del planned
             self.copies.release()
-
-    def _note_failure(self, error: BaseException) -> None:
-        state = OUT_OF_STEP
-        if self.ranks.are_in_step_after(error):
-            state = FAILED
-        self.saves.state = max(self.saves.state, state)
-        logger.error(
-            "rank %d: the background save to %s failed: %s: %s",
-            self.ranks.rank,
-            self.location,
-            type(error).__name__,
-            error,
-        )
 
 
 def start(ranks: Ranks, save: BackgroundSave) -> SaveHandle:

@@ -118,17 +118,14 @@ def plan_export(
         )
         model = _model(options, selected)
         pairs, tied_keys = _ties(source.stored, selected, options.rules, model.rules)
+    rules = model.rules
     if pairs:
         apart = ranks.decide_json("compare what is tied", lambda: differing(source, pairs))
         if apart and ranks.is_coordinator:
             _warn_of_untied(source.stored, apart)
-        rules = []
-        for rule in model.rules:
-            if not (isinstance(rule, Tie) and rule.key in apart):
-                rules.append(rule)
-        model = replace(model, rules=rules)
+        rules = [rule for rule in rules if not (isinstance(rule, Tie) and rule.key in apart)]
     with ranks.phase("plan the export"):
-        model = replace(model, tied_keys=tied_keys)
+        model = replace(model, rules=rules, tied_keys=tied_keys)
         plan = _plan(source, options, selected, model, opened.adapter, ranks.is_coordinator)
         plan = replace(plan, left_out=_left_out(opened.checkpoints, options))
         if ranks.is_coordinator:

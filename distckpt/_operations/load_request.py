@@ -354,9 +354,7 @@ def check_targets(ranks: Ranks, targets: Targets) -> Differences:
     # The members of a move may have rules of their own.
     if request.rules and not source.is_live:
         warn_of_unmatched(request.rules, ranks.gather(flags))
-    differences = Differences()
-    if request.compares_keys and not targets.rules:
-        differences = _compare_keys(ranks, targets, requested)
+    differences = _compare_keys(ranks, targets, requested)
     if vote.largest:
         entries = targets.entries
         left_out = refuse_left_out(ranks, coverage, entries, source.location, source.is_live)
@@ -451,6 +449,8 @@ def absent_ties(
 def _compare_keys(ranks: Ranks, targets: Targets, requested: set[str]) -> Differences:
     """Find keys that differ, and handle them as the mode says."""
     request = targets.request
+    if targets.rules or not request.compares_keys:
+        return Differences()
     location = targets.source.location
     mode = request.mode
     stored = frozenset(targets.stored)

@@ -150,32 +150,22 @@ def write_and_commit_to(ranks: Ranks, save: PlannedSave, output: Output) -> Save
                 with ranks.phase("find the directory of the save"):
                     output.check_is_seen()
             with ranks.telling("save") as exchange:
-                own = _write_own(ranks, prepared, output)
+                output.check_is_seen()
+                if has_own_folders:
+                    prepared.folder_suffix = output.folder_suffix
+                own = prepared.write_own(output.location, ranks)
+                output.sync()
                 exchange.payload = pack_parts([timer.figures(prepared.num_bytes), own])
         with timer.phase("commit"), ranks.answering(exchange, "commit"):
             if ranks.is_coordinator:
                 figures, reports = zip(*map(unpack_parts, exchange.payloads), strict=True)
-                _commit(save, output, reports)
+                fields = complete_marker(save, output.location, reports)
+                if save.source is not None and marker_of(save.location) != save.source:
+                    # It is no longer the source of this save.
+                    raise replaced(save.location)
+                output.commit(fields, prepared.written)
                 exchange.answer = json.dumps(timer.united(figures, "write")).encode()
     return report_save(ranks, save, tuple(json.loads(exchange.answer)))
-
-
-def _write_own(ranks: Ranks, prepared: PreparedSave, output: Output) -> bytes:
-    """Write the files of this rank; return its report to the coordinator."""
-    output.check_is_seen()
-    if prepared.folder_suffix is not None:
-        prepared.folder_suffix = output.folder_suffix
-    own = prepared.write_own(output.location, ranks)
-    output.sync()
-    return own
-
-
-def _commit(save: PlannedSave, output: Output, reports: Sequence[bytes]) -> None:
-    fields = complete_marker(save, output.location, reports)
-    if save.source is not None and marker_of(save.location) != save.source:
-        # It is no longer the source of this save.
-        raise replaced(save.location)
-    output.commit(fields, save.prepared.written)
 
 
 def complete_marker(save: PlannedSave, directory: str, reports: Sequence[bytes]) -> dict[str, Any]:
