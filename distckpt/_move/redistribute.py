@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,8 +29,6 @@ from distckpt._storage import locations
 from distckpt.mapping._wrappers import ShardedStateDict
 from distckpt.rules._rule import Rule
 from distckpt.rules._rules import check_rules
-
-logger = logging.getLogger(__name__)
 
 _agreements = Agreements()
 """Agreements of earlier calls: the plans of layouts that come again."""
@@ -233,10 +230,7 @@ def run_move(
     report = MoveReport(
         request.place, *figures, sent_bytes=source.plan.sent_bytes, version=request.version
     )
-    if ranks.is_coordinator:
-        logger.info("%s", report)
-    if request.options.on_report is not None:
-        publish(report, request.options.on_report)
+    publish(report, request.options.on_report, ranks.is_coordinator)
     return report
 
 

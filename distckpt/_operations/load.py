@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from distckpt._operations.load_request import (
 from distckpt._operations.load_values import (
     absent_keys,
     changes_of,
-    name_plain_tensors,
+    naming_plain_tensors,
     refuse_absent,
     report_absent_values,
     united,
@@ -49,8 +48,6 @@ from distckpt._state.strictness import StrictHandling
 from distckpt._storage import locations
 from distckpt.mapping._wrappers import ShardedStateDict, StateDict
 from distckpt.rules._rule import Rule
-
-logger = logging.getLogger(__name__)
 
 Strict = Literal["complete", "raise", "report"]
 """Handling of keys that only the checkpoint or only the request has."""
@@ -209,10 +206,7 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
         unexpected=differences.unexpected_of_all | restored.absent_of_all,
         **read.targets.source.figures,
     )
-    if ranks.is_coordinator:
-        logger.info("%s", report)
-    if options.on_report is not None:
-        publish(report, options.on_report)
+    publish(report, options.on_report, ranks.is_coordinator)
     return Loaded(restored.state_dict, differences.missing, differences.unexpected)
 
 
@@ -263,12 +257,8 @@ def read_targets(ranks: Ranks, targets: Targets, differences: Differences) -> _R
         for number, shard in enumerate(split.shards):
             if shard.key not in absent and number not in targets.ties:
                 requested[number] = shard
-        try:
+        with naming_plain_tensors(ranks, source):
             *read, common = source.read([*requested.values(), COMMON_STATE], targets.rules)
-        except LoadMismatchError as error:
-            if ranks.size == 1 or ranks.is_known_to_all(error):
-                name_plain_tensors(error, source)
-            raise
         num_bytes = sum(value.nbytes for value in read if isinstance(value, torch.Tensor))
         by_number = dict(zip(requested, read, strict=True))
         values = []

@@ -238,11 +238,11 @@ def _check_modules_are_different(described: objects.Description, split: flatten.
             modules.append(place)
     if len({place.prefix for place in modules}) == len(modules):
         return
-    tensors = [leaves(at(described.state_dict, place.path)) for place in modules]
-    keys = []
-    for shards in tensors:
-        keys.append(frozenset(shard.key for _, shard in shards if hasattr(shard, "key")))
-    if len(set(keys)) < len(keys):
+    keys = set()
+    for place in modules:
+        shards = leaves(at(described.state_dict, place.path))
+        keys.add(frozenset(shard.key for _, shard in shards if hasattr(shard, "key")))
+    if len(keys) < len(modules):
         flatten.check_keys_are_different(split, [place.path for place in modules])
 
 

@@ -8,6 +8,7 @@ no list, dict or tensor in common with them: the next load does not change the r
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -183,27 +184,30 @@ def _value_paths(tree: Any, objects: Collection[Position]) -> Iterator[Position]
             yield position
 
 
-def name_plain_tensors(error: LoadMismatchError, source: ShardSource) -> None:
-    """Raise a clearer error if common state has the absent tensors."""
-    common = source.read_objects([COMMON_STATE])[0]
-    names = {".".join(map(str, path[1:])): str(path[0]) for path in tensor_paths(common)}
-    place = next((names[key] for key in sorted(error.unexpected) if key in names), None)
-    if place is None:
-        return
-    advice = (
-        f"The common state has plain tensors of these names at {place!r}, which each rank gets "
-        f"whole: module.load_state_dict(distckpt.open(path).common_state[{place!r}]) loads them."
-    )
-    if source.is_live:
+@contextlib.contextmanager
+def naming_plain_tensors(ranks: Ranks, source: ShardSource) -> Iterator[None]:
+    """Say in errors of absent keys that common state has the tensors."""
+    try:
+        yield
+    except LoadMismatchError as error:
+        if ranks.size > 1 and not ranks.is_known_to_all(error):
+            raise
+        common = source.read_objects([COMMON_STATE])[0]
+        names = {dotted(path[1:]): str(path[0]) for path in tensor_paths(common)}
+        place = next((names[key] for key in sorted(error.unexpected) if key in names), None)
+        if place is None:
+            raise
         advice = (
-            f"Plain tensors of these names are given at {place!r}: give the module itself there, "
-            "in the place of its state_dict()."
+            f"The common state has plain tensors of these names at {place!r}, which each rank gets "
+            f"whole: module.load_state_dict(distckpt.open(path).common_state[{place!r}]) loads "
+            "them."
         )
-    raise LoadMismatchError(
-        f"{error} {advice}",
-        error.missing,
-        error.unexpected,
-    ) from error
+        if source.is_live:
+            advice = (
+                f"Plain tensors of these names are given at {place!r}: give the module itself "
+                "there, in the place of its state_dict()."
+            )
+        raise LoadMismatchError(f"{error} {advice}", error.missing, error.unexpected) from error
 
 
 # --- Changes of the given state dict --------------------------------------------------------------

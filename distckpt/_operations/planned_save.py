@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import threading
 import weakref
@@ -30,8 +29,6 @@ from distckpt._ranks import groups
 from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks
 from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt.mapping._wrappers import CommonStateDict, StateDict
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +201,7 @@ def aim(
 def report_save(ranks: Ranks, save: PlannedSave, figures: Figures) -> SaveReport:
     """Return the report of a committed save, and publish it."""
     report = SaveReport(save.location, *figures, save.prepared.plan_reused)
-    if ranks.is_coordinator:
-        logger.info("%s", report)
-    if save.request.options.on_report is not None:
-        publish(report, save.request.options.on_report)
+    publish(report, save.request.options.on_report, ranks.is_coordinator)
     return report
 
 

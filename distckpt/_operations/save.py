@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -50,8 +49,6 @@ from distckpt.mapping._wrappers import CommonStateDict, ShardedObject, ShardedSt
 
 if TYPE_CHECKING:
     from distckpt.strategies.base import SaveShardedStrategy
-
-logger = logging.getLogger(__name__)
 
 
 @collective()
