@@ -226,7 +226,7 @@ def run_move(
         read = read_targets(ranks, targets, differences)
     assert source.plan is not None
     moved = replace(read, num_bytes=source.plan.num_bytes)
-    figures = restore(ranks, new_state, moved, timer, "move").figures
+    _, _, figures = restore(ranks, new_state, moved, timer, "move")
     report = MoveReport(
         request.place, *figures, sent_bytes=source.plan.sent_bytes, version=request.version
     )

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -142,7 +142,7 @@ def load(
         fills_values=True,
         options=with_changes(load, LoadOptions, options, changes),
     )
-    loaded = run_load(Ranks(process_group), state_dict, request).state_dict
+    loaded, _ = run_load(Ranks(process_group), state_dict, request)
     # See `Checkpoint.metadata`. A module that is given in place of a dict comes back as it is.
     if isinstance(state_dict, dict) and CONTENT_METADATA not in state_dict:
         loaded.pop(CONTENT_METADATA, None)
@@ -160,22 +160,9 @@ def _mode_of(strict: Strict, has_rules: bool) -> StrictHandling:
     raise ValueError(f"{where} is one of {', '.join(map(repr, modes))}, got {strict!r}{hint}.")
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """The outcome of a load.
-
-    Attributes:
-        state_dict: the result of `load`.
-        missing: keys that no rank requested, where the mode compares keys.
-        unexpected: keys that this rank requested and the checkpoint lacks.
-    """
-
-    state_dict: StateDict
-    missing: frozenset[str]
-    unexpected: frozenset[str]
-
-
-def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -> Loaded:
+def run_load(
+    ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest
+) -> tuple[StateDict, Differences]:
     """Load a state dict as a request says, see `load`.
 
     Collective operation: all ranks must call it.
@@ -198,16 +185,16 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
         # After a change, ranks may see different files for a while: each reads its own.
         options = replace(options, share_reads="off")
     with filling():
-        restored = restore(ranks, state_dict, read, timer)
+        restored, absent_of_all, figures = restore(ranks, state_dict, read, timer)
     report = LoadReport(
         location,
-        *restored.figures,
-        missing=differences.missing | differences.left_out | read.lost,
-        unexpected=differences.unexpected_of_all | restored.absent_of_all,
+        *figures,
+        missing=differences.missing | read.lost,
+        unexpected=differences.unexpected_of_all | absent_of_all,
         **read.targets.source.figures,
     )
     publish(report, options.on_report, ranks.is_coordinator)
-    return Loaded(restored.state_dict, differences.missing, differences.unexpected)
+    return restored, differences
 
 
 @contextlib.contextmanager
@@ -272,27 +259,16 @@ def read_targets(ranks: Ranks, targets: Targets, differences: Differences) -> _R
     return _Read(targets, loaded, num_bytes, lost)
 
 
-class Restored(NamedTuple):
-    """The restored state dict, and facts for the report.
-
-    Its objects and values are filled. `absent_of_all` has the paths of values for which no rank has
-    got anything, `figures` the figures of all ranks.
-    """
-
-    state_dict: StateDict
-    absent_of_all: frozenset[str]
-    figures: Figures
-
-
 def restore(
     ranks: Ranks,
     state_dict: ShardedStateDict,
     read: _Read,
     timer: PhaseTimer,
     moving: str = "read",
-) -> Restored:
+) -> tuple[StateDict, frozenset[str], Figures]:
     """Fill the objects and values of a state dict.
 
+    Return it, the paths of values for which no rank has got anything, and the figures of all ranks.
     `moving` is the phase in which the bytes came. Collective operation: all ranks must call it.
     """
     targets = read.targets
@@ -314,7 +290,7 @@ def restore(
     changes.apply()
     if ranks.is_coordinator:
         warn_of_unchanged(changes, source.location)
-    return Restored(restored, absent_of_all, tuple(json.loads(message.answer)))
+    return restored, absent_of_all, tuple(json.loads(message.answer))
 
 
 def _overwritten_of_all(ranks: Ranks, targets: Targets) -> frozenset[str]:

@@ -156,8 +156,8 @@ class Differences:
     """Keys that only the checkpoint or only the request has.
 
     Attributes:
-        missing: keys that only the checkpoint has; the same on all ranks.
-        left_out: stored keys that objects do not take, where keys are not compared.
+        missing: keys that only the checkpoint has, or where keys are not compared, stored keys that
+            objects do not take; the same on all ranks.
         unexpected: keys that this rank requests.
         unexpected_of_all: keys that some rank requests.
     """
@@ -165,7 +165,6 @@ class Differences:
     missing: frozenset[str] = frozenset()
     unexpected: frozenset[str] = frozenset()
     unexpected_of_all: frozenset[str] = frozenset()
-    left_out: frozenset[str] = frozenset()
 
 
 def describe_targets(
@@ -358,7 +357,7 @@ def check_targets(ranks: Ranks, targets: Targets) -> Differences:
     if vote.largest:
         entries = targets.entries
         left_out = refuse_left_out(ranks, coverage, entries, source.location, source.is_live)
-        return replace(differences, left_out=left_out)
+        return replace(differences, missing=differences.missing | left_out)
     return differences
 
 

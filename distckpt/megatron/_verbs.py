@@ -235,10 +235,10 @@ def load(
         warns_of_values=mode is not StrictHandling.IGNORE_ALL,
         options=with_changes(load, LoadOptions, None, {**own, **changes, **checks}),
     )
-    loaded = run_load(Ranks(process_group), sharded_state_dict, request)
+    loaded, differences = run_load(Ranks(process_group), sharded_state_dict, request)
     if StrictHandling.requires_returning_mismatch_keys(mode):
-        return loaded.state_dict, set(loaded.missing), set(loaded.unexpected)
-    return loaded.state_dict
+        return loaded, set(differences.missing), set(differences.unexpected)
+    return loaded
 
 
 # ---- background saves as requests, which a queue of asynchronous calls schedules
