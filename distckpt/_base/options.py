@@ -392,9 +392,10 @@ def publish(
     on_report: Callable[[Any], object] | None,
     is_coordinator: bool,
 ) -> None:
-    """Log a report on the coordinator, and pass it to the caller's function.
+    """Log a report, and pass it to the caller's function.
 
-    Its exceptions are logged and go no further: the save or load has succeeded on all ranks.
+    The coordinator logs it. Exceptions of the function are logged and go no further: the save or
+    load has succeeded on all ranks.
     """
     if is_coordinator:
         logger.info("%s", report)

@@ -143,7 +143,7 @@ def holds_checkpoint(location: str) -> bool:
 def _detect(
     location: str, marker: dict[str, Any] | None, readers: Iterable[Reader]
 ) -> Reader | None:
-    """Return the first reader that reads a checkpoint, None if there is none."""
+    """Return the first reader that reads a checkpoint, or None."""
     for reader in readers:
         with naming_reader(reader, location):
             if reader.detect(location, marker):

@@ -202,7 +202,7 @@ def divide(shards: Sequence[Shard]) -> tuple[list[ShardedTensor], list[ShardedOb
 
 
 def in_order(shards: Sequence[Shard], tensors: Iterable[Any], objects: Iterable[Any]) -> list[Any]:
-    """Return the values of tensors and objects in the order of all shards."""
+    """Return values of tensors and objects in the order of their shards."""
     next_tensors = iter(tensors)
     next_objects = iter(objects)
     values: list[Any] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.options import LoadOptions, LoadReport, publish, with_changes
-from distckpt._base.tree import HOLE
+from distckpt._base.tree import HOLE, dotted
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import find_checkpoint
 from distckpt._checkpoint.shards import filling
@@ -31,22 +31,21 @@ from distckpt._operations.load_request import (
     describe_targets,
 )
 from distckpt._operations.load_values import (
-    absent_keys,
     changes_of,
-    naming_plain_tensors,
     refuse_absent,
     report_absent_values,
+    tensor_paths,
     united,
     warn_of_unchanged,
 )
-from distckpt._operations.shard_source import source_of
+from distckpt._operations.shard_source import ShardSource, source_of
 from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks, collective
 from distckpt._state import flatten
 from distckpt._state.common_state import CONTENT_METADATA
 from distckpt._state.shards import Shard
 from distckpt._state.strictness import StrictHandling
 from distckpt._storage import locations
-from distckpt.mapping._wrappers import ShardedStateDict, StateDict
+from distckpt.mapping._wrappers import ShardedObject, ShardedStateDict, StateDict
 from distckpt.rules._rule import Rule
 
 Strict = Literal["complete", "raise", "report"]
@@ -239,12 +238,12 @@ def read_targets(ranks: Ranks, targets: Targets, differences: Differences) -> _R
     source = targets.source
     split = targets.split
     with ranks.phase("load") as vote:
-        absent = absent_keys(targets, differences)
+        absent = _absent_keys(targets, differences)
         requested: dict[int, Shard] = {}
         for number, shard in enumerate(split.shards):
             if shard.key not in absent and number not in targets.ties:
                 requested[number] = shard
-        with naming_plain_tensors(ranks, source):
+        with _naming_plain_tensors(ranks, source):
             *read, common = source.read([*requested.values(), COMMON_STATE], targets.rules)
         num_bytes = sum(value.nbytes for value in read if isinstance(value, torch.Tensor))
         by_number = dict(zip(requested, read, strict=True))
@@ -257,6 +256,45 @@ def read_targets(ranks: Ranks, targets: Targets, differences: Differences) -> _R
         vote.number = len(source.overwritten)
     lost = _overwritten_of_all(ranks, targets) if vote.largest else frozenset()
     return _Read(targets, loaded, num_bytes, lost)
+
+
+def _absent_keys(targets: Targets, differences: Differences) -> Mapping[str, Any]:
+    """Return the values for shards that are not read, by key."""
+    absent: dict[str, Any] = dict.fromkeys(differences.unexpected, HOLE)
+    if targets.request.family is None:
+        return absent
+    # Objects of Transformer Engine, which no Hugging Face directory holds; modules accept None for
+    # them.
+    for shard in targets.split.shards:
+        if isinstance(shard, ShardedObject) and shard.key.endswith("_extra_state"):
+            absent.setdefault(shard.key, None)
+    return absent
+
+
+@contextlib.contextmanager
+def _naming_plain_tensors(ranks: Ranks, source: ShardSource) -> Iterator[None]:
+    """Say in errors of absent keys that common state has the tensors."""
+    try:
+        yield
+    except LoadMismatchError as error:
+        if ranks.size > 1 and not ranks.is_known_to_all(error):
+            raise
+        common = source.read_objects([COMMON_STATE])[0]
+        names = {dotted(path[1:]): str(path[0]) for path in tensor_paths(common)}
+        place = next((names[key] for key in sorted(error.unexpected) if key in names), None)
+        if place is None:
+            raise
+        advice = (
+            f"The common state has plain tensors of these names at {place!r}, which each rank gets "
+            f"whole: module.load_state_dict(distckpt.open(path).common_state[{place!r}]) loads "
+            "them."
+        )
+        if source.is_live:
+            advice = (
+                f"Plain tensors of these names are given at {place!r}: give the module itself "
+                "there, in the place of its state_dict()."
+            )
+        raise LoadMismatchError(f"{error} {advice}", error.missing, error.unexpected) from error
 
 
 def restore(

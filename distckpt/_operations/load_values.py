@@ -8,7 +8,6 @@ no list, dict or tensor in common with them: the next load does not change the r
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import json
@@ -39,15 +38,13 @@ from distckpt._base.tree import (
     on_the_way,
     rebuilt,
 )
-from distckpt._checkpoint.stored_values import COMMON_STATE
 from distckpt._format import codec
 from distckpt._format.codec.tree import nodes
 from distckpt._models.objects import Kind
-from distckpt._operations.load_request import Differences, Targets
-from distckpt._operations.shard_source import ShardSource
+from distckpt._operations.load_request import Targets
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.strictness import StrictHandling
-from distckpt.mapping._wrappers import ShardedObject, StateDict
+from distckpt.mapping._wrappers import StateDict
 
 logger = logging.getLogger(__name__)
 
@@ -57,19 +54,6 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 # --- Absent values --------------------------------------------------------------------------------
-
-
-def absent_keys(targets: Targets, differences: Differences) -> Mapping[str, Any]:
-    """Return the values for shards that are not read, by key."""
-    absent: dict[str, Any] = dict.fromkeys(differences.unexpected, HOLE)
-    if targets.request.family is None:
-        return absent
-    # Objects of Transformer Engine, which no Hugging Face directory holds; modules accept None for
-    # them.
-    for shard in targets.split.shards:
-        if isinstance(shard, ShardedObject) and shard.key.endswith("_extra_state"):
-            absent.setdefault(shard.key, None)
-    return absent
 
 
 def refuse_absent(targets: Targets, loaded: StateDict) -> None:
@@ -182,32 +166,6 @@ def _value_paths(tree: Any, objects: Collection[Position]) -> Iterator[Position]
         is_value = value is not None and value is not HOLE
         if is_value and position not in objects and id(value) not in holders:
             yield position
-
-
-@contextlib.contextmanager
-def naming_plain_tensors(ranks: Ranks, source: ShardSource) -> Iterator[None]:
-    """Say in errors of absent keys that common state has the tensors."""
-    try:
-        yield
-    except LoadMismatchError as error:
-        if ranks.size > 1 and not ranks.is_known_to_all(error):
-            raise
-        common = source.read_objects([COMMON_STATE])[0]
-        names = {dotted(path[1:]): str(path[0]) for path in tensor_paths(common)}
-        place = next((names[key] for key in sorted(error.unexpected) if key in names), None)
-        if place is None:
-            raise
-        advice = (
-            f"The common state has plain tensors of these names at {place!r}, which each rank gets "
-            f"whole: module.load_state_dict(distckpt.open(path).common_state[{place!r}]) loads "
-            "them."
-        )
-        if source.is_live:
-            advice = (
-                f"Plain tensors of these names are given at {place!r}: give the module itself "
-                "there, in the place of its state_dict()."
-            )
-        raise LoadMismatchError(f"{error} {advice}", error.missing, error.unexpected) from error
 
 
 # --- Changes of the given state dict --------------------------------------------------------------
