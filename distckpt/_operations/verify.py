@@ -149,29 +149,20 @@ def verify(
         return comparison
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
-            report = _verify(location, attempt, mode, num_threads, progress)
+            started = time.perf_counter()
+            timer = PhaseTimer("verify", 0, location)
+            with timer.phase("plan"):
+                stored = open_or_describe(location, attempt.marker, attempt)
+            if isinstance(stored, Problem):
+                report = unopened_report(location, mode, stored, time.perf_counter() - started)
+            else:
+                with timer.phase("read") as details:
+                    checked = _check_content(stored, mode, num_threads, progress)
+                    details["bytes"] = checked.num_bytes
+                report = report_of_verify(stored, mode, checked, time.perf_counter() - started)
             if report.problems:
                 attempt.check_is_there()
     return report
-
-
-def _verify(
-    location: str,
-    attempt: ReadAttempt,
-    mode: str,
-    num_threads: int | None,
-    progress: Progress | None,
-) -> VerifyReport:
-    started = time.perf_counter()
-    timer = PhaseTimer("verify", 0, location)
-    with timer.phase("plan"):
-        stored = open_or_describe(location, attempt.marker, attempt)
-    if isinstance(stored, Problem):
-        return unopened_report(location, mode, stored, time.perf_counter() - started)
-    with timer.phase("read") as details:
-        checked = _check_content(stored, mode, num_threads, progress)
-        details["bytes"] = checked.num_bytes
-    return report_of_verify(stored, mode, checked, time.perf_counter() - started)
 
 
 def unopened_report(location: str, mode: str, problem: Problem, seconds: float) -> VerifyReport:
