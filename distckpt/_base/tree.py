@@ -235,7 +235,7 @@ def map_leaves(
 def map_nodes(
     function: Callable[[Position, Any], Any],
     tree: Any,
-    is_container: Callable[[Any], bool],
+    is_container: Callable[[Any], bool] = is_container,
     position: Position = (),
 ) -> Any:
     """Return a tree with `function(position, node)` for each node.
