@@ -26,7 +26,7 @@ from distckpt._base.tree import Position, map_leaves
 from distckpt._geometry.region import with_item
 from distckpt._models.fused import FusedPart, fail, parts_factory
 from distckpt._models.layers import prepended_axes
-from distckpt._state.adopted import adopt
+from distckpt._state.flatten import adopt
 from distckpt.mapping._base import ReplicaId
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import ShardedObject, ShardedStateDict, ShardedTensorFactory

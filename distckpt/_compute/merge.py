@@ -28,6 +28,7 @@ from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.manifest import Manifest
 from distckpt._format.marker import names_of_module, note_of_objects, prefixes_of_modules
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._operations.consolidate import ExportReport, write_and_commit
 from distckpt._operations.export_plan import ExportPlan, plan_export
 from distckpt._operations.export_request import (
     OpenedSources,
@@ -36,7 +37,6 @@ from distckpt._operations.export_request import (
     locate_sources,
     open_sources,
 )
-from distckpt._operations.export_write import ExportReport, write_and_commit
 from distckpt._plan.codes import check_scales_cast
 from distckpt._plan.decoded import decoded, hidden_keys
 from distckpt._plan.selection import select_tensors

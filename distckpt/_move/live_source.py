@@ -18,6 +18,7 @@ from distckpt._base.memory import overlapping
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import MoveOptions
 from distckpt._base.tree import CONTAINERS, HOLE, dotted, map_leaves
+from distckpt._checkpoint.shards import divide, in_order
 from distckpt._checkpoint.stored_values import COMMON_STATE
 from distckpt._format import codec
 from distckpt._geometry.region import Region
@@ -169,6 +170,7 @@ class LiveSource(ShardSource):
 
     Attributes:
         ranks: the ranks that give and take.
+        location: name of the move, for messages.
         given: the state that this rank gives.
         fallback: source of the tensors that no rank gives, or None.
         options: options of the caller.
@@ -179,12 +181,14 @@ class LiveSource(ShardSource):
     """
 
     ranks: Ranks
+    location: str
     given: GivenState
     fallback: ShardSource | None
     options: MoveOptions
     agreements: Agreements
     memory: HostMemory
     compares: bool = False
+    directory: str = ""
     plan: RankPlan | None = None
     is_live = True
     marker: Mapping[str, Any] = field(default_factory=dict)
@@ -210,11 +214,11 @@ class LiveSource(ShardSource):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {key: entry.shape for key, entry in self._entries.items()}
 
-    def rules_of_family(self, family: FamilyName, location: str, keys: Sequence[str]) -> list[Rule]:
+    def rules_of_family(self, family: FamilyName, keys: Sequence[str]) -> list[Rule]:
         if self._entries.keys() >= set(keys):
             # Both sides use the same names.
             return []
-        return super().rules_of_family(family, location, keys)
+        return super().rules_of_family(family, keys)
 
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
         values = self._all_values()
@@ -235,19 +239,10 @@ class LiveSource(ShardSource):
         return [values[shard.unique_key] for shard in shards]
 
     def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
-        tensors = []
-        cells = []
-        for shard in shards:
-            if isinstance(shard, ShardedTensor):
-                tensors.append(shard)
-            else:
-                cells.append(shard)
+        tensors, cells = divide(shards)
         self._fill(pieces_of(tensors, rules))
-        values = iter(self.read_objects(cells))
-        filled = []
-        for shard in shards:
-            filled.append(shard.data if isinstance(shard, ShardedTensor) else next(values))
-        return filled
+        filled = [tensor.data for tensor in tensors]
+        return in_order(shards, filled, self.read_objects(cells))
 
     def _all_values(self) -> dict[str, Any]:
         """Return all ranks' objects and common state, by unique key."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -31,8 +30,6 @@ from distckpt._storage import locations
 from distckpt.mapping._wrappers import ShardedStateDict
 from distckpt.rules._rule import Rule
 from distckpt.rules._rules import check_rules
-
-logger = logging.getLogger(__name__)
 
 _agreements: Agreements = {}
 """Agreements of earlier calls: the plans of layouts that come again."""
@@ -226,23 +223,26 @@ def run_move(
             with ranks.phase("open the fallback"):
                 fallback = source_of(ranks, checkpoint, load.options, load.process_group)
         source = LiveSource(
-            ranks, given, fallback, request.options, agreements, memory, request.compares
+            ranks,
+            request.place,
+            given,
+            fallback,
+            request.options,
+            agreements,
+            memory,
+            request.compares,
+            directory,
         )
         targets_state = with_shards(new_state, ranks.rank)
-        targets = describe_targets(
-            ranks, targets_state, load, request.place, lambda: source, directory
-        )
+        targets = describe_targets(ranks, targets_state, load, lambda: source)
         differences = check_targets(ranks, targets)
     with timer.phase("move"):
         read = read_targets(ranks, targets, differences)
     assert source.plan is not None
     moved = replace(read, num_bytes=source.plan.num_bytes)
-    figures = restore(ranks, new_state, moved, timer, "move").figures
+    _, _, figures = restore(ranks, new_state, moved, timer, "move")
     report = MoveReport(
         request.place, *figures, sent_bytes=source.plan.sent_bytes, version=request.version
     )
-    if ranks.is_coordinator:
-        logger.info("%s", report)
-    if request.options.on_report is not None:
-        publish(report, request.options.on_report)
+    publish(report, request.options.on_report, ranks.is_coordinator)
     return report

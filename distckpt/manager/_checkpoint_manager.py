@@ -19,8 +19,7 @@ from distckpt._base.public import SaysOtherNames
 from distckpt._commit import posix
 from distckpt._io import background
 from distckpt._operations import background_save
-from distckpt._operations.async_save import reserve_for
-from distckpt._operations.background_save import SaveHandle, release_staging_memory
+from distckpt._operations.background_save import SaveHandle, release_staging_memory, reserve_for
 from distckpt._operations.load import Strict, load
 from distckpt._operations.planned_save import (
     PlannedSave,
@@ -305,7 +304,7 @@ class CheckpointManager(SaysOtherNames):
         write = partial(self._place.write, step)
         if self._is_async:
             planned = self._plan(ranks, state_dict, background_save.in_background(request))
-            save = background_save.prepare(ranks, planned, write)
+            save = background_save.BackgroundSave(ranks, planned, write)
             return background_save.start(ranks, save)
         planned = self._plan(ranks, state_dict, request)
         report = write(ranks, planned)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, megatron_error
-from distckpt._state.adopted import adopt
+from distckpt._state.flatten import adopt
 from distckpt._state.strictness import StrictHandling
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import (

@@ -16,7 +16,7 @@ from distckpt._commit.presence import READER_VERSION, check_marker
 from distckpt._format.marker import read_marker
 from distckpt._operations.verify import verify
 from distckpt._ranks.collectives import Ranks
-from distckpt._state.adopted import adopt
+from distckpt._state.flatten import adopt
 from distckpt._state.shards import Shard, merge_tables, shard_table
 from distckpt._state.strictness import StrictHandling, handle_mismatch, parse_strict_flag
 from distckpt._state.validation import validate_shards

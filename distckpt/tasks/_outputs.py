@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from distckpt._base.memory import Bytes
-from distckpt._checkpoint.consistent_read import reading
-from distckpt._checkpoint.file_states import states_of
+from distckpt._checkpoint.consistent_read import reading, states_of
 from distckpt._commit.output import Output, OutputSettings, continued_output
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint

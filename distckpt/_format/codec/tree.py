@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distckpt._base.dtypes import LazyTable
 from distckpt._base.errors import UnsupportedObjectError
-from distckpt._base.lazy import LazyTable, torch
+from distckpt._base.lazy import torch
 
 MAX_DEPTH = 128
 """Containers inside one another. Each takes up to four nested calls, of which Python allows 1000 by
