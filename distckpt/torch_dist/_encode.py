@@ -70,23 +70,11 @@ class _Storage(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """A tensor whose bytes the caller writes into the archive."""
+    """A tensor whose bytes are made when they are written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-
-def write_tensor(file: BinaryIO, tensor: TensorRecord, content: Iterable[Bytes]) -> int:
-    """Append an archive with one tensor to a file; return its size."""
-    return _write_archive(file, tensor, lambda _: content)
-
-
-def write_object(file: BinaryIO, obj: Any) -> int:
-    """Append an archive with an object to a file; return its size.
-
-    The object has passed `refuse_formless`.
-    """
-    return _write_archive(file, obj, lambda tensor: [_raw(tensor)])
+    content: Iterable[Bytes]
 
 
 def record(module: str, name: str, /, **fields: Any) -> Call:
@@ -94,11 +82,11 @@ def record(module: str, name: str, /, **fields: Any) -> Call:
     return Call(Global(module, name), (), fields, True)
 
 
-def _write_archive(
-    file: BinaryIO,
-    obj: Any,
-    content_of: Callable[[Any], Iterable[Bytes]],
-) -> int:
+def write_archive(file: BinaryIO, obj: Any) -> int:
+    """Append an archive with an object to a file; return its size.
+
+    The object is a `TensorRecord`, or has passed `refuse_formless`.
+    """
     pickled, tensors = encode_pickle(obj)
     start = file.tell()
     with zipfile.ZipFile(cast(Any, _RestOfFile(file, start)), "w") as archive:
@@ -108,8 +96,8 @@ def _write_archive(
             with archive.open(
                 zipfile.ZipInfo(f"archive/data/{number}"), "w", force_zip64=True
             ) as entry:
-                for piece in content_of(tensor):
-                    entry.write(piece)
+                for content in _content_of(tensor):
+                    entry.write(content)
     return file.seek(0, io.SEEK_END) - start
 
 
@@ -134,10 +122,12 @@ class _RestOfFile:
         return True
 
 
-def _raw(tensor: torch.Tensor) -> Any:
+def _content_of(tensor: TensorRecord | torch.Tensor) -> Iterable[Any]:
+    if isinstance(tensor, TensorRecord):
+        return tensor.content
     if tensor.numel():
-        return flat_bytes(tensor.cpu()).numpy().data
-    return b""
+        return [flat_bytes(tensor.cpu()).numpy().data]
+    return []
 
 
 def encode_pickle(obj: Any) -> tuple[bytes, list[Any]]:
