@@ -20,7 +20,7 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.lazy import torch
 from distckpt._base.messages import natural_order, summarize_keys
-from distckpt._base.threads import NUM_REQUESTS, run_threads
+from distckpt._base.threads import NUM_REQUESTS, map_threads
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
 from distckpt._foreign.directory_faults import (
     CONTROL_SUFFIX,
@@ -143,12 +143,8 @@ def read_directory(
 
 def _read_files(files: _Files) -> list[_ReadFile]:
     """Read the headers, without variants in another precision."""
-    by_name: dict[str, _ReadFile] = {}
     # Storage of a network, which may be at a local path, answers each request after a while.
-    run_threads(
-        lambda name: by_name.update({name: _read_file(files, name)}), files.names, NUM_REQUESTS
-    )
-    read = [by_name[name] for name in files.names]
+    read = map_threads(functools.partial(_read_file, files), files.names, NUM_REQUESTS)
     if files.weight_map is None and not files.is_alone:
         return _without_variants(read)
     return read

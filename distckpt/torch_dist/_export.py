@@ -182,7 +182,7 @@ def find_places(
 def chunks_to_write(stored: StoredCheckpoint) -> list[int]:
     """Return the chunks of tensors and objects, by key."""
     chunks: list[int] = []
-    for key in stored.manifest.keys:
+    for key in stored.manifest.key_index:
         if key != COMMON_KEY:
             chunks.extend(stored.chunks_of(key))
     return chunks

@@ -16,7 +16,7 @@ from distckpt._base.errors import (
     UnsupportedObjectError,
 )
 from distckpt._base.lazy import torch
-from distckpt._base.threads import run_threads
+from distckpt._base.threads import map_threads, run_threads
 from distckpt._checkpoint.stored_pieces import StoredPiece
 from distckpt._foreign.torch_dist.archive import Archive
 from distckpt._foreign.torch_dist.objects import TensorView, first_byte_of, read_views
@@ -244,26 +244,24 @@ def read_states(location: str, names: Iterable[str]) -> list[StateFile]:
 
     Several are read at once, as most time is latency.
     """
-    files = dict.fromkeys(names)
+    return map_threads(partial(_read_state, location), names)
 
-    def read(name: str) -> None:
-        path = join(location, name)
-        try:
-            size = file_size(path)
-            archive = Archive(partial(locations.read_range, path), size)
-            files[name] = StateFile(path, name, size, archive, read_views(archive))
-        except FileNotFoundError as error:
-            raise CorruptCheckpointError(
-                f"{path!r} is missing: restore it, or finish copying the directory."
-            ) from error
-        except ValueError as error:
-            raise CorruptCheckpointError(
-                f"{path!r} is damaged or of an unknown form ({error!s:.300}), and nothing of it "
-                "was run: restore it from a copy."
-            ) from error
 
-    run_threads(read, list(files))
-    return [file for file in files.values() if file is not None]
+def _read_state(location: str, name: str) -> StateFile:
+    path = join(location, name)
+    try:
+        size = file_size(path)
+        archive = Archive(partial(locations.read_range, path), size)
+        return StateFile(path, name, size, archive, read_views(archive))
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{path!r} is missing: restore it, or finish copying the directory."
+        ) from error
+    except ValueError as error:
+        raise CorruptCheckpointError(
+            f"{path!r} is damaged or of an unknown form ({error!s:.300}), and nothing of it "
+            "was run: restore it from a copy."
+        ) from error
 
 
 def read_save(location: str, states: States) -> tuple[list[StateFile], list[StateFile]]:

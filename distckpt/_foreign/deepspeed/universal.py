@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.lazy import torch
 from distckpt._base.messages import summarize_keys
-from distckpt._base.threads import run_threads
+from distckpt._base.threads import map_threads
 from distckpt._checkpoint.stored_pieces import StoredPiece
 from distckpt._foreign.deepspeed.files import (
     SAMPLE,
@@ -179,14 +179,14 @@ def _read_parameters(
     location: str, folder: str, shapes: _Groups, *, are_slices: bool
 ) -> dict[str, _Parameter]:
     """Read the folders of all parameters, several at once."""
-    parameters: dict[str, _Parameter] = {}
+    shapes_by_name = list(itertools.chain.from_iterable(group.items() for group in shapes))
 
-    def read(item: tuple[str, Shape]) -> None:
+    def read(item: tuple[str, Shape]) -> _Parameter:
         name, shape = item
-        parameters[name] = _read_parameter(location, f"{folder}/{name}", shape, are_slices)
+        return _read_parameter(location, f"{folder}/{name}", shape, are_slices)
 
-    run_threads(read, list(itertools.chain.from_iterable(group.items() for group in shapes)))
-    return parameters
+    names = [name for name, _ in shapes_by_name]
+    return dict(zip(names, map_threads(read, shapes_by_name), strict=True))
 
 
 def _read_parameter(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from distckpt._base.lazy import torch
 from distckpt._base.messages import summarize_keys
-from distckpt._base.threads import run_threads
+from distckpt._base.threads import map_threads
 from distckpt._checkpoint.stored_pieces import StoredPiece
 from distckpt._foreign.deepspeed.files import (
     SAMPLE,
@@ -179,15 +179,14 @@ def _places(
 
 def _samples(file: StateFile, parameters: Mapping[str, TensorView]) -> dict[str, bytes]:
     """Return the first elements of parameters, read several at once."""
-    samples = dict.fromkeys(parameters, b"")
 
-    def read(name: str) -> None:
-        view = parameters[name]
-        if is_contiguous(view):
-            samples[name] = _bytes_of(file.elements(view, 0, SAMPLE))
+    def read(view: TensorView) -> bytes:
+        if not is_contiguous(view):
+            return b""
+        return _bytes_of(file.elements(view, 0, SAMPLE))
 
-    run_threads(read, list(parameters))
-    return {name: sample for name, sample in samples.items() if sample}
+    samples = zip(parameters, map_threads(read, parameters.values()), strict=True)
+    return {name: sample for name, sample in samples if sample}
 
 
 def _name_at(

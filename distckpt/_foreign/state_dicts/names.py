@@ -19,10 +19,8 @@ from distckpt._base.tree import at, leaves
 from distckpt._foreign.state_dicts.optimizers import (
     MODEL,
     OptimizerNames,
-    is_setting,
     numbers_of_names,
     read_settings,
-    states_of,
 )
 from distckpt._format import codec
 from distckpt._format.manifest import Manifest
@@ -47,47 +45,24 @@ def translated(
     Raises:
         LoadMismatchError: parameters go by number, and the optimizer has others.
     """
-    has_model_prefix, united = _list_objects(ranks, stored, description)
-
-    def settings_of_all() -> bytes:
-        return codec.encode(read_settings(stored, united))
-
-    names: dict[str, str] = {}
-    if has_model_prefix:
-        names = _names_of_module(stored)
-    if not names and not united:
-        return stored, {}, frozenset()
-    encoded = ranks.decide("read the settings of optimizers", settings_of_all)
-    with ranks.phase("translate the names of the checkpoint"):
-        settings: dict[str, list[Entry]] = {}
-        hidden: set[str] = set()
-        of_all: Any = codec.decode(encoded)
-        for optimizer, own in zip(united, of_all, strict=True):
-            if own is not None:
-                path, optimizer.by_number, numbers, keys, entries = own
-                hidden.update(keys)
-                optimizer.path = tuple(path)
-                optimizer.number(numbers)
-                names.update(_names_of_states(stored, optimizer, hidden))
-                settings.setdefault(f"{optimizer.prefix}.settings", []).extend(entries)
-        view = replace(stored, manifest=_with_names(stored.manifest, names))
-        return view, settings, frozenset(hidden)
-
-
-def _list_objects(
-    ranks: Ranks, stored: StoredCheckpoint, description: Description
-) -> tuple[bool, list[OptimizerNames]]:
-    """Gather whether `model` has its prefix there, and all ranks' optimizers.
-
-    Collective operation: all ranks must call it.
-    """
     with ranks.phase("list the names of objects"):
         has_prefix = _has_model_prefix(stored, description)
         own = [vars(optimizer) for optimizer in _own_optimizers(description)]
-    sent = map(json.loads, ranks.all_gather(json.dumps([has_prefix, own]).encode()))
-    prefixes, listed = zip(*sent, strict=True)
-    optimizers = (OptimizerNames(**own) for own in itertools.chain.from_iterable(listed))
-    return any(prefixes), _united(optimizers)
+    sent = ranks.gather(json.dumps([has_prefix, own]).encode())
+
+    def read() -> bytes:
+        prefixes, listed = zip(*map(json.loads, sent), strict=True)
+        united = _united(OptimizerNames(**own) for own in itertools.chain.from_iterable(listed))
+        return codec.encode([any(prefixes), *read_settings(stored, united)])
+
+    of_all: Any = codec.decode(ranks.decide("read the settings of optimizers", read))
+    has_prefix, names, settings, hidden = of_all
+    with ranks.phase("translate the names of the checkpoint"):
+        if has_prefix:
+            names = _names_of_module(stored) | names
+        if names:
+            stored = replace(stored, manifest=_with_names(stored.manifest, names))
+    return stored, settings, frozenset(hidden)
 
 
 def _has_model_prefix(stored: StoredCheckpoint, description: Description) -> bool:
@@ -147,22 +122,6 @@ def _names_of_module(stored: StoredCheckpoint) -> dict[str, str]:
     known = stored.manifest.key_index
     names = {key: key.removeprefix(MODEL) for key in known if key.startswith(MODEL)}
     return {key: name for key, name in names.items() if name not in known}
-
-
-def _names_of_states(
-    stored: StoredCheckpoint, optimizer: OptimizerNames, hidden: set[str]
-) -> dict[str, str]:
-    """Return the names of an optimizer's tensors here, by those there; add keys to `hidden` whose
-    values are in the settings.
-    """
-    names = {}
-    for key, states in states_of(stored, optimizer).items():
-        for state, there in states.items():
-            if is_setting(stored, state, there):
-                hidden.add(there)
-            else:
-                names[there] = f"{optimizer.prefix}.state.{state}.{key}"
-    return names
 
 
 def _with_names(manifest: Manifest, names: Mapping[str, str]) -> Manifest:

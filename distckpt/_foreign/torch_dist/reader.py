@@ -7,6 +7,7 @@ and directories of such folders, one for each object (`folders.py`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from distckpt._base.errors import (
 )
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.messages import summarize_keys
-from distckpt._base.threads import run_threads
+from distckpt._base.threads import map_threads
 from distckpt._base.tree import HOLE
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest, look_up_file
 from distckpt._foreign.torch_dist.folders import files_of_values, is_divided, read_folders
@@ -190,12 +191,11 @@ def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[Stored
     chunks = []
     for entry in entries:
         chunks += [(entry, region, item) for region, item in entry.chunks]
-    pieces_by_chunk: dict[int, list[StoredPiece]] = {}
 
-    def read(number: int) -> None:
-        entry, region, item = chunks[number]
+    def read(chunk: tuple[TensorEntry, Region, StoredItem]) -> list[StoredPiece]:
+        entry, region, item = chunk
         try:
-            pieces_by_chunk[number] = list(_pieces_of_chunk(location, entry, region, item))
+            return list(_pieces_of_chunk(location, entry, region, item))
         except ValueError as error:
             reason = str(error)
             if isinstance(error, RefusedGlobalError):
@@ -207,10 +207,7 @@ def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[Stored
             ) from error
 
     # Each takes two small reads, which take mostly latency on a network file system.
-    run_threads(read, range(len(chunks)))
-    pieces = []
-    for number in range(len(chunks)):
-        pieces += pieces_by_chunk[number]
+    pieces = list(itertools.chain.from_iterable(map_threads(read, chunks)))
     without = {entry.key for entry in entries} - {piece.key for piece in pieces}
     if without:
         raise CorruptCheckpointError(
