@@ -121,7 +121,7 @@ def missing_file(folder: str, name: str, index: str = "") -> CorruptCheckpointEr
 def _part_beside(path: str) -> str:
     """Name a file that may become the missing one."""
     folder, name = locations.split(path)
-    for other in locations.list_names(folder) if locations.isdir(folder) else ():
+    for other in locations.names_within(folder):
         if name.lower() in other.lower() and other != name:
             return f" (there is {other!r})"
     return ""

@@ -55,7 +55,6 @@ logger = logging.getLogger(__name__)
 
 INDEX_NAME = HUGGING_FACE.marker
 _VARIANT_INDEX = re.compile(r".+\.safetensors\.index\.([^.]+)\.json")
-_MAX_ELEMENTS = 1 << 62
 _MAX_AXES = 8
 
 
@@ -68,7 +67,7 @@ class HuggingFaceReader(Reader):
         if location.endswith(SUFFIX) and locations.isfile(location):
             names = [locations.split(location)[1]]
         else:
-            present = _names(location)
+            present = locations.names_within(location)
             names = _safetensors_names(present)
             if not names and _index_among(present) is not None:
                 # The files that it names lie in folders.
@@ -174,7 +173,7 @@ def _find_files(location: str) -> _Files:
         if locations.is_local(location) and locations.exists(location + CONTROL_SUFFIX):
             check_is_downloaded(folder, [name], {name + CONTROL_SUFFIX})
         return _Files(folder, [name], is_alone=True)
-    present = _names(location)
+    present = locations.names_within(location)
     at_top = _safetensors_names(present)
     check_is_downloaded(location, at_top, set(present))
     index = _index_among(present)
@@ -223,12 +222,6 @@ def _index_of_variant(names: Sequence[str]) -> str | None:
     return matches[0].string
 
 
-def _names(location: str) -> list[str]:
-    if locations.isdir(location):
-        return locations.list_names(location)
-    return []
-
-
 def _safetensors_names(present: Sequence[str]) -> list[str]:
     names = sorted((name for name in present if name.endswith(SUFFIX)), key=natural_order)
     # Mistral's own format lies beside the one of transformers, with the same tensors.
@@ -274,7 +267,7 @@ def _with_shapes(location: str, manifest: Manifest) -> Manifest:
         return manifest
     shapes = _read_shapes(StoredCheckpoint(location, manifest), keys)
     manifest.quantization = {"blocks": [], "num_bits": [], **settings, "shapes": shapes}
-    manifest.origin = {**(manifest.origin or {}), "quantization": manifest.quantization}
+    manifest.origin = {**manifest.notes, "quantization": manifest.quantization}
     return manifest
 
 
@@ -380,7 +373,9 @@ def _pieces_of_file(file: str, header: Header, has_info: bool) -> list[StoredPie
         global_shape: tuple[int, ...] | None = shape
         if has_info:
             region = Region(_counts(entry, info[name]["saved_offsets"]), shape)
-            global_shape = _counts(entry, shapes[name]) if name in shapes else None
+            global_shape = None
+            if name in shapes:
+                global_shape = _counts(entry, shapes[name])
         pieces.append(StoredPiece(name, dtype, region, global_shape, file, first_byte, num_bytes))
     return pieces
 
@@ -388,8 +383,8 @@ def _pieces_of_file(file: str, header: Header, has_info: bool) -> list[StoredPie
 def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
     """Check and return an offset or a shape from untrusted metadata."""
     is_fitting = type(values) is list and len(values) == len(entry.shape)
-    are_integers = is_fitting and {int}.issuperset(map(type, values))
-    if are_integers and 0 <= min(values, default=0) <= max(values, default=0) < _MAX_ELEMENTS:
+    # The manifest checks their size; in JSON, true is no number.
+    if is_fitting and {int}.issuperset(map(type, values)):
         return tuple(values)
     raise ValueError(
         f"offset or global shape {values!s:.99} of {entry.name!r:.99} do not fit its shape "

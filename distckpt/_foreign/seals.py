@@ -84,7 +84,7 @@ class Seal:
     @property
     def format_name(self) -> Any:
         """The format of the sealed checkpoint."""
-        return (self.manifest.origin or {}).get("format")
+        return self.manifest.notes.get("format")
 
     @cached_property
     def _file_ids(self) -> dict[str, int]:
@@ -229,12 +229,12 @@ class Seal:
 
     def attached(self, manifest: Manifest, prefix: str, names: tuple[str, ...]) -> Manifest:
         """Return a reader's description with checksums, after comparing its files."""
-        origin = manifest.origin or {}
+        origin = manifest.notes
         if self.format_name != origin["format"]:
             kind = f"is one of {origin['format']!r} now, no longer of {self.format_name!r}"
             raise changed(self, [Problem(self.home, kind)])
         # The same description was made of the same bytes between the pieces.
-        sealed = (self.manifest.origin or {}).get("description")
+        sealed = self.manifest.notes.get("description")
         is_same = self.format_name in _DESCRIBED_WHOLLY and sealed == description_of(manifest)
         self.check(names, is_whole=not is_same)
         if holds_no_pieces(manifest):
@@ -364,7 +364,7 @@ def _description(reader: Reader, location: str, seal: Seal | None) -> Manifest:
 
 def holds_no_pieces(manifest: Manifest) -> bool:
     """Return whether files have no tensors as bytes, since they are decoded."""
-    return "decoded" in (manifest.origin or {})
+    return "decoded" in manifest.notes
 
 
 def description_of(manifest: Manifest) -> str:
@@ -382,7 +382,7 @@ def check_rest(
             seal = read_seal(location)
         else:
             home = home_of(location, manifest)[0]
-            seal = find_seal(home, (manifest.origin or {})["format"])
+            seal = find_seal(home, manifest.notes["format"])
     if seal is None:
         return [], 0
     problems = seal.changed_files()
@@ -401,7 +401,7 @@ def home_of(location: str, manifest: Manifest) -> tuple[str, str]:
     Not the location: for a single file, and where `latest` names the folder of one of several
     saves.
     """
-    origin = manifest.origin or {}
+    origin = manifest.notes
     if origin.get("is_file"):
         return locations.split(location)[0], ""
     if origin.get("format") == DEEPSPEED.name:

@@ -87,9 +87,7 @@ class States(NamedTuple):
 
 def is_checkpoint(location: str) -> bool:
     """Whether DeepSpeed wrote one save there, or several with a `latest` file."""
-    names = []
-    if locations.isdir(location):
-        names = locations.list_names(location)
+    names = locations.names_within(location)
     return any(map(_STATES.fullmatch, names)) or not set(_POINTERS).isdisjoint(names)
 
 
@@ -328,29 +326,21 @@ def settings_of(
         states: states of the flat parameters that the groups number.
         shapes: names and shapes of the parameters in each flat parameter.
     """
-    settings = []
+    # Imported when it is needed: what a directory is can be told without torch.
+    from distckpt._models.optimizer.read import ParamState
+    from distckpt._models.optimizer.settings import group_entries
+
+    pairs = []
     for group in groups:
-        options = _options(file, group)
+        params: list[ParamState] = []
         for number in group["params"]:
             state = states.get(number, {})
-            tensors = sorted(name for name, value in state.items() if is_array(value))
-            values = _values(file, {"step": group.get("step"), **state}, tensors)
-            scalars = {}
-            for name, v in values.items():
-                if isinstance(v, torch.Tensor):
-                    scalars[name] = v.dtype
-            values |= {name: values[name].item() for name in scalars}
-            settings.append(
-                {
-                    "options": options,
-                    "tensors": tensors,
-                    "values": values,
-                    "scalars": scalars,
-                    "has_state": bool(state),
-                    "params": list(shapes[number]),
-                }
-            )
-    return settings
+            tensors, values, scalars = _divided(file, {"step": group.get("step"), **state})
+            for name in shapes[number]:
+                params.append(ParamState(name, tensors, values, scalars, bool(state)))
+        options = _options(file, group)
+        pairs.append(({**options, "params": [param.name for param in params]}, params))
+    return group_entries(pairs, {})
 
 
 def _options(file: StateFile, group: Mapping[str, Any]) -> Any:
@@ -365,22 +355,28 @@ def _options(file: StateFile, group: Mapping[str, Any]) -> Any:
     return file.values(options, "param_groups")
 
 
-def _values(
-    file: StateFile,
-    state: Mapping[str, Any],
-    tensors: Sequence[str],
-) -> dict[str, Any]:
-    """Return a state without `tensors`, with the step as PyTorch counts it."""
+def _divided(
+    file: StateFile, state: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Divide a state into tensors with axes, other values, and tensors without axes."""
+    tensors = {}
     values = {}
-    for name, value in state.items():
-        if name not in tensors:
-            values[name] = file.values(value, name)
-    if values["step"] is None:
-        del values["step"]
-    else:
-        # FusedAdam and DeepSpeedCPUAdam count with integers, PyTorch with tensors.
-        values["step"] = torch.tensor(float(values["step"]), device="cpu")
-    return values
+    scalars = {}
+    for name, view in state.items():
+        if is_array(view):
+            tensors[name] = view
+            continue
+        value = file.values(view, name)
+        if name == "step" and value is None:
+            continue
+        if name == "step":
+            # FusedAdam and DeepSpeedCPUAdam count with integers, PyTorch with tensors.
+            value = torch.tensor(float(value), device="cpu")
+        if isinstance(value, torch.Tensor):
+            scalars[name] = value
+        else:
+            values[name] = value
+    return tensors, values, scalars
 
 
 def step_of(file: StateFile, state: Mapping[str, Any]) -> float | None:

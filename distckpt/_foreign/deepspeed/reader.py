@@ -68,4 +68,4 @@ class DeepSpeedReader(Reader):
 
 def _fields_of(stored: StoredCheckpoint) -> Mapping[str, Any]:
     """Return the fields that `manifest` noted."""
-    return stored.manifest.origin or {}
+    return stored.manifest.notes

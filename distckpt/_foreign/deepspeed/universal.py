@@ -200,9 +200,7 @@ def _read_parameter(
     With `is_slice`, it may be larger than `shape`.
     """
     path = join(location, folder)
-    present = []
-    if locations.isdir(path):
-        present = locations.list_names(path)
+    present = locations.names_within(path)
     names = sorted({f"{WEIGHT}.pt", *(name for name in present if name.endswith(".pt"))})
     files = read_states(location, [f"{folder}/{name}" for name in names])
     tensors: dict[str, tuple[StateFile, TensorView]] = {}

@@ -7,6 +7,7 @@ near each other.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import math
@@ -107,9 +108,9 @@ class OrbaxArrays:
     With a seal, stored bytes are compared with it before they are decoded.
     """
 
-    def __init__(self, location: str, find: Callable[[], Seal | None] = lambda: None) -> None:
+    def __init__(self, location: str, seal: Seal | None) -> None:
         self._location = location
-        self._find_seal = find
+        self._seal = seal
         self._is_local = locations.is_local(location)
         self._arrays: dict[str, StoredArray] = {}
         self._databases: dict[str, Database] = {}
@@ -119,10 +120,6 @@ class OrbaxArrays:
     def layout(self) -> Layout:
         """Return the items of the checkpoint."""
         return read_layout(self._location)
-
-    @cached_property
-    def _seal(self) -> Seal | None:
-        return self._find_seal()
 
     @cached_property
     def files(self) -> dict[str, tuple[Item, Leaf]]:
@@ -163,16 +160,13 @@ class OrbaxArrays:
             "kvstore": store,
             "fill_missing_data_reads": not item.is_complete,
         }
-        try:
-            self._compare(file, name)
+        with self._compared(file, name):
             if not self._is_local:
                 # tensorstore would know neither all stores nor their settings.
                 value = self._value(file, name)
                 memory = ts.KvStore.open(store, context=context).result()
                 memory.write(name, value and value.read(_MAX_HEAD_BYTES)).result()
             array = ts.open(spec, open=True, read=True, context=context).result()
-        except (ValueError, FileNotFoundError) as error:
-            raise self._unreadable(file, name, error) from error
         dtype = _WIDER.get(array.dtype.name, array.dtype.name)
         if dtype not in STORED_NAMES:
             raise UnsupportedObjectError(
@@ -194,21 +188,20 @@ class OrbaxArrays:
         database = self._databases.setdefault(item.folder, Database(item.folder, self._seal))
         return database.find(f"{leaf.name}/{name}")
 
-    def _compare(self, file: str, name: str, region: object = "") -> None:
-        """Compare the metadata, or a chunk, of an array with the seal."""
-        if self._seal is not None:
-            item, leaf = self.files[file]
-            value = self._value(file, name)
-            if value is not None:
-                value.compare(self._seal, f"{item.key_of(leaf)!r}{region}")
-
-    def _unreadable(
-        self, file: str, name: str, error: Exception, region: object = ""
-    ) -> CorruptCheckpointError:
-        """Return the error about the metadata, or a chunk, of an array."""
+    @contextlib.contextmanager
+    def _compared(self, file: str, name: str, region: str = "") -> Iterator[None]:
+        """Read the metadata, or a chunk, of an array after comparing it with the seal."""
         item, leaf = self.files[file]
-        value = self._value(file, name) or Value(item.folder)
-        return unreadable(f"{item.key_of(leaf)!r}{region}", value.file, error)
+        what = f"{item.key_of(leaf)!r}{region}"
+        try:
+            if self._seal is not None:
+                value = self._value(file, name)
+                if value is not None:
+                    value.compare(self._seal, what)
+            yield
+        except (ValueError, FileNotFoundError) as error:
+            value = self._value(file, name) or Value(item.folder)
+            raise unreadable(what, value.file, error) from error
 
     def read_scalar(self, file: str) -> Any:
         """Return the number that an array of one element holds."""
@@ -244,9 +237,7 @@ class OrbaxArrays:
         """Read and decode a chunk."""
         name = array.name_of(cell)
         memory: Any = array.array.kvstore
-        region = f", {array.cells[cell]}"
-        try:
-            self._compare(file, name, region)
+        with self._compared(file, name, f", {array.cells[cell]}"):
             if self._is_local:
                 return array.decode(cell)
             value = self._value(file, name)
@@ -259,8 +250,6 @@ class OrbaxArrays:
             content = array.decode(cell)
             memory.write(name, None).result()
             return content
-        except (ValueError, FileNotFoundError) as error:
-            raise self._unreadable(file, name, error, region) from error
 
 
 def _local_store(item: Item, leaf: Leaf) -> dict[str, Any]:
@@ -389,13 +378,14 @@ class ArrayFile(RemoteLocation):
     def __init__(self, location: str, decoded: dict[str, Any] | None) -> None:
         super().__init__(location)
         place, _, self._file = location.removeprefix(object_store.DECODED).rpartition("/!/")
-        folder = place.removeprefix(SEALED)
         # All reads of one call share decoded chunks and compared blocks.
-        self._arrays = OrbaxArrays(folder)
-        if folder != place:
-            self._arrays = OrbaxArrays(folder, partial(find_seal, folder, ORBAX.name))
-        if decoded is not None:
-            self._arrays = decoded.setdefault(place, self._arrays)
+        known = {} if decoded is None else decoded
+        arrays = known.get(place)
+        if arrays is None:
+            folder = place.removeprefix(SEALED)
+            seal = find_seal(folder, ORBAX.name) if folder != place else None
+            arrays = known.setdefault(place, OrbaxArrays(folder, seal))
+        self._arrays: OrbaxArrays = arrays
 
     def read_into(self, buffers: Sequence[Bytes], start: int) -> int:
         return self._arrays.read_into(self._file, buffers, start)

@@ -123,7 +123,7 @@ def _has_common_file(stored: StoredCheckpoint) -> bool:
 
     It is in exports, and in checkpoints of Megatron Core.
     """
-    origin = stored.manifest.origin or {}
+    origin = stored.manifest.notes
     return origin.get("format") == TORCH_DIST.name and not origin.get("paths")
 
 

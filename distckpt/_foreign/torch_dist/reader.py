@@ -342,7 +342,7 @@ def _extra_values(stored: StoredCheckpoint) -> dict[Any, Any]:
     Those of a file with objects of unreadable classes are left out, with a warning.
     """
     values: dict[Any, Any] = {}
-    for name, entry in ((stored.manifest.origin or {}).get("extra") or {}).items():
+    for name, entry in (stored.manifest.notes.get("extra") or {}).items():
         own = _values_in(locations.join(stored.location, name))
         if entry and own is not None:
             values[entry] = own
@@ -375,7 +375,7 @@ def _paths(stored: StoredCheckpoint) -> Any:
 
     None for Megatron's common state.
     """
-    return (stored.manifest.origin or {}).get("paths")
+    return stored.manifest.notes.get("paths")
 
 
 def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
