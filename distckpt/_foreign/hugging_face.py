@@ -320,7 +320,7 @@ class _ReadFile(NamedTuple):
 
 
 def _read_file(files: _Files, name: str) -> _ReadFile:
-    path = locations.join(files.folder, *name.split("/"))
+    path = locations.join(files.folder, name)
     try:
         header = read_header(path)
         has_info = safetensors_file.SHARDING_INFO in header.metadata

@@ -12,7 +12,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -105,7 +105,7 @@ class Seal:
         self._is_same[:] = False
 
     def _path_of(self, name: str) -> str:
-        return locations.join(self.home, *name.split("/"))
+        return locations.join(self.home, name)
 
     def to_bytes(self) -> bytes:
         """Encode as the content of the file; `read_seal` undoes it."""
@@ -340,8 +340,12 @@ def read_sealed(reader: Reader, location: str) -> Manifest:
     if reader.name == ORBAX.name:
         names = (*names, *_ORBAX_VALUES)
     seal = find_seal(location, reader.name)
+    read: Callable[..., Manifest] = reader.manifest
+    if reader.name == ORBAX.name:
+        # It decodes numbers, whose stored bytes are compared before.
+        read = partial(read, seal=seal)
     try:
-        manifest = _description(reader, location, seal)
+        manifest = read(location)
     except Exception:
         if seal is not None:
             seal.check(names, is_whole=True)
@@ -352,14 +356,6 @@ def read_sealed(reader: Reader, location: str) -> Manifest:
     if seal is None:
         return manifest
     return seal.attached(manifest, prefix, names)
-
-
-def _description(reader: Reader, location: str, seal: Seal | None) -> Manifest:
-    read: Callable[..., Manifest] = reader.manifest
-    if seal is not None and reader.name == ORBAX.name:
-        # It decodes numbers, whose stored bytes are compared before.
-        return read(location, seal)
-    return read(location)
 
 
 def holds_no_pieces(manifest: Manifest) -> bool:

@@ -162,10 +162,9 @@ def convert_fsdp_dtensor(
         piece_bytes = [piece.num_bytes for piece in pieces]
         share = share_of(piece_bytes, ranks.rank, ranks.size)
         settings = OutputSettings(num_bytes=sum(piece_bytes[share]), overwrite=overwrite)
-        objects: dict[tuple[Any, ...], Any] = {}
-        if to == "fsdp_dtensor" and ranks.is_coordinator:
-            objects = dict(_leaves(common))
-        write = partial(_write, stored, pieces[share], objects, progress=progress)
+        objects = _objects_in(common, to)
+        own = objects if ranks.is_coordinator else {}
+        write = partial(_write, stored, pieces[share], own, progress=progress)
         complete = partial(_complete, pieces, common, objects, to)
         write_together(ranks, stored, target, settings, write, complete)
 
@@ -225,6 +224,13 @@ def _pieces_of(tensors: Mapped, dtype: torch.dtype | None) -> Iterator[_Piece]:
             kind = dtype
         for region in cut_region(whole(mapped.shape), max_elements):
             yield _Piece(name, region, mapped.shape, kind, crop(mapped, region))
+
+
+def _objects_in(common: dict[Any, Any], to: Layout) -> dict[tuple[Any, ...], Any]:
+    """Return the values that are stored one by one, by their paths."""
+    if to == "torch_dist":
+        return {}
+    return dict(_leaves(common))
 
 
 def _leaves(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:

@@ -68,7 +68,8 @@ def contents_without_zero(models: Sequence[StateFile]) -> Contents:
         masters = _masters(optimizer)
     if not masters:
         pieces, aliases = module_contents(models, ())
-        if not is_numbered(optimizer):
+        is_of_torch = isinstance(optimizer, dict) and optimizer.keys() == {"state", "param_groups"}
+        if not is_of_torch:
             return Contents(pieces, aliases, [])
         pieces += _numbered_pieces(file, optimizer["state"])
         return Contents(pieces, aliases, [], len(optimizer["param_groups"]))
@@ -91,11 +92,6 @@ def contents_without_zero(models: Sequence[StateFile]) -> Contents:
     others, more = module_contents(models, [*places, *aliases])
     settings = settings_of(file, base["param_groups"], states, shapes)
     return Contents([*pieces, *others], {**aliases, **more}, settings)
-
-
-def is_numbered(optimizer: Any) -> bool:
-    """Whether it is the state dict of an optimizer of PyTorch."""
-    return isinstance(optimizer, dict) and optimizer.keys() == {"state", "param_groups"}
 
 
 def _numbered_pieces(file: StateFile, states: Mapping[Any, Any]) -> Iterator[StoredPiece]:

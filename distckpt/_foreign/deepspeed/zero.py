@@ -212,10 +212,6 @@ class _Group:
     shapes: Mapping[str, Shape]
     paddings: Sequence[int]
 
-    def vector(self, rank: _RankState, state: str) -> TensorView | None:
-        """Return a state of the group on a rank."""
-        return rank.vectors[self.number].get(state)
-
     def stretches(self) -> Iterator[tuple[_RankState, dict[str, tuple[int, int]]]]:
         """Yield each rank with its slices of parameters, by name.
 
@@ -286,7 +282,7 @@ def _pieces_of_state(group: _Group, state: str) -> Iterator[StoredPiece]:
     """Yield the pieces of a group's weights, or of an elementwise state."""
     runs = []
     for rank in group.ranks:
-        view = group.vector(rank, state)
+        view = rank.vectors[group.number].get(state)
         if view is not None:
             runs.append((rank.file, view, rank.num_elements(group.number)))
     is_stage_3 = group.ranks[0].is_stage_3
@@ -316,7 +312,7 @@ def _pieces_of_wholes(group: _Group, state: str) -> list[StoredPiece] | None:
     for rank, slices in group.stretches():
         if not slices:
             continue
-        view = group.vector(rank, state)
+        view = rank.vectors[group.number].get(state)
         count = sum(math.prod(group.shapes[name]) for name in slices)
         if view is None or math.prod(view.shape) != count:
             return None

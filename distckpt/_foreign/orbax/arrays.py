@@ -184,7 +184,7 @@ class OrbaxArrays:
         """Return the metadata or a chunk; None if the index lacks it."""
         item, leaf = self.files[file]
         if not item.uses_ocdbt:
-            return Value(locations.join(item.folder, *leaf.name.split("/"), *name.split("/")))
+            return Value(locations.join(item.folder, leaf.name, name))
         database = self._databases.setdefault(item.folder, Database(item.folder, self._seal))
         return database.find(f"{leaf.name}/{name}")
 

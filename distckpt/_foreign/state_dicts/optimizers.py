@@ -89,12 +89,7 @@ def read_settings(
     settings: dict[str, list[Entry]] = {}
     hidden: list[str] = []
     for optimizer in optimizers:
-        # `get_state_dict(model, [first, second])` makes one of several.
-        while optimizer.path and isinstance(optimizer.path[-1], int):
-            if optimizer.beginning in known:
-                break
-            optimizer.path = optimizer.path[:-1]
-        if optimizer.beginning not in known:
+        if not _is_stored(optimizer, known):
             continue
         if common is None:
             common = load_common_state(stored)
@@ -109,6 +104,16 @@ def read_settings(
                 else:
                     names[there] = f"{optimizer.prefix}.state.{state}.{key}"
     return names, settings, hidden
+
+
+def _is_stored(optimizer: OptimizerNames, known: Container[str]) -> bool:
+    """Whether there is a state dict of an optimizer, perhaps of several together."""
+    # `get_state_dict(model, [first, second])` makes one of several.
+    while optimizer.path and isinstance(optimizer.path[-1], int):
+        if optimizer.beginning in known:
+            break
+        optimizer.path = optimizer.path[:-1]
+    return optimizer.beginning in known
 
 
 def _names_of_values(stored: StoredCheckpoint) -> Iterable[str]:

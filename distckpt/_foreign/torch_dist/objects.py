@@ -407,13 +407,12 @@ def _set_state(obj: Any, state: Any) -> Any:
         return _array(state)
     if isinstance(obj, np.dtype):
         # (version, byte order, ...): the order is the one thing that its name does not say.
-        return _with_byte_order(obj, state[1])
+        if state[1] in ("|", "="):
+            return obj
+        return obj.newbyteorder(state[1])
     if isinstance(obj, io.BytesIO):
         return io.BytesIO(memoryview(state[0]))
-    if type(obj) in (argparse.Namespace, types.SimpleNamespace) and _are_texts(state):
-        vars(obj).update(state)
-        return obj
-    if _is_registered_dataclass(obj) and _are_texts(state):
+    if _has_fields(obj) and all(type(name) is str for name in state):
         _set_fields(obj, state)
         return obj
     if isinstance(obj, Record):
@@ -424,22 +423,14 @@ def _set_state(obj: Any, state: Any) -> Any:
     raise ValueError(f"a state for a {type(obj).__name__}")
 
 
-def _with_byte_order(dtype: np.dtype[Any], order: Any) -> np.dtype[Any]:
-    if order in ("|", "="):
-        return dtype
-    return dtype.newbyteorder(order)
-
-
-def _are_texts(names: Iterable[Any]) -> bool:
-    return all(type(name) is str for name in names)
-
-
-def _is_registered_dataclass(obj: Any) -> bool:
+def _has_fields(obj: Any) -> bool:
+    if type(obj) in (argparse.Namespace, types.SimpleNamespace):
+        return True
     return type(obj) in REGISTERED and dataclasses.is_dataclass(obj)
 
 
 def _set_fields(obj: Any, state: dict[str, Any]) -> None:
-    fields = {field.name for field in dataclasses.fields(obj)}
+    fields = getattr(obj, "__dataclass_fields__", ())
     for name, value in state.items():
         if name in fields:
             object.__setattr__(obj, name, value)

@@ -187,9 +187,13 @@ def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> di
 
 
 def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[StoredPiece]:
-    _check_dtypes(location, entries)
     chunks = []
     for entry in entries:
+        if entry.dtype not in TO_NAME:
+            raise UnsupportedObjectError(
+                f"Key {entry.key!r} in {location!r} has dtype {entry.dtype}, which checkpoints of "
+                "distckpt cannot hold: remove or convert it with the program that wrote it."
+            )
         chunks += [(entry, region, item) for region, item in entry.chunks]
 
     def read(chunk: tuple[TensorEntry, Region, StoredItem]) -> list[StoredPiece]:
@@ -216,20 +220,11 @@ def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[Stored
     return pieces
 
 
-def _check_dtypes(location: str, entries: Sequence[TensorEntry]) -> None:
-    for entry in entries:
-        if entry.dtype not in TO_NAME:
-            raise UnsupportedObjectError(
-                f"Key {entry.key!r} in {location!r} has dtype {entry.dtype}, which checkpoints of "
-                "distckpt cannot hold: remove or convert it with the program that wrote it."
-            )
-
-
 def _pieces_of_chunk(
     location: str, entry: TensorEntry, region: Region, item: StoredItem
 ) -> Iterator[StoredPiece]:
     """Yield the pieces of the chunk that an item holds."""
-    path = locations.join(location, *item.file.split("/"))
+    path = locations.join(location, item.file)
 
     def read_range(start: int, stop: int) -> bytes:
         return locations.read_range(path, item.first_byte + start, item.first_byte + stop)
@@ -418,12 +413,11 @@ def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any, location: str) -
     node: Any = tree
     num_added = 0
     for step, following in zip(path, [*path[1:], None], strict=True):
+        fresh: Any = {}
         if following is None:
-            fresh: Any = value
-        else:
-            fresh = {}
-            if type(following) is int:
-                fresh = []
+            fresh = value
+        elif type(following) is int:
+            fresh = []
         if isinstance(node, list) and type(step) is int and 0 <= step < _MAX_LIST:
             num_added += max(0, step + 1 - len(node))
             node.extend([HOLE] * (step + 1 - len(node)))
