@@ -144,7 +144,8 @@ def _read(
     settings = ReadSettings(LoadOptions(allow_dtype_cast=True))
     with ranks.phase("load"):
         shards, _, _ = flatten.split({"tensors": tensors})
-        loaded = load_shards(ranks, stored, [*objects.values(), *shards], settings)
+        requested: list[Any] = [*objects.values(), *shards]
+        loaded = load_shards(ranks, stored, requested, settings)
         for target, value in copies:
             target.detach().copy_(value)
     return {**values, **dict(zip(objects, loaded, strict=False))}

@@ -278,8 +278,8 @@ def write_metadata(
     """Write everything other than chunks, the marker last."""
     write_common_state(common, directory)
     places = {}
-    for chunk, *place in itertools.chain.from_iterable(written):
-        places[chunk] = place
+    for chunk, file, start, size in itertools.chain.from_iterable(written):
+        places[chunk] = file, start, size
     tensors: dict[str, TensorEntry] = {}
     pieces: list[Place] = []
     for key in stored.manifest.key_index:

@@ -6,7 +6,6 @@ parameters and tied tensors.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import logging
 import math
@@ -22,6 +21,7 @@ from distckpt._foreign.deepspeed.files import Shape, StateFile, is_contiguous, l
 from distckpt._foreign.torch_dist.objects import TensorView
 from distckpt._foreign.torch_dist.runs import contiguous_runs
 from distckpt._geometry.region import flat_range_regions, whole
+from distckpt._geometry.units import spans_within
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,12 @@ class FlatVector(NamedTuple):
     Attributes:
         dtype: of its elements.
         runs: file and first byte of each stretch of it.
-        ends: the end of each stretch in the vector.
+        sizes: the number of elements in each stretch.
     """
 
     dtype: torch.dtype
     runs: list[tuple[str, int]]
-    ends: list[int]
+    sizes: list[int]
 
 
 def flat_vector(runs: Sequence[tuple[StateFile, TensorView, int]]) -> FlatVector:
@@ -51,8 +51,7 @@ def flat_vector(runs: Sequence[tuple[StateFile, TensorView, int]]) -> FlatVector
         if not is_flat or view.shape[0] < size or view.dtype != dtype:
             raise file.damaged("a tensor where a flat vector should be")
     places = [(file.name, file.first_byte(view)) for file, view, _ in runs]
-    ends = list(itertools.accumulate(size for _, _, size in runs))
-    return FlatVector(dtype, places, ends)
+    return FlatVector(dtype, places, [size for _, _, size in runs])
 
 
 def pieces_in_vectors(
@@ -78,32 +77,14 @@ def pieces_in_vectors(
     for rank, vector in enumerate(vectors):
         first = min(rank * share, total)
         last = min(rank * share + share, total)
-        for start, stop, file, byte in _stretches(vector, first, last, at):
-            for region in flat_range_regions(shape, start, stop):
+        for run, begin, end in spans_within(vector.sizes, at, at + last - first):
+            file, byte = vector.runs[run]
+            byte += begin * item_bytes
+            for region in flat_range_regions(shape, first, first + end - begin):
                 num_bytes = region.num_elements * item_bytes
                 yield StoredPiece(key, name, region, shape, file, byte, num_bytes)
                 byte += num_bytes
-
-
-def _stretches(
-    vector: FlatVector, first: int, last: int, at: int
-) -> Iterator[tuple[int, int, str, int]]:
-    """Yield the places of elements [first, last) from position `at` on.
-
-    Each stretch is given as its range of elements, its file and its first byte.
-    """
-    run = bisect.bisect_right(vector.ends, at)
-    position = at
-    while first < last and run < len(vector.ends):
-        file, byte = vector.runs[run]
-        run_start = 0
-        if run:
-            run_start = vector.ends[run - 1]
-        size = min(last - first, vector.ends[run] - position)
-        yield first, first + size, file, byte + (position - run_start) * vector.dtype.itemsize
-        first += size
-        position += size
-        run += 1
+            first += end - begin
 
 
 def pieces_of_view(key: str, file: StateFile, view: TensorView) -> Iterator[StoredPiece]:

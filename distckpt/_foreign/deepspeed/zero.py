@@ -294,9 +294,10 @@ def _pieces_of_state(group: _Group, state: str) -> Iterator[StoredPiece]:
         end += -(-math.prod(shape) // len(vectors)) + padding
     # The optimizer of bfloat16 keeps the padding, which is less than two elements for each rank.
     slack = 1 if is_stage_3 else 2 * len(group.ranks)
-    if not all(end <= vector.ends[-1] < end + slack for vector in vectors):
+    counts = [sum(vector.sizes) for vector in vectors]
+    if not all(end <= count < end + slack for count in counts):
         raise group.ranks[0].file.damaged(
-            f"group {group.number} has {vectors[0].ends[-1]} elements, its parameters {end}"
+            f"group {group.number} has {counts[0]} elements, its parameters {end}"
         )
 
 

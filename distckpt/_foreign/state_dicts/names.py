@@ -120,8 +120,12 @@ def _united(optimizers: Iterable[OptimizerNames]) -> list[OptimizerNames]:
 def _names_of_module(stored: StoredCheckpoint) -> dict[str, str]:
     """Return the names of the module at `model` here, by those there."""
     known = stored.manifest.key_index
-    names = {key: key.removeprefix(MODEL) for key in known if key.startswith(MODEL)}
-    return {key: name for key, name in names.items() if name not in known}
+    names = {}
+    for key in known:
+        name = key.removeprefix(MODEL)
+        if name not in known:
+            names[key] = name
+    return names
 
 
 def _with_names(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
