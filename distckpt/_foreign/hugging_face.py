@@ -130,11 +130,9 @@ def read_directory(
         state = f"holds no {SUFFIX} files" if locations.exists(location) else "does not exist"
         raise CheckpointNotFoundError(f"{location!r} {state}.")
     read = _read_files(directory)
-    without_info = [file.file.name for file in read if not file.has_info]
-    if without_info and (require_sharding_info or len(without_info) < len(read)):
-        raise _no_sharding_info(locations.join(directory.folder, without_info[0]))
-    pieces, forgotten = _pieces_in(directory, read, without_info)
-    fields = _fields(directory, pieces, forgotten)
+    pieces, fields = _pieces_in(directory, read, require_sharding_info)
+    if any(map(may_be_codes, {piece.dtype for piece in pieces})):
+        fields["quantization"] = read_settings(directory.folder)
     files = [file.file for file in read]
     manifest = build_manifest(HuggingFaceReader.name, directory.folder, pieces, files, fields)
     return _with_shapes(location, manifest)
@@ -150,21 +148,31 @@ def _read_files(files: _Files) -> list[_ReadFile]:
 
 
 def _pieces_in(
-    files: _Files, read: Sequence[_ReadFile], without_info: Sequence[str]
-) -> tuple[list[StoredPiece], dict[str, list[str]]]:
-    """Return the pieces that the index names, and forgotten tensors by file."""
+    files: _Files, read: Sequence[_ReadFile], require_sharding_info: bool
+) -> tuple[list[StoredPiece], dict[str, Any]]:
+    """Return the pieces that the index names, and fields of the manifest."""
+    without_info = [file.file.name for file in read if not file.has_info]
+    if without_info and (require_sharding_info or len(without_info) < len(read)):
+        path = locations.join(files.folder, without_info[0])
+        raise CorruptCheckpointError(
+            f"{path!r} does not say where in the global "
+            f"tensors its entries lie: it has no {safetensors_file.SHARDING_INFO} in its header "
+            "metadata, so it is not a shard of a distributed save. Remove it from the folder, or "
+            "name the folder of the shards."
+        )
     pieces = []
     for file in read:
         pieces.extend(file.pieces)
-    if files.weight_map is not None:
-        forgotten = _forgotten(files, read, files.weight_map)
-        indexed = _indexed(files, pieces, files.weight_map)
-        if without_info:
-            check_copies(files.folder, indexed, pieces)
-        return indexed, forgotten
-    if not files.is_alone:
+    if files.is_alone:
+        return pieces, {"is_file": True}
+    if files.weight_map is None:
         check_all_are_there(files.folder, without_info)
-    return pieces, {}
+        return pieces, {}
+    fields = _forgotten(files, read, files.weight_map)
+    indexed = _indexed(files, pieces, files.weight_map)
+    if without_info:
+        check_copies(files.folder, indexed, pieces)
+    return indexed, fields
 
 
 def _find_files(location: str) -> _Files:
@@ -226,29 +234,6 @@ def _safetensors_names(present: Sequence[str]) -> list[str]:
     names = sorted((name for name in present if name.endswith(SUFFIX)), key=natural_order)
     # Mistral's own format lies beside the one of transformers, with the same tensors.
     return [name for name in names if not name.startswith("consolidated")] or names
-
-
-def _no_sharding_info(path: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{path!r} does not say where in the global "
-        f"tensors its entries lie: it has no {safetensors_file.SHARDING_INFO} in its header "
-        "metadata, so it is not a shard of a distributed save. Remove it from the folder, or "
-        "name the folder of the shards."
-    )
-
-
-def _fields(
-    files: _Files, pieces: Sequence[StoredPiece], forgotten: Mapping[str, Sequence[str]]
-) -> dict[str, Any]:
-    """Return the fields of the manifest that belong to this format."""
-    fields: dict[str, Any] = {}
-    if files.is_alone:
-        fields["is_file"] = True
-    if any(map(may_be_codes, {piece.dtype for piece in pieces})):
-        fields["quantization"] = read_settings(files.folder)
-    if forgotten:
-        fields["forgotten"] = forgotten
-    return fields
 
 
 def _with_shapes(location: str, manifest: Manifest) -> Manifest:
@@ -409,10 +394,8 @@ def _indexed(
 
 def _forgotten(
     files: _Files, read: Sequence[_ReadFile], weight_map: Mapping[str, str]
-) -> dict[str, list[str]]:
-    """Return the tensors that the index does not name, by file.
-
-    A warning lists them.
+) -> dict[str, Any]:
+    """Return a field with the tensors that the index does not name, by file; warn of them.
 
     They are looked for in the files that the index names, and in files with similar names.
     """
@@ -426,21 +409,17 @@ def _forgotten(
         if name.startswith(beginnings):
             forgotten[name] = _keys_of_other(files, name, weight_map)
     forgotten = {name: keys for name, keys in forgotten.items() if keys}
-    if files.warns:
-        _warn_of_forgotten(files, forgotten)
-    return forgotten
-
-
-def _warn_of_forgotten(files: _Files, forgotten: Mapping[str, Sequence[str]]) -> None:
     for name, keys in forgotten.items():
-        logger.warning(
-            "%s: not in the index and therefore ignored: %s, in %r. Add them to %s if they belong "
-            "to the model",
-            files.folder,
-            summarize_keys(keys),
-            name,
-            files.index_name,
-        )
+        if files.warns:
+            logger.warning(
+                "%s: not in the index and therefore ignored: %s, in %r. Add them to %s if they "
+                "belong to the model",
+                files.folder,
+                summarize_keys(keys),
+                name,
+                files.index_name,
+            )
+    return {"forgotten": forgotten} if forgotten else {}
 
 
 def _keys_of_other(files: _Files, name: str, weight_map: Mapping[str, str]) -> list[str]:

@@ -58,6 +58,7 @@ _ONE_WAY = {
 }
 """Facts that conversions to one format need."""
 _NUMBERED = re.compile(r"optimizer\.state\.\d+\.")
+_WRAPPERS = re.compile(r"^(?:module\.)+")
 _NOT_TRAINED = (".expert_bias", "._extra_state")
 
 
@@ -328,7 +329,7 @@ def _states_of_fsdp(tensors: Iterable[str]) -> tuple[dict[str, str], _States]:
             weights[key.removeprefix(MODEL_PREFIX)] = key
         elif key.startswith(f"{STATE_PREFIX}module."):
             name, _, state = key.removeprefix(STATE_PREFIX).rpartition(".")
-            states[state][_without_wrappers(name)] = key
+            states[state][_WRAPPERS.sub("", name)] = key
         elif not key.startswith(("rng_state.", "rerun_state_machine.")):
             other.append(key)
     if any(map(_NUMBERED.match, other)):
@@ -345,12 +346,6 @@ def _states_of_fsdp(tensors: Iterable[str]) -> tuple[dict[str, str], _States]:
             "chunks (model0, model1), or of another program, are converted by rules of your own."
         )
     return weights, states
-
-
-def _without_wrappers(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
 
 
 def _core_names(tensors: Tensors, keys: Mapping[str, str], names: FsdpNames) -> Mapped:
