@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distckpt._base.dtypes import FROM_NAME
@@ -399,17 +399,18 @@ def _forgotten(
 
     They are looked for in the files that the index names, and in files with similar names.
     """
-    forgotten = {}
+    by_name = {}
     for file in read:
-        forgotten[file.file.name] = [
-            piece.key for piece in file.pieces if piece.key not in weight_map
-        ]
+        by_name[file.file.name] = _unnamed(file.pieces, weight_map)
     beginnings = tuple(f"{derive_base_prefix_from_path(name)}-" for name in files.names)
     for name in files.others:
         if name.startswith(beginnings):
-            forgotten[name] = _keys_of_other(files, name, weight_map)
-    forgotten = {name: keys for name, keys in forgotten.items() if keys}
-    for name, keys in forgotten.items():
+            by_name[name] = _keys_of_other(files, name, weight_map)
+    forgotten = {}
+    for name, keys in by_name.items():
+        if not keys:
+            continue
+        forgotten[name] = keys
         if files.warns:
             logger.warning(
                 "%s: not in the index and therefore ignored: %s, in %r. Add them to %s if they "
@@ -430,4 +431,8 @@ def _keys_of_other(files: _Files, name: str, weight_map: Mapping[str, str]) -> l
         if files.warns:
             logger.warning("not in the index %s and therefore ignored: %s", files.index_name, error)
         return []
+    return _unnamed(pieces, weight_map)
+
+
+def _unnamed(pieces: Iterable[StoredPiece], weight_map: Mapping[str, str]) -> list[str]:
     return [piece.key for piece in pieces if piece.key not in weight_map]
