@@ -14,7 +14,7 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, flat_bytes
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
-from distckpt._base.tree import dotted
+from distckpt._base.tree import dotted, leaves
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import open_undisturbed, opened
 from distckpt._commit import posix
@@ -228,18 +228,13 @@ def _pieces_of(tensors: Mapped, dtype: torch.dtype | None) -> Iterator[_Piece]:
 
 def _objects_in(common: dict[Any, Any], to: Layout) -> dict[tuple[Any, ...], Any]:
     """Return the values that are stored one by one, by their paths."""
-    if to == "torch_dist":
+    if to == "torch_dist" or not common:
         return {}
-    return dict(_leaves(common))
+    return dict(leaves(common, _is_filled_dict))
 
 
-def _leaves(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Yield the values of nested dicts by their paths."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, (*path, key))
-        else:
-            yield (*path, key), value
+def _is_filled_dict(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value)
 
 
 # --- Writing --------------------------------------------------------------------------------------

@@ -338,21 +338,13 @@ def settings_of(
             tensors, values, scalars = _divided(file, {"step": group.get("step"), **state})
             for name in shapes[number]:
                 params.append(ParamState(name, tensors, values, scalars, bool(state)))
-        options = _options(file, group)
-        pairs.append(({**options, "params": [param.name for param in params]}, params))
+        options = {**group, "params": [param.name for param in params]}
+        options.pop("step", None)
+        if group.get("bias_correction") is True:
+            # An option of DeepSpeed's own Adam, which PyTorch's always applies.
+            del options["bias_correction"]
+        pairs.append((file.values(options, "param_groups"), params))
     return group_entries(pairs, {})
-
-
-def _options(file: StateFile, group: Mapping[str, Any]) -> Any:
-    left_out = {"params", "step"}
-    if group.get("bias_correction") is True:
-        # An option of DeepSpeed's own Adam, which PyTorch's always applies.
-        left_out.add("bias_correction")
-    options = {}
-    for name, value in group.items():
-        if name not in left_out:
-            options[name] = value
-    return file.values(options, "param_groups")
 
 
 def _divided(

@@ -63,7 +63,7 @@ def universal_contents(location: str, states: States) -> Contents:
     shapes = _shapes_of_groups(model, others)
     parameters = _read_parameters(location, folder, shapes, are_slices=bool(others))
     _check_order(model, parameters, are_slices=bool(others))
-    pieces = _pieces_of(shapes, parameters)
+    pieces = _pieces_of(parameters)
     aliases: dict[str, str] = {}
     if others:
         present = locations.list_names(join(location, folder))
@@ -126,12 +126,11 @@ def _shapes_of_groups(model: StateFile, others: Sequence[StateFile]) -> _Groups:
     return shapes
 
 
-def _pieces_of(shapes: _Groups, parameters: Mapping[str, _Parameter]) -> list[StoredPiece]:
+def _pieces_of(parameters: Mapping[str, _Parameter]) -> list[StoredPiece]:
     pieces: list[StoredPiece] = []
-    for group in shapes:
-        for name in group:
-            for state, (file, view) in parameters[name].tensors.items():
-                pieces.extend(pieces_of_view(key_of(state, name), file, view))
+    for name, parameter in parameters.items():
+        for state, (file, view) in parameter.tensors.items():
+            pieces.extend(pieces_of_view(key_of(state, name), file, view))
     return pieces
 
 
