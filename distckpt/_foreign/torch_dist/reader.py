@@ -418,17 +418,17 @@ def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any, location: str) -
             fresh = value
         elif type(following) is int:
             fresh = []
-        if isinstance(node, list) and type(step) is int and 0 <= step < _MAX_LIST:
-            num_added += max(0, step + 1 - len(node))
-            node.extend([HOLE] * (step + 1 - len(node)))
-            known = node[step]
-        elif isinstance(node, dict):
-            known = node.get(step, HOLE)
+        if isinstance(node, dict):
+            node.setdefault(step, HOLE)
+        elif isinstance(node, list) and type(step) is int and 0 <= step < _MAX_LIST:
+            num_missing = max(0, step + 1 - len(node))
+            node.extend([HOLE] * num_missing)
+            num_added += num_missing
         else:
             raise CorruptCheckpointError(
                 f"{location!r} stores a value at {list(path)}, inside another one."
             )
-        if known is HOLE:
-            node[step] = known = fresh
-        node = known
+        if node[step] is HOLE:
+            node[step] = fresh
+        node = node[step]
     return num_added
