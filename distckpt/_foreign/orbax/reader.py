@@ -35,16 +35,16 @@ class OrbaxReader(Reader):
         pieces = []
         files = []
         scalars = {}
-        for file, (item, leaf) in arrays.files.items():
+        for file, leaf in arrays.files.items():
             if leaf.kind == "scalar":
-                scalars[item.path_of(leaf)] = arrays.read_scalar(file)
+                scalars[leaf.whole_path] = arrays.read_scalar(file)
                 continue
             array = arrays.open(file)
             position = 0
             for cell, size in zip(array.cells, array.sizes, strict=True):
-                key = item.key_of(leaf)
-                piece = StoredPiece(key, array.dtype, cell, array.shape, file, position, size)
-                pieces.append(piece)
+                pieces.append(
+                    StoredPiece(leaf.key, array.dtype, cell, array.shape, file, position, size)
+                )
                 position += size
             files.append(ShardFile(file, position, 0, 0))
         # Read here, so that `verify` finds damage in them.
