@@ -238,11 +238,8 @@ class MaxTextModel:
         for block, numbers, is_stack, is_sparse in self._blocks(is_stacked):
             prefixes = [f"model.layers.{number}." for number in numbers]
             for suffix, weight in self._weights(is_sparse).items():
-                tensor = weight.mapped(prefixes[0], axis if is_stack else None)
-                if is_stack:
-                    others = [weight.mapped(prefix, axis) for prefix in prefixes[1:]]
-                    tensor = join([tensor, *others], axis)
-                tensors[f"decoder.{block}.{suffix}"] = tensor
+                layers = [weight.mapped(prefix, axis if is_stack else None) for prefix in prefixes]
+                tensors[f"decoder.{block}.{suffix}"] = join(layers, axis) if is_stack else layers[0]
         return tensors
 
     def _blocks(self, is_stacked: bool) -> Iterator[tuple[str, list[int], bool, bool]]:

@@ -274,16 +274,6 @@ def _description_of(obj: Any) -> Call | Global | None:
     return None
 
 
-def _formless(obj: Any) -> str:
-    if isinstance(obj, UnknownObject):
-        return f"has no form in files of torch: {how_to_register(obj)}"
-    return (
-        f"of type {type_name(type(obj))} has no form in files of torch: leave it out of the state "
-        "dict, convert it to plain types, or register its class if that is an Enum class, a "
-        "dataclass or a namedtuple class."
-    )
-
-
 def refuse_formless(obj: Any, name: str, way_out: str = "") -> None:
     """Refuse an object with values that have no form in such files.
 
@@ -296,7 +286,13 @@ def refuse_formless(obj: Any, name: str, way_out: str = "") -> None:
     for path, node in nodes(obj):
         has_form = type(node) in _KNOWN or isinstance(node, torch.Tensor | np.generic)
         if not has_form and _description_of(node) is None:
-            text = f" {_formless(node)}"
+            text = (
+                f" of type {type_name(type(node))} has no form in files of torch: leave it out of "
+                "the state dict, convert it to plain types, or register its class if that is an "
+                "Enum class, a dataclass or a namedtuple class."
+            )
+            if isinstance(node, UnknownObject):
+                text = f" has no form in files of torch: {how_to_register(node)}"
             faults.append(KeyFault(dotted(path), text, text))
     if faults:
         lines = "\n- ".join(summarize_faults(faults))

@@ -357,17 +357,13 @@ def _tensor_entry(dtype: torch.dtype, shape: tuple[int, ...], regions: Iterable[
     for region in regions:
         offsets, sizes = map(torch.Size, region)
         chunks.append(record(_METADATA, "ChunkStorageMetadata", offsets=offsets, sizes=sizes))
-    return record(
-        _METADATA,
-        "TensorStorageMetadata",
-        properties=_properties(dtype),
-        size=torch.Size(shape),
-        chunks=chunks,
-    )
-
-
-def _properties(dtype: torch.dtype) -> Call:
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     contiguous = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
     state = (dtype, layout, False, contiguous, False)
-    return Call(Global(_METADATA, "TensorProperties"), (), state, is_new=True)
+    return record(
+        _METADATA,
+        "TensorStorageMetadata",
+        properties=Call(Global(_METADATA, "TensorProperties"), (), state, is_new=True),
+        size=torch.Size(shape),
+        chunks=chunks,
+    )

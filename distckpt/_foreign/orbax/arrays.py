@@ -82,11 +82,6 @@ class StoredArray(NamedTuple):
     cells: list[Region]
     sizes: list[int]
 
-    @property
-    def max_encoded_bytes(self) -> int:
-        """Return a size that no compressed chunk exceeds."""
-        return 2 * math.prod(self.chunk) * ITEM_BYTES[self.dtype] + _MAX_HEAD_BYTES
-
     def name_of(self, cell: int) -> str:
         """Return the name of a chunk."""
         metadata = self.array.spec().to_json()["metadata"]
@@ -242,8 +237,10 @@ class OrbaxArrays:
             if self._is_local:
                 return array.decode(cell)
             value = self._value(leaf, name)
+            # No compressed chunk is larger.
+            max_bytes = 2 * math.prod(array.chunk) * ITEM_BYTES[array.dtype] + _MAX_HEAD_BYTES
             try:
-                memory.write(name, value and value.read(array.max_encoded_bytes)).result()
+                memory.write(name, value and value.read(max_bytes)).result()
             except FileNotFoundError:
                 # Chunks of zeros may be left out, not the files that a database names.
                 if leaf.item.uses_ocdbt:

@@ -146,15 +146,17 @@ def _settings_of(
     None where its states are in another order, as in Megatron Core's checkpoints. `tree` has its
     stored values other than tensors.
     """
-    scalars = _scalars_of(stored, optimizer)
+    keys_of_states = _keys_below(stored, optimizer, "state")
+    keys_of_options = _keys_below(stored, optimizer, "param_groups")
+    numbers = [key for key in keys_of_states if not stored.global_shape(key)]
+    scalars = _read(stored, numbers + keys_of_options)
     groups = _groups(tree, optimizer, scalars)
     _find_states(stored, optimizer, groups)
-    has_states = bool(_keys_below(stored, optimizer, "state"))
-    if has_states and not optimizer.states and _has_common_file(stored):
+    if keys_of_states and not optimizer.states and _has_common_file(stored):
         # Megatron Core has stored states of several parameters together.
         return None
     entries = _entries_of_groups(stored, optimizer, tree, groups, scalars)
-    hidden += _keys_below(stored, optimizer, "param_groups")
+    hidden += keys_of_options
     if optimizer.by_number and optimizer.beginning:
         rest, keys_of_rest = _rest_of(stored, optimizer, tree, groups)
         hidden += keys_of_rest
@@ -281,12 +283,6 @@ def _divided(name: str, params: Container[Any]) -> tuple[str, str]:
         if sign == "." and name[:place] in params:
             return name[:place], name[place + 1 :]
     return name, ""
-
-
-def _scalars_of(stored: StoredCheckpoint, optimizer: OptimizerNames) -> dict[str, torch.Tensor]:
-    """Read the tensors of options, and those without axes of states, by key."""
-    keys = [key for key in _keys_below(stored, optimizer, "state") if not stored.global_shape(key)]
-    return _read(stored, keys + _keys_below(stored, optimizer, "param_groups"))
 
 
 def _read(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, torch.Tensor]:
