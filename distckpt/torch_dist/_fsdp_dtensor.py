@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, flat_bytes
+from distckpt._base.messages import check_choice
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
 from distckpt._base.tree import dotted, leaves
@@ -149,8 +150,7 @@ def convert_fsdp_dtensor(
             raise TypeError(f"gated is True, False or a list of names, got {gated!r:.100}.")
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype is a torch.dtype, such as torch.bfloat16, got {dtype!r:.100}.")
-        if to not in ("fsdp_dtensor", "torch_dist"):
-            raise ValueError(f'`to` is "fsdp_dtensor" or "torch_dist", got {to!r}.')
+        check_choice("to", to, ("fsdp_dtensor", "torch_dist"))
         location, target = find_places(checkpoint_dir, output_dir)
         if ranks.is_coordinator:
             posix.check_target(target, overwrite, os.fspath(output_dir))

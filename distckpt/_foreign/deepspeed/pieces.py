@@ -169,40 +169,46 @@ def _views(
     known: Set[str],
 ) -> dict[str, TensorView]:
     """Return the tensors of the module without the `known` ones."""
+    buffers = model.content.get("buffer_names") or ()
     views = {}
     odd = []
+    lost = []
     for name, value in stored.items():
         if name in known:
             continue
-        if type(value) is TensorView:
-            views[name] = value
-        else:
+        if type(value) is not TensorView:
             odd.append(name)
+            continue
+        views[name] = value
+        # Of a tensor that is elsewhere; buffers may be empty.
+        if value.shape == (0,) and name not in buffers:
+            lost.append(name)
     if odd:
         logger.warning(
             "%s: %s of the module is not read, as it is no tensor", model.path, summarize_keys(odd)
         )
-    _check_are_there(model, views)
-    return views
-
-
-def _check_are_there(model: StateFile, views: Mapping[str, TensorView]) -> None:
-    """Check that no tensor is empty because it is elsewhere; buffers may be empty."""
-    empty = [name for name, view in views.items() if view.shape == (0,)]
-    if lost := [name for name in empty if name not in model.content.get("buffer_names", ())]:
+    if lost:
         raise model.damaged(f"{summarize_keys(lost)}: nothing says where they are")
+    return views
 
 
 def _needed_aliases(
     model: StateFile, aliases: Mapping[str, str], known: Set[str]
 ) -> dict[str, str]:
     """Return the aliases whose tensors are not stored under their own names."""
-    needed = {alias: name for alias, name in aliases.items() if alias not in known}
-    dangling = [alias for alias, name in needed.items() if name not in known]
+    needed = {}
+    dangling = []
+    for alias, name in aliases.items():
+        if alias in known:
+            continue
+        if name in known:
+            needed[alias] = name
+        else:
+            dangling.append(alias)
     # Without frozen_param_shapes, frozen parameters were left out of the save, including those to
     # which other names are tied.
     if dangling and model.content.get("frozen_param_shapes") is not None:
         raise model.damaged(
             f"shared_params ties {summarize_keys(dangling)} to tensors that are not there"
         )
-    return {alias: name for alias, name in needed.items() if name in known}
+    return needed

@@ -206,7 +206,10 @@ def _read_parameter(
     step = None
     for name, file in zip(names, files, strict=True):
         if name == "step.pt":
-            step = _step_in(file)
+            try:
+                step = float(file.values(_value_in(file), name))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise file.damaged(f"no step: {error}") from error
             continue
         view = _tensor_in(file, shape)
         expected = shape
@@ -226,13 +229,6 @@ def _value_in(file: StateFile) -> Any:
     if isinstance(file.content, dict):
         return file.content.get("param")
     return file.content
-
-
-def _step_in(file: StateFile) -> float:
-    try:
-        return float(file.values(_value_in(file), "step.pt"))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise file.damaged(f"no step: {error}") from error
 
 
 def _tensor_in(file: StateFile, shape: Shape) -> TensorView:

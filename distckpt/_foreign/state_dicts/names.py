@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from distckpt._base.tree import at, leaves
 from distckpt._foreign.state_dicts.optimizers import (
@@ -27,7 +25,6 @@ from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._models.dtensor import TensorShard, local_part
 from distckpt._models.objects import Description, Kind
-from distckpt._models.optimizer.describe import OptimizerState
 from distckpt._models.optimizer.read import param_name, params_of, sharded_inner
 from distckpt._models.optimizer.settings import Entry
 from distckpt._ranks.collectives import Ranks
@@ -81,29 +78,27 @@ def _has_model_prefix(stored: StoredCheckpoint, description: Description) -> boo
 
 def _own_optimizers(description: Description) -> Iterator[OptimizerNames]:
     """Yield the optimizers of this rank, with their parameters by key."""
-    modules = [place.prefix for place in description.places if place.kind is Kind.MODULE]
-    prefixes = sorted((f"{prefix}." for prefix in modules if prefix), key=len, reverse=True)
+    prefixes = []
+    for place in description.places:
+        if place.kind is Kind.MODULE and place.prefix:
+            prefixes.append(f"{place.prefix}.")
+    prefixes.sort(key=len, reverse=True)
     for path, state in description.optimizers:
         groups = state.optimizer.param_groups
         params = params_of(groups)
-        named = dict(_named_params(state, params, prefixes))
+        named: dict[str, tuple[str, int]] = {}
+        keys: dict[int, str] = {}
+        for number, param in enumerate(params):
+            shard = state.shards.get(id(local_part(param)))
+            if shard is not None:
+                key = keys[number] = param_name(shard)
+                prefix = next(filter(key.startswith, prefixes), "")
+                named[key] = key.removeprefix(prefix), number
         numbers = numbers_of_names(groups, range(len(params)))
-        keys = {number: key for key, (_, number) in named.items()}
-        own_names = {name: keys[number] for name, number in numbers.items() if number in keys}
+        own_names = {name: keys[numbers[name]] for name in numbers if numbers[name] in keys}
         inner = sharded_inner(state.optimizer) or state.optimizer
         is_of_torch = type(inner).__module__.startswith("torch.optim.")
         yield OptimizerNames(path, state.prefix, named, len(params), own_names, is_of_torch)
-
-
-def _named_params(
-    state: OptimizerState, params: Sequence[torch.Tensor], prefixes: Sequence[str]
-) -> Iterator[tuple[str, tuple[str, int]]]:
-    for number, param in enumerate(params):
-        shard = state.shards.get(id(local_part(param)))
-        if shard is not None:
-            key = param_name(shard)
-            prefix = next(filter(key.startswith, prefixes), "")
-            yield key, (key.removeprefix(prefix), number)
 
 
 def _united(optimizers: Iterable[OptimizerNames]) -> list[OptimizerNames]:
