@@ -395,9 +395,9 @@ def _indexed(
 def _forgotten(
     files: _Files, read: Sequence[_ReadFile], weight_map: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return a field with the tensors that the index does not name, by file; warn of them.
+    """Return the tensors that the index does not name, as a field.
 
-    They are looked for in the files that the index names, and in files with similar names.
+    A warning lists them. They are looked for in the files that the index names, and in files with similar names.
     """
     by_name = {}
     for file in read:

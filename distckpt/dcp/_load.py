@@ -163,7 +163,7 @@ def _shards_of(leaf: state_dicts.Leaf, rank: int) -> list[Any]:
 def _copies_of(
     leaf: state_dicts.Leaf, value: Any, rank: int, location: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield tensors to fill from a value of common state, with their values."""
+    """Yield tensors to fill from common state, with their values."""
     if not isinstance(value, torch.Tensor):
         raise LoadMismatchError(
             f"Key {leaf.key!r} is of type {type(value).__name__} in {location!r} but a "

@@ -74,7 +74,7 @@ def rules(config: Any, source: Source) -> list[Rule]:
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """Return the values of a configuration, its content, or a path, see `rules`."""
+    """Return the values of a configuration, see `rules`."""
     if hasattr(config, "to_dict"):
         config = config.to_dict()
     return dict(config) if isinstance(config, Mapping) else read_config(config)

@@ -193,7 +193,7 @@ class MaxTextModel:
         return self._config.number_of(*names, least=1, most=_MAX_SIZE)
 
     def _sizes(self, text: str, known: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the sizes that a table names, from the configuration if not `known`."""
+        """Return named sizes: `known` ones, or of the configuration."""
         sizes = []
         for names in text.split(","):
             total = 0
@@ -203,7 +203,10 @@ class MaxTextModel:
         return tuple(sizes)
 
     def _listed(self, table: str, prefix: str = "", own: str = "", **known: int) -> _Weights:
-        """Return the weights in a table, with prefixes of names in MaxText and the directory."""
+        """Return the weights in a table by MaxText's names.
+
+        `prefix` and `own` are put before names in MaxText and in the directory.
+        """
         weights = {}
         for row in filter(None, table.splitlines()):
             name, key, outputs, inputs = row.split()

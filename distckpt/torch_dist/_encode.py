@@ -256,7 +256,10 @@ def _reduced(obj: Any) -> Call:
 
 
 def _description_of(obj: Any) -> Call | Global | None:
-    """Describe an object that has no instruction of its own; None if it has no form."""
+    """Describe an object without an instruction of its own.
+
+    None if it has no form.
+    """
     cls: Any = type(obj)
     if cls in _DESCRIPTIONS:
         return _DESCRIPTIONS[cls](obj)

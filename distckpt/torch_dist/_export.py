@@ -167,7 +167,10 @@ def write_together(
 def find_places(
     checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str]
 ) -> tuple[str, str]:
-    """Return the locations of source and target; refuse a URL as target, or the source."""
+    """Return the locations of source and target.
+
+    The target cannot be a URL, or the source.
+    """
     location = locations.normalize(checkpoint_dir)
     target = posix.resolve(output_dir)
     if not locations.is_local(target):

@@ -270,7 +270,7 @@ def _tensors_in(
 
 
 def _checked(objects: Mapping[tuple[Any, ...], Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield objects that have a form in files of torch, after their names."""
+    """Yield objects after their names; refuse those without a form."""
     for steps, value in objects.items():
         key = dotted(steps)
         refuse_formless(value, f"the common state at {key!r}")

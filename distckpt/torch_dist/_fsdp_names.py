@@ -144,7 +144,9 @@ def _check_facts(parameters: Collection[str], names: FsdpNames) -> None:
 
 
 def fsdp_tensors(tensors: Tensors, names: FsdpNames) -> tuple[Mapped, dict[str, int]]:
-    """Return the tensors of `fsdp_dtensor`, and the number of axes of trained parameters.
+    """Return the tensors of `fsdp_dtensor`.
+
+    The second dict has the number of axes of each trained parameter.
 
     Raises:
         CheckpointingException: the optimizer's state is in buckets, or names collide.

@@ -350,7 +350,10 @@ def settings_of(
 def _divided(
     file: StateFile, state: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Divide a state into tensors with axes, other values, and tensors without axes."""
+    """Divide a state into tensors, other values and scalars.
+
+    Scalars are tensors without axes.
+    """
     tensors = {}
     values = {}
     scalars = {}

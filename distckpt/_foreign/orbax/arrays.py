@@ -187,7 +187,7 @@ class OrbaxArrays:
 
     @contextlib.contextmanager
     def _compared(self, leaf: Leaf, name: str, region: str = "") -> Iterator[None]:
-        """Read the metadata, or a chunk, of an array after comparing it with the seal."""
+        """Read metadata or a chunk of an array, compared with the seal."""
         what = f"{leaf.key!r}{region}"
         try:
             if self._seal is not None:

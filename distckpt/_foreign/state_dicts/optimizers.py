@@ -107,7 +107,7 @@ def read_settings(
 
 
 def _is_stored(optimizer: OptimizerNames, known: Container[str]) -> bool:
-    """Whether there is a state dict of an optimizer, perhaps of several together."""
+    """Whether an optimizer, or several together, has a state dict."""
     # `get_state_dict(model, [first, second])` makes one of several.
     while optimizer.path and isinstance(optimizer.path[-1], int):
         if optimizer.beginning in known:
@@ -141,9 +141,9 @@ def _keys_below(stored: StoredCheckpoint, optimizer: OptimizerNames, name: str) 
 def _settings_of(
     stored: StoredCheckpoint, optimizer: OptimizerNames, tree: Any, hidden: list[str]
 ) -> list[Entry] | None:
-    """Read the settings of an optimizer, and append the keys of tensors in them to `hidden`.
+    """Read the settings of an optimizer.
 
-    None where its states are in another order, as in Megatron Core's checkpoints. `tree` has its
+    The keys of tensors in them are appended to `hidden`. None where its states are in another order, as in Megatron Core's checkpoints. `tree` has its
     stored values other than tensors.
     """
     keys_of_states = _keys_below(stored, optimizer, "state")
@@ -266,7 +266,7 @@ def _without_wrappers(name: str) -> str:
 
 
 def _states_of(stored: StoredCheckpoint, optimizer: OptimizerNames) -> dict[str, dict[str, str]]:
-    """Return the keys of states, by key of the parameter and name of the state."""
+    """Return the keys of states, by parameter and name of the state."""
     states: dict[str, dict[str, str]] = {}
     keys = {str(pair[optimizer.by_number]): key for key, pair in optimizer.params.items()}
     for there in _keys_below(stored, optimizer, "state"):
@@ -383,7 +383,7 @@ def _state_of(
 
 
 def _is_setting(stored: StoredCheckpoint, state: str, key: str) -> bool:
-    """Tell whether a state is a tensor without axes, outside of lists and dicts."""
+    """Whether a state is a scalar outside of lists and dicts."""
     return not stored.global_shape(key) and "." not in state
 
 
