@@ -397,7 +397,8 @@ def _forgotten(
 ) -> dict[str, Any]:
     """Return the tensors that the index does not name, as a field.
 
-    A warning lists them. They are looked for in the files that the index names, and in files with similar names.
+    A warning lists them. They are looked for in the files that the index names, and in files with
+    similar names.
     """
     by_name = {}
     for file in read:

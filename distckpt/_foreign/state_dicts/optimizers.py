@@ -143,8 +143,8 @@ def _settings_of(
 ) -> list[Entry] | None:
     """Read the settings of an optimizer.
 
-    The keys of tensors in them are appended to `hidden`. None where its states are in another order, as in Megatron Core's checkpoints. `tree` has its
-    stored values other than tensors.
+    The keys of tensors in them are appended to `hidden`. None where its states are in another
+    order, as in Megatron Core's checkpoints. `tree` has its stored values other than tensors.
     """
     keys_of_states = _keys_below(stored, optimizer, "state")
     keys_of_options = _keys_below(stored, optimizer, "param_groups")
