@@ -20,9 +20,9 @@ from distckpt.tasks._facts import facts_of
 from distckpt.tasks._outputs import OutputWork
 from distckpt.tasks._work import Piece, piece_bytes
 from distckpt.torch_dist._export import (
+    check_place,
     chunks_to_write,
     common_state_to_write,
-    find_places,
     write_chunks,
     write_metadata,
 )
@@ -45,7 +45,9 @@ class TorchDistWork(OutputWork):
         *,
         overwrite: bool = False,
     ) -> None:
-        location, target = find_places(checkpoint_dir, output_dir)
+        location = locations.normalize(checkpoint_dir)
+        target = posix.resolve(output_dir)
+        check_place(location, target)
         stored = open_undisturbed(Ranks.alone(), location)
         self._stored = stored
         self.place = target

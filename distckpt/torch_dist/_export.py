@@ -167,19 +167,21 @@ def write_together(
 def find_places(
     checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str]
 ) -> tuple[str, str]:
-    """Return the locations of source and target.
-
-    The target cannot be a URL, or the source.
-    """
+    """Return the locations of source and target, after checking them."""
     location = locations.normalize(checkpoint_dir)
     target = posix.resolve(output_dir)
+    check_place(location, target)
+    return location, target
+
+
+def check_place(location: str, target: str) -> None:
+    """Refuse a target that is a URL, or the source."""
     if not locations.is_local(target):
         raise CheckpointingException(
             f"{target!r} is a URL: export to a local path, and copy the directory."
         )
     if target == posix.resolve(location):
         raise CheckpointingException(f"The export cannot replace its own source {location!r}.")
-    return location, target
 
 
 def chunks_to_write(stored: StoredCheckpoint) -> list[int]:
