@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 INDEX_NAME = HUGGING_FACE.marker
 _VARIANT_INDEX = re.compile(r".+\.safetensors\.index\.([^.]+)\.json")
 _MAX_AXES = 8
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors of parsing untrusted bytes."""
 
 
 class HuggingFaceReader(Reader):
@@ -280,7 +282,7 @@ def _read_index(location: str, index: str) -> dict[str, str]:
     try:
         weight_map = safetensors_file.parse_json(content)["weight_map"]
         names = set(map(str, weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _MALFORMED as error:
         raise damaged_index(path, content, error) from error
     for name in names:
         if not name.endswith(SUFFIX) or not locations.is_inner_name(name, max_parts=4):
@@ -313,7 +315,7 @@ def _read_file(files: _Files, name: str) -> _ReadFile:
     except FileNotFoundError as error:
         index = files.index_name if files.weight_map is not None else ""
         raise missing_file(files.folder, name, index) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _MALFORMED as error:
         raise damaged_file(path, error) from error
     file = ShardFile(name, header.num_bytes, header.header_bytes, header.checksum)
     return _ReadFile(file, has_info, pieces)

@@ -48,6 +48,8 @@ from distckpt.mapping._wrappers import ShardedObject
 logger = logging.getLogger(__name__)
 
 _MAX_LIST = 1 << 20
+_MALFORMED = (ValueError, TypeError, IndexError, RecursionError)
+"""Errors of reading untrusted pickles."""
 
 METADATA_NAME = TORCH_DIST.marker
 COMMON_NAME = "common.pt"
@@ -359,7 +361,7 @@ def _values_in(path: str) -> Any:
             error.name,
         )
         return None
-    except (ValueError, TypeError, IndexError, RecursionError) as error:
+    except _MALFORMED as error:
         raise CorruptCheckpointError(
             f"{path!r} is damaged or of an unknown form ({error!s:.300}): restore it from a copy."
         ) from error
@@ -389,7 +391,7 @@ def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
             "import it and pass it to distckpt.register_object_type before loading; "
             "distckpt.megatron.interop.register_types() does so for those of Megatron Core."
         ) from error
-    except (ValueError, TypeError, IndexError, RecursionError) as error:
+    except _MALFORMED as error:
         raise CorruptCheckpointError(
             f"{where} is damaged or of an unknown form ({error!s:.300}): restore the file from a "
             "copy."
