@@ -272,7 +272,10 @@ class MaxTextModel:
     def _weights(self, is_sparse: bool) -> _Weights:
         weights = self._listed(_GEMMA_NORMS if self._is_gemma else _NORMS)
         if self._is_deepseek:
-            weights |= self._latent_attention()
+            query = _LATENT_QUERY
+            if self._config.values.get("q_lora_rank") is not None:
+                query = _LOW_QUERY
+            weights |= self._listed(_LATENT_ATTENTION + query, "self_attention.", "self_attn.")
         else:
             weights |= self._attention()
         if is_sparse:
@@ -293,12 +296,6 @@ class MaxTextModel:
             name = f"{prefix}query.kernel"
             weights[name] = weights[name]._replace(factor=1 / math.sqrt(size))
         return weights
-
-    def _latent_attention(self) -> _Weights:
-        query = _LATENT_QUERY
-        if self._config.values.get("q_lora_rank") is not None:
-            query = _LOW_QUERY
-        return self._listed(_LATENT_ATTENTION + query, "self_attention.", "self_attn.")
 
     def _experts(self) -> _Weights:
         block = _SPARSE[self._kind]

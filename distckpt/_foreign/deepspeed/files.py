@@ -326,7 +326,7 @@ def settings_of(
         states: states of the flat parameters that the groups number.
         shapes: names and shapes of the parameters in each flat parameter.
     """
-    # Imported when it is needed: what a directory is can be told without torch.
+    # Imported when it is needed: formats are recognized without torch.
     from distckpt._models.optimizer.read import ParamState
     from distckpt._models.optimizer.settings import group_entries
 
