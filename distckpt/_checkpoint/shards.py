@@ -318,12 +318,7 @@ def _plan_copies(
     keys = [request.key for request in requests]
     check_keys(stored, keys, has_rules=bool(settings.rules))
     check_dtypes(stored, keys, dtypes, settings.options.allow_dtype_cast)
-    if not any(request.step for request in requests):
-        return requests, plan_load(stored, requests)
-    dense = []
-    for request in requests:
-        dense.append(request.covered() if request.step else request)
-    return requests, [copy for copy in plan_load(stored, dense) if not requests[copy.request].step]
+    return requests, plan_load(stored, requests)
 
 
 # --- Shared memory --------------------------------------------------------------------------------

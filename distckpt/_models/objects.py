@@ -197,10 +197,10 @@ def describe_objects(
     shards = _list_shards(tree, places)
     names: list[str] = []
     if not loads:
-        names = _names_of_model(shards, places)
+        names = _names_of_model(tree, places)
     for path, cell in describer.per_rank():
         tree = replaced(tree, path, cell)
-    states, settings = describer.states_of_optimizers(shard for _, shard in shards)
+    states, settings = describer.states_of_optimizers(shards)
     for path, state in states:
         tree = replaced(tree, path, state)
     optimizers = describer.optimizers + states
@@ -298,7 +298,7 @@ class _Describer:
             yield place.path, cell_of(place.value, place.name, self.ranks, meshes, self.loads)
 
     def states_of_optimizers(
-        self, model: Iterable[Any]
+        self, model: Sequence[Any]
     ) -> tuple[list[tuple[Position, OptimizerState]], dict[str, list[Any]]]:
         """Describe the optimizers: states with their paths, settings by prefix.
 
@@ -306,11 +306,10 @@ class _Describer:
         """
         states: list[tuple[Position, OptimizerState]] = []
         settings: dict[str, list[Any]] = {}
-        shards = list(model)
         for place in self.places:
             if place.kind is not Kind.OPTIMIZER:
                 continue
-            state, entries = describe_optimizer(place.value, shards, place.prefix)
+            state, entries = describe_optimizer(place.value, model, place.prefix)
             is_first = place.prefix not in settings
             if self.loads or is_first:
                 # A load may have several optimizers of one prefix.
@@ -340,11 +339,11 @@ def _list_leaves(
     return tree, listed(tree, _LEAVES, path)
 
 
-def _list_shards(tree: Any, places: Iterable[Place]) -> list[tuple[Position, Any]]:
-    """List shards with their paths, if there are modules or optimizers."""
-    if {Kind.MODULE, Kind.OPTIMIZER}.isdisjoint(place.kind for place in places):
+def _list_shards(tree: Any, places: Iterable[Place]) -> list[Any]:
+    """List shards, if there are optimizers."""
+    if all(place.kind is not Kind.OPTIMIZER for place in places):
         return []
-    return [(path, leaf) for path, leaf in listed(tree) if isinstance(leaf, ShardedBase)]
+    return [leaf for _, leaf in listed(tree) if isinstance(leaf, ShardedBase)]
 
 
 def _kind_of(node: Any) -> Kind | None:
@@ -401,13 +400,13 @@ def _only_shards(value: Any) -> Any:
     return with_leaves(value, iter(values), _LEAVES)
 
 
-def _names_of_model(shards: Iterable[tuple[Position, Any]], places: Iterable[Place]) -> list[str]:
+def _names_of_model(tree: Any, places: Iterable[Place]) -> list[str]:
     """Return the first names in the keys of the module at `model`."""
     names: set[str] = set()
-    paths = [place.path for place in places if place.is_model]
-    for path, shard in shards:
-        if any(path[: len(above)] == above for above in paths):
-            names.add(first_name(shard.key))
+    for place in places:
+        if place.is_model:
+            leaves = [leaf for _, leaf in listed(at(tree, place.path))]
+            names.update(first_name(leaf.key) for leaf in leaves if isinstance(leaf, ShardedBase))
     return sorted(names)
 
 

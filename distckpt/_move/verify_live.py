@@ -147,8 +147,10 @@ def compare_with_memory(
         path=location, process_group=process_group, has_target=False, verb="verify"
     )
     described = describe_shards(ranks, live, request)
-    objects = (leaf for _, leaf in listed(live, (LoaderTarget,)))
-    targets = [leaf for leaf in objects if isinstance(leaf, LoaderTarget)]
+    targets = []
+    for _, leaf in listed(live, (LoaderTarget,)):
+        if isinstance(leaf, LoaderTarget):
+            targets.append(leaf)
     for attempt in read_attempts(ranks, location):
         with attempt:
             stored = open_checkpoint(ranks, location, attempt=attempt)

@@ -213,7 +213,8 @@ def aim(
         has_marker=True,
         has_own_folders=has_own_folders,
     )
-    output.aim(location, settings)
+    output.target = location
+    output.settings = settings
 
 
 def report_save(ranks: Ranks, save: PlannedSave, figures: Figures) -> SaveReport:

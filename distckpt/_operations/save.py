@@ -21,8 +21,7 @@ from distckpt._format import codec
 from distckpt._format.marker import (
     BUILT_IN,
     CheckpointingConfig,
-    note_of_modules,
-    note_of_schedulers,
+    note_of_objects,
 )
 from distckpt._io.planned_shards import (
     EngineSettings,
@@ -350,8 +349,7 @@ def _flatten(
             digest = common_state.digest(compared)
     if ranks.is_coordinator:
         shards = [*shards, ShardedObject(COMMON_KEY, common, (1,), (0,))]
-    notes = note_of_modules(description.names, description.module_prefixes)
-    notes |= note_of_schedulers(description.schedulers)
+    notes = note_of_objects(description.names, description.module_prefixes, description.schedulers)
     return LocalSave(target, description, shards, common, compared, digest, notes)
 
 

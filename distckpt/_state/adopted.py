@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from distckpt._format.codec import register_object_type
-from distckpt.mapping._base import ShardedBase
-from distckpt.mapping._kinds import kind_of
+from distckpt.mapping._base import ShardedBase, kind_of
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
 

@@ -22,8 +22,9 @@ from distckpt._commit import posix
 from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._format.manifest import OBJECT, Manifest, needs_checksum_files, take_figures
 from distckpt._format.marker import (
-    copied_note_of_modules,
-    note_of_schedulers,
+    names_of_module,
+    note_of_objects,
+    prefixes_of_modules,
     schedulers_of,
 )
 from distckpt._format.planned_manifest import planned_manifest
@@ -200,10 +201,13 @@ def plan_reshard(ranks: Ranks, stored: StoredCheckpoint, request: ReshardRequest
 
 
 def _notes_of(stored: StoredCheckpoint, options: ReshardOptions) -> dict[str, Any]:
-    notes = note_of_schedulers(schedulers_of(stored.marker))
-    if options.rules or options.rename:
-        return notes
-    return {**notes, **copied_note_of_modules(stored.marker)}
+    marker = stored.marker
+    names: list[str] = []
+    prefixes: list[str] = []
+    if not (options.rules or options.rename):
+        names = names_of_module(marker)
+        prefixes = prefixes_of_modules(marker)
+    return note_of_objects(names, prefixes, schedulers_of(marker))
 
 
 # --- Content --------------------------------------------------------------------------------------

@@ -377,12 +377,12 @@ def shards_of_parameters(optimizer: Any, model: Iterable[Any]) -> dict[int, Tens
     if not params:
         return {}
     by_position = shards_by_number(model, params)
-    first = get_optim_param_to_id_map(params)
     shards: dict[int, TensorShard] = {}
-    for position, param in enumerate(params):
-        shard = by_position.get(first[id(local_part(param))])
+    for param_id, position in get_optim_param_to_id_map(params).items():
+        param = params[position]
+        shard = by_position.get(position)
         if shard is not None:
-            shards[id(local_part(param))] = shard
+            shards[param_id] = shard
         elif not is_dtensor(param) or is_in_mesh(param):
             raise InvalidShardingError(
                 f"parameter {position} of the optimizer, of shape {tuple(param.shape)}, has no "
