@@ -28,6 +28,7 @@ SIGNAL_SECONDS = 0.2
 """Longest delay of a signal's handler while threads work."""
 
 _Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class Pool(ThreadPoolExecutor):
@@ -117,6 +118,20 @@ def run_threads(
             raise
     if errors:
         raise errors[0]
+
+
+def map_threads(
+    function: Callable[[_Item], _Result], items: Iterable[_Item], num_threads: int = NUM_THREADS
+) -> list[_Result]:
+    """Return the results of `function` for every item, see `run_threads`."""
+    work = list(items)
+    results: dict[int, _Result] = {}
+
+    def call(place: int) -> None:
+        results[place] = function(work[place])
+
+    run_threads(call, range(len(work)), num_threads)
+    return [results[place] for place in range(len(work))]
 
 
 def _stretches(items: Sequence[_Item], num_threads: int) -> list[Sequence[_Item]]:

@@ -95,7 +95,7 @@ def _are_equal(folder: str, first: StoredPiece, second: StoredPiece) -> bool:
     for start in range(0, first.num_bytes, _COMPARED_BYTES):
         contents = []
         for piece in (first, second):
-            path = locations.join(folder, *piece.file.split("/"))
+            path = locations.join(folder, piece.file)
             stop = min(start + _COMPARED_BYTES, piece.num_bytes)
             place = (piece.first_byte + start, piece.first_byte + stop)
             contents.append(locations.read_range(path, *place))
@@ -106,7 +106,7 @@ def _are_equal(folder: str, first: StoredPiece, second: StoredPiece) -> bool:
 
 def missing_file(folder: str, name: str, index: str = "") -> CorruptCheckpointError:
     """Return the error about a missing file or target of a link."""
-    path = locations.join(folder, *name.split("/"))
+    path = locations.join(folder, name)
     names_it = f", but {index} names it" if index else ""
     link = ""
     way_out = "finish copying or downloading the directory, or restore the file"
@@ -121,7 +121,7 @@ def missing_file(folder: str, name: str, index: str = "") -> CorruptCheckpointEr
 def _part_beside(path: str) -> str:
     """Name a file that may become the missing one."""
     folder, name = locations.split(path)
-    for other in locations.list_names(folder) if locations.isdir(folder) else ():
+    for other in locations.names_within(folder):
         if name.lower() in other.lower() and other != name:
             return f" (there is {other!r})"
     return ""

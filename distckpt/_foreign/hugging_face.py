@@ -13,14 +13,14 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.lazy import torch
 from distckpt._base.messages import natural_order, summarize_keys
-from distckpt._base.threads import NUM_REQUESTS, run_threads
+from distckpt._base.threads import NUM_REQUESTS, map_threads
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
 from distckpt._foreign.directory_faults import (
     CONTROL_SUFFIX,
@@ -55,8 +55,9 @@ logger = logging.getLogger(__name__)
 
 INDEX_NAME = HUGGING_FACE.marker
 _VARIANT_INDEX = re.compile(r".+\.safetensors\.index\.([^.]+)\.json")
-_MAX_ELEMENTS = 1 << 62
 _MAX_AXES = 8
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors of parsing untrusted bytes."""
 
 
 class HuggingFaceReader(Reader):
@@ -68,7 +69,7 @@ class HuggingFaceReader(Reader):
         if location.endswith(SUFFIX) and locations.isfile(location):
             names = [locations.split(location)[1]]
         else:
-            present = _names(location)
+            present = locations.names_within(location)
             names = _safetensors_names(present)
             if not names and _index_among(present) is not None:
                 # The files that it names lie in folders.
@@ -131,11 +132,9 @@ def read_directory(
         state = f"holds no {SUFFIX} files" if locations.exists(location) else "does not exist"
         raise CheckpointNotFoundError(f"{location!r} {state}.")
     read = _read_files(directory)
-    without_info = [file.file.name for file in read if not file.has_info]
-    if without_info and (require_sharding_info or len(without_info) < len(read)):
-        raise _no_sharding_info(locations.join(directory.folder, without_info[0]))
-    pieces, forgotten = _pieces_in(directory, read, without_info)
-    fields = _fields(directory, pieces, forgotten)
+    pieces, fields = _pieces_in(directory, read, require_sharding_info)
+    if any(map(may_be_codes, {piece.dtype for piece in pieces})):
+        fields["quantization"] = read_settings(directory.folder)
     files = [file.file for file in read]
     manifest = build_manifest(HuggingFaceReader.name, directory.folder, pieces, files, fields)
     return _with_shapes(location, manifest)
@@ -143,33 +142,39 @@ def read_directory(
 
 def _read_files(files: _Files) -> list[_ReadFile]:
     """Read the headers, without variants in another precision."""
-    by_name: dict[str, _ReadFile] = {}
     # Storage of a network, which may be at a local path, answers each request after a while.
-    run_threads(
-        lambda name: by_name.update({name: _read_file(files, name)}), files.names, NUM_REQUESTS
-    )
-    read = [by_name[name] for name in files.names]
+    read = map_threads(functools.partial(_read_file, files), files.names, NUM_REQUESTS)
     if files.weight_map is None and not files.is_alone:
         return _without_variants(read)
     return read
 
 
 def _pieces_in(
-    files: _Files, read: Sequence[_ReadFile], without_info: Sequence[str]
-) -> tuple[list[StoredPiece], dict[str, list[str]]]:
-    """Return the pieces that the index names, and forgotten tensors by file."""
+    files: _Files, read: Sequence[_ReadFile], require_sharding_info: bool
+) -> tuple[list[StoredPiece], dict[str, Any]]:
+    """Return the pieces that the index names, and fields of the manifest."""
+    without_info = [file.file.name for file in read if not file.has_info]
+    if without_info and (require_sharding_info or len(without_info) < len(read)):
+        path = locations.join(files.folder, without_info[0])
+        raise CorruptCheckpointError(
+            f"{path!r} does not say where in the global "
+            f"tensors its entries lie: it has no {safetensors_file.SHARDING_INFO} in its header "
+            "metadata, so it is not a shard of a distributed save. Remove it from the folder, or "
+            "name the folder of the shards."
+        )
     pieces = []
     for file in read:
         pieces.extend(file.pieces)
-    if files.weight_map is not None:
-        forgotten = _forgotten(files, read, files.weight_map)
-        indexed = _indexed(files, pieces, files.weight_map)
-        if without_info:
-            check_copies(files.folder, indexed, pieces)
-        return indexed, forgotten
-    if not files.is_alone:
+    if files.is_alone:
+        return pieces, {"is_file": True}
+    if files.weight_map is None:
         check_all_are_there(files.folder, without_info)
-    return pieces, {}
+        return pieces, {}
+    fields = _forgotten(files, read, files.weight_map)
+    indexed = _indexed(files, pieces, files.weight_map)
+    if without_info:
+        check_copies(files.folder, indexed, pieces)
+    return indexed, fields
 
 
 def _find_files(location: str) -> _Files:
@@ -178,7 +183,7 @@ def _find_files(location: str) -> _Files:
         if locations.is_local(location) and locations.exists(location + CONTROL_SUFFIX):
             check_is_downloaded(folder, [name], {name + CONTROL_SUFFIX})
         return _Files(folder, [name], is_alone=True)
-    present = _names(location)
+    present = locations.names_within(location)
     at_top = _safetensors_names(present)
     check_is_downloaded(location, at_top, set(present))
     index = _index_among(present)
@@ -227,39 +232,10 @@ def _index_of_variant(names: Sequence[str]) -> str | None:
     return matches[0].string
 
 
-def _names(location: str) -> list[str]:
-    if locations.isdir(location):
-        return locations.list_names(location)
-    return []
-
-
 def _safetensors_names(present: Sequence[str]) -> list[str]:
     names = sorted((name for name in present if name.endswith(SUFFIX)), key=natural_order)
     # Mistral's own format lies beside the one of transformers, with the same tensors.
     return [name for name in names if not name.startswith("consolidated")] or names
-
-
-def _no_sharding_info(path: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{path!r} does not say where in the global "
-        f"tensors its entries lie: it has no {safetensors_file.SHARDING_INFO} in its header "
-        "metadata, so it is not a shard of a distributed save. Remove it from the folder, or "
-        "name the folder of the shards."
-    )
-
-
-def _fields(
-    files: _Files, pieces: Sequence[StoredPiece], forgotten: Mapping[str, Sequence[str]]
-) -> dict[str, Any]:
-    """Return the fields of the manifest that belong to this format."""
-    fields: dict[str, Any] = {}
-    if files.is_alone:
-        fields["is_file"] = True
-    if any(map(may_be_codes, {piece.dtype for piece in pieces})):
-        fields["quantization"] = read_settings(files.folder)
-    if forgotten:
-        fields["forgotten"] = forgotten
-    return fields
 
 
 def _with_shapes(location: str, manifest: Manifest) -> Manifest:
@@ -278,7 +254,7 @@ def _with_shapes(location: str, manifest: Manifest) -> Manifest:
         return manifest
     shapes = _read_shapes(StoredCheckpoint(location, manifest), keys)
     manifest.quantization = {"blocks": [], "num_bits": [], **settings, "shapes": shapes}
-    manifest.origin = {**(manifest.origin or {}), "quantization": manifest.quantization}
+    manifest.origin = {**manifest.notes, "quantization": manifest.quantization}
     return manifest
 
 
@@ -306,7 +282,7 @@ def _read_index(location: str, index: str) -> dict[str, str]:
     try:
         weight_map = safetensors_file.parse_json(content)["weight_map"]
         names = set(map(str, weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _MALFORMED as error:
         raise damaged_index(path, content, error) from error
     for name in names:
         if not name.endswith(SUFFIX) or not locations.is_inner_name(name, max_parts=4):
@@ -331,7 +307,7 @@ class _ReadFile(NamedTuple):
 
 
 def _read_file(files: _Files, name: str) -> _ReadFile:
-    path = locations.join(files.folder, *name.split("/"))
+    path = locations.join(files.folder, name)
     try:
         header = read_header(path)
         has_info = safetensors_file.SHARDING_INFO in header.metadata
@@ -339,7 +315,7 @@ def _read_file(files: _Files, name: str) -> _ReadFile:
     except FileNotFoundError as error:
         index = files.index_name if files.weight_map is not None else ""
         raise missing_file(files.folder, name, index) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _MALFORMED as error:
         raise damaged_file(path, error) from error
     file = ShardFile(name, header.num_bytes, header.header_bytes, header.checksum)
     return _ReadFile(file, has_info, pieces)
@@ -384,7 +360,9 @@ def _pieces_of_file(file: str, header: Header, has_info: bool) -> list[StoredPie
         global_shape: tuple[int, ...] | None = shape
         if has_info:
             region = Region(_counts(entry, info[name]["saved_offsets"]), shape)
-            global_shape = _counts(entry, shapes[name]) if name in shapes else None
+            global_shape = None
+            if name in shapes:
+                global_shape = _counts(entry, shapes[name])
         pieces.append(StoredPiece(name, dtype, region, global_shape, file, first_byte, num_bytes))
     return pieces
 
@@ -392,8 +370,8 @@ def _pieces_of_file(file: str, header: Header, has_info: bool) -> list[StoredPie
 def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
     """Check and return an offset or a shape from untrusted metadata."""
     is_fitting = type(values) is list and len(values) == len(entry.shape)
-    are_integers = is_fitting and {int}.issuperset(map(type, values))
-    if are_integers and 0 <= min(values, default=0) <= max(values, default=0) < _MAX_ELEMENTS:
+    # The manifest checks their size; in JSON, true is no number.
+    if is_fitting and {int}.issuperset(map(type, values)):
         return tuple(values)
     raise ValueError(
         f"offset or global shape {values!s:.99} of {entry.name!r:.99} do not fit its shape "
@@ -418,38 +396,34 @@ def _indexed(
 
 def _forgotten(
     files: _Files, read: Sequence[_ReadFile], weight_map: Mapping[str, str]
-) -> dict[str, list[str]]:
-    """Return the tensors that the index does not name, by file.
+) -> dict[str, Any]:
+    """Return the tensors that the index does not name, as a field.
 
-    A warning lists them.
-
-    They are looked for in the files that the index names, and in files with similar names.
+    A warning lists them. They are looked for in the files that the index names, and in files with
+    similar names.
     """
-    forgotten = {}
+    by_name = {}
     for file in read:
-        forgotten[file.file.name] = [
-            piece.key for piece in file.pieces if piece.key not in weight_map
-        ]
+        by_name[file.file.name] = _unnamed(file.pieces, weight_map)
     beginnings = tuple(f"{derive_base_prefix_from_path(name)}-" for name in files.names)
     for name in files.others:
         if name.startswith(beginnings):
-            forgotten[name] = _keys_of_other(files, name, weight_map)
-    forgotten = {name: keys for name, keys in forgotten.items() if keys}
-    if files.warns:
-        _warn_of_forgotten(files, forgotten)
-    return forgotten
-
-
-def _warn_of_forgotten(files: _Files, forgotten: Mapping[str, Sequence[str]]) -> None:
-    for name, keys in forgotten.items():
-        logger.warning(
-            "%s: not in the index and therefore ignored: %s, in %r. Add them to %s if they belong "
-            "to the model",
-            files.folder,
-            summarize_keys(keys),
-            name,
-            files.index_name,
-        )
+            by_name[name] = _keys_of_other(files, name, weight_map)
+    forgotten = {}
+    for name, keys in by_name.items():
+        if not keys:
+            continue
+        forgotten[name] = keys
+        if files.warns:
+            logger.warning(
+                "%s: not in the index and therefore ignored: %s, in %r. Add them to %s if they "
+                "belong to the model",
+                files.folder,
+                summarize_keys(keys),
+                name,
+                files.index_name,
+            )
+    return {"forgotten": forgotten} if forgotten else {}
 
 
 def _keys_of_other(files: _Files, name: str, weight_map: Mapping[str, str]) -> list[str]:
@@ -460,4 +434,8 @@ def _keys_of_other(files: _Files, name: str, weight_map: Mapping[str, str]) -> l
         if files.warns:
             logger.warning("not in the index %s and therefore ignored: %s", files.index_name, error)
         return []
+    return _unnamed(pieces, weight_map)
+
+
+def _unnamed(pieces: Iterable[StoredPiece], weight_map: Mapping[str, str]) -> list[str]:
     return [piece.key for piece in pieces if piece.key not in weight_map]

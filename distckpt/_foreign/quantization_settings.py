@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distckpt._base.errors import CorruptCheckpointError
@@ -69,47 +70,34 @@ def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
     files: list[str] = []
     inner_configs: list[Mapping[str, Any]] = []
     quantizations: list[Mapping[str, Any]] = []
-    weights: list[Mapping[str, Any]] = []
     for file, config in configs.items():
-        for inner, quantization in _quantizations(config):
-            files.append(file)
-            inner_configs.append(inner)
-            quantizations.append(quantization)
-            weights += _weights_of(quantization)
+        for part, field in itertools.product(configurations_in(config), FIELDS):
+            quantization = part.get(field)
+            if isinstance(quantization, dict) and quantization:
+                files.append(file)
+                inner_configs.append(part)
+                quantizations.append(quantization)
     if not files:
         return None
-    return {
-        "file": files[0],
-        "dtype": _dtype_in([*configs.values(), *inner_configs]),
-        **_settings_of_weights(weights),
-        "transformed": _transform_of(quantizations),
-    }
-
-
-def _settings_of_weights(weights: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     num_bits = []
     asymmetric = []
-    for weight in weights:
+    blocks = []
+    for weight in itertools.chain.from_iterable(map(_weights_of, quantizations)):
         if type(weight.get("num_bits")) is int:
             num_bits.append(weight["num_bits"])
         if weight.get("symmetric") is False:
             asymmetric.append(weight.get("num_bits"))
+        block = _block_of(weight)
+        if block is not None:
+            blocks.append(block)
     return {
-        "blocks": list(filter(None, map(_block_of, weights))),
+        "file": files[0],
+        "dtype": _dtype_in([*configs.values(), *inner_configs]),
+        "blocks": blocks,
         "num_bits": num_bits,
         "asymmetric": asymmetric,
+        "transformed": _transform_of(quantizations),
     }
-
-
-def _quantizations(
-    config: Mapping[str, Any],
-) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield the statements about quantized tensors, each after the configuration with it."""
-    for part in configurations_in(config):
-        for field in FIELDS:
-            quantization = part.get(field)
-            if isinstance(quantization, dict) and quantization:
-                yield part, quantization
 
 
 def _dtype_in(configs: Iterable[Mapping[str, Any]]) -> str | None:

@@ -12,7 +12,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,7 @@ class Seal:
     @property
     def format_name(self) -> Any:
         """The format of the sealed checkpoint."""
-        return (self.manifest.origin or {}).get("format")
+        return self.manifest.notes.get("format")
 
     @cached_property
     def _file_ids(self) -> dict[str, int]:
@@ -105,7 +105,7 @@ class Seal:
         self._is_same[:] = False
 
     def _path_of(self, name: str) -> str:
-        return locations.join(self.home, *name.split("/"))
+        return locations.join(self.home, name)
 
     def to_bytes(self) -> bytes:
         """Encode as the content of the file; `read_seal` undoes it."""
@@ -229,12 +229,12 @@ class Seal:
 
     def attached(self, manifest: Manifest, prefix: str, names: tuple[str, ...]) -> Manifest:
         """Return a reader's description with checksums, after comparing its files."""
-        origin = manifest.origin or {}
+        origin = manifest.notes
         if self.format_name != origin["format"]:
             kind = f"is one of {origin['format']!r} now, no longer of {self.format_name!r}"
             raise changed(self, [Problem(self.home, kind)])
         # The same description was made of the same bytes between the pieces.
-        sealed = (self.manifest.origin or {}).get("description")
+        sealed = self.manifest.notes.get("description")
         is_same = self.format_name in _DESCRIBED_WHOLLY and sealed == description_of(manifest)
         self.check(names, is_whole=not is_same)
         if holds_no_pieces(manifest):
@@ -340,8 +340,12 @@ def read_sealed(reader: Reader, location: str) -> Manifest:
     if reader.name == ORBAX.name:
         names = (*names, *_ORBAX_VALUES)
     seal = find_seal(location, reader.name)
+    read: Callable[..., Manifest] = reader.manifest
+    if reader.name == ORBAX.name:
+        # It decodes numbers, whose stored bytes are compared before.
+        read = partial(read, seal=seal)
     try:
-        manifest = _description(reader, location, seal)
+        manifest = read(location)
     except Exception:
         if seal is not None:
             seal.check(names, is_whole=True)
@@ -354,17 +358,9 @@ def read_sealed(reader: Reader, location: str) -> Manifest:
     return seal.attached(manifest, prefix, names)
 
 
-def _description(reader: Reader, location: str, seal: Seal | None) -> Manifest:
-    read: Callable[..., Manifest] = reader.manifest
-    if seal is not None and reader.name == ORBAX.name:
-        # It decodes numbers, whose stored bytes are compared before.
-        return read(location, seal)
-    return read(location)
-
-
 def holds_no_pieces(manifest: Manifest) -> bool:
     """Return whether files have no tensors as bytes, since they are decoded."""
-    return "decoded" in (manifest.origin or {})
+    return "decoded" in manifest.notes
 
 
 def description_of(manifest: Manifest) -> str:
@@ -382,7 +378,7 @@ def check_rest(
             seal = read_seal(location)
         else:
             home = home_of(location, manifest)[0]
-            seal = find_seal(home, (manifest.origin or {})["format"])
+            seal = find_seal(home, manifest.notes["format"])
     if seal is None:
         return [], 0
     problems = seal.changed_files()
@@ -401,7 +397,7 @@ def home_of(location: str, manifest: Manifest) -> tuple[str, str]:
     Not the location: for a single file, and where `latest` names the folder of one of several
     saves.
     """
-    origin = manifest.origin or {}
+    origin = manifest.notes
     if origin.get("is_file"):
         return locations.split(location)[0], ""
     if origin.get("format") == DEEPSPEED.name:

@@ -189,6 +189,11 @@ class Manifest:
         self.block_checksums = self.chunks.block_checksums
         self.fetched = FetchedChecksums()
 
+    @property
+    def notes(self) -> Mapping[str, Any]:
+        """The fields of `origin`, none for distckpt's own checkpoints."""
+        return self.origin or {}
+
     def replaced(self, **fields: Any) -> Manifest:
         """Return a manifest with other values of some fields.
 

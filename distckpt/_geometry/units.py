@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -64,13 +65,16 @@ def units_of(
 def spans_within(sizes: Sequence[int], start: int, stop: int, block_bytes: int = 1) -> Unit:
     """Return the whole blocks of consecutive chunks that meet [start, stop)."""
     spans = []
-    begin = 0
-    for chunk, size in enumerate(sizes):
+    ends = list(itertools.accumulate(sizes))
+    for chunk in range(bisect.bisect_right(ends, start), len(ends)):
+        size = sizes[chunk]
+        begin = ends[chunk] - size
+        if begin >= stop:
+            break
         first = max(0, start - begin) // block_bytes * block_bytes
-        last = min(size, -(-max(0, stop - begin) // block_bytes) * block_bytes)
+        last = min(size, -(-(stop - begin) // block_bytes) * block_bytes)
         if first < last:
             spans.append(Span(chunk, first, last))
-        begin += size
     return spans
 
 

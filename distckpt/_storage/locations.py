@@ -169,6 +169,13 @@ def list_names(location: str) -> list[str]:
     return object_store.at(location).list_names()
 
 
+def names_within(location: str) -> list[str]:
+    """Return the names inside a directory, none if it is not there."""
+    if isdir(location):
+        return list_names(location)
+    return []
+
+
 def file_size(location: str) -> int:
     """Return the size of a file.
 

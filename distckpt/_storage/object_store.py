@@ -27,7 +27,7 @@ def at(location: str, decoded: dict[str, Any] | None = None) -> RemoteLocation:
     if location.startswith(DECODED):
         from distckpt._base.wings import wing
 
-        file: RemoteLocation = wing("orbax").at(location, decoded)
+        file: RemoteLocation = wing("orbax").ArrayFile(location, decoded)
         return file
     from distckpt._storage.fsspec_urls import FsspecLocation
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,88 +113,66 @@ def _read(
     """
     with ranks.phase("read common state"):
         keys = {*stored.manifest.key_index, *find(stored)} - {COMMON_KEY}
-        request = _Request(ranks.rank, stored.location, keys, load_common_state(stored))
+        common = load_common_state(stored)
+        common_by_key = functools.cache(partial(state_dicts.by_key, common))
+    tensors: list[ShardedBase] = []
+    objects: dict[Position, ShardedBase] = {}
+    values: dict[Position, Any] = {}
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    missing: list[str] = []
     with ranks.phase("compare with the checkpoint"):
         for leaf in leaves:
-            request.add(leaf)
+            is_tensor = isinstance(leaf.value, torch.Tensor)
+            if leaf.key in keys and is_tensor:
+                tensors += _shards_of(leaf, ranks.rank)
+                continue
+            if leaf.key in keys:
+                (objects[leaf.path],) = state_dicts.shards_of(leaf.key, None, ranks.rank)
+                continue
+            value = compacted(at(common, leaf.path, HOLE))
+            if value is HOLE:
+                value = common_by_key().get(leaf.key, HOLE)
+            if value is HOLE:
+                missing.append(leaf.key)
+            elif is_tensor:
+                copies += _copies_of(leaf, value, ranks.rank, stored.location)
+            else:
+                refuse_unknown(value)
+                values[leaf.path] = value
     if is_strict:
-        _refuse_missing(ranks, request.missing, keys, stored)
+        _refuse_missing(ranks, missing, keys, stored)
     settings = ReadSettings(LoadOptions(allow_dtype_cast=True))
     with ranks.phase("load"):
-        tensors, _, _ = flatten.split({"tensors": request.tensors})
-        requested: list[Any] = [*request.objects.values(), *tensors]
-        values = load_shards(ranks, stored, requested, settings)
-        for target, value in request.copies:
+        shards, _, _ = flatten.split({"tensors": tensors})
+        requested: list[Any] = [*objects.values(), *shards]
+        loaded = load_shards(ranks, stored, requested, settings)
+        for target, value in copies:
             target.detach().copy_(value)
-    return {**request.common, **dict(zip(request.objects, values, strict=False))}
+    return {**values, **dict(zip(objects, loaded, strict=False))}
 
 
-@dataclass
-class _Request:
-    """The request of one rank, compared with a checkpoint.
+def _shards_of(leaf: state_dicts.Leaf, rank: int) -> list[Any]:
+    if local_part(leaf.value).is_meta:
+        raise CheckpointingException(
+            f"{leaf.key!r} is on the meta device, which has no memory to load into: call "
+            "model.to_empty(device=...) first."
+        )
+    return list(state_dicts.shards_of(leaf.key, leaf.value, rank))
 
-    Attributes:
-        rank: of this process.
-        location: of the checkpoint.
-        keys: of its tensors and objects.
-        stored: its common state.
-        tensors: shards to fill.
-        objects: objects to read, by path.
-        common: values of common state, by path.
-        copies: tensors to fill from common state, with their values.
-        missing: keys that the checkpoint does not have.
-    """
 
-    rank: int
-    location: str
-    keys: Collection[str]
-    stored: Mapping[Any, Any]
-    tensors: list[ShardedBase] = field(default_factory=list)
-    objects: dict[Position, ShardedBase] = field(default_factory=dict)
-    common: dict[Position, Any] = field(default_factory=dict)
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-
-    def add(self, leaf: state_dicts.Leaf) -> None:
-        """Add a value of the state dict."""
-        if leaf.key not in self.keys:
-            self._add_common(leaf)
-        elif isinstance(leaf.value, torch.Tensor):
-            self.tensors.extend(self._shards_of(leaf))
-        else:
-            (self.objects[leaf.path],) = state_dicts.shards_of(leaf.key, None, self.rank)
-
-    def _add_common(self, leaf: state_dicts.Leaf) -> None:
-        value = compacted(at(self.stored, leaf.path, HOLE))
-        if value is HOLE:
-            value = self._stored_by_key.get(leaf.key, HOLE)
-        if value is HOLE:
-            self.missing.append(leaf.key)
-        elif not isinstance(leaf.value, torch.Tensor):
-            refuse_unknown(value)
-            self.common[leaf.path] = value
-        elif not isinstance(value, torch.Tensor):
-            raise LoadMismatchError(
-                f"Key {leaf.key!r} is of type {type(value).__name__} in {self.location!r} but a "
-                "tensor was requested. Request it as it was saved; "
-                "distckpt.open(path).common_state shows what is not stored as tensors.",
-                unexpected=[leaf.key],
-            )
-        else:
-            for shard in self._shards_of(leaf):
-                self.copies.append((shard.data, _part_of(value, shard, self.location)))
-
-    def _shards_of(self, leaf: state_dicts.Leaf) -> list[Any]:
-        if local_part(leaf.value).is_meta:
-            raise CheckpointingException(
-                f"{leaf.key!r} is on the meta device, which has no memory to load into: call "
-                "model.to_empty(device=...) first."
-            )
-        return list(state_dicts.shards_of(leaf.key, leaf.value, self.rank))
-
-    @cached_property
-    def _stored_by_key(self) -> dict[str, Any]:
-        return state_dicts.by_key(self.stored)
+def _copies_of(
+    leaf: state_dicts.Leaf, value: Any, rank: int, location: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield tensors to fill from common state, with their values."""
+    if not isinstance(value, torch.Tensor):
+        raise LoadMismatchError(
+            f"Key {leaf.key!r} is of type {type(value).__name__} in {location!r} but a "
+            "tensor was requested. Request it as it was saved; "
+            "distckpt.open(path).common_state shows what is not stored as tensors.",
+            unexpected=[leaf.key],
+        )
+    for shard in _shards_of(leaf, rank):
+        yield shard.data, _part_of(value, shard, location)
 
 
 def _part_of(value: torch.Tensor, shard: Any, location: str) -> torch.Tensor:

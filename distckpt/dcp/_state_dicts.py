@@ -134,18 +134,16 @@ def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
     """
     with ranks.phase("describe the state dict"):
         shards: dict[Position, list[ShardedBase]] = {}
-        keys: dict[Position, str] = {}
-        for leaf in leaves(state_dict):
-            shards[leaf.path] = shards_of(leaf.key, leaf.value, ranks.rank)
-            keys[leaf.path] = leaf.key
         own = {}
-        for path, parts in shards.items():
+        for leaf in leaves(state_dict):
+            parts = shards_of(leaf.key, leaf.value, ranks.rank)
+            shards[leaf.path] = parts
             if parts:
-                own[keys[path]] = isinstance(parts[0], ShardedTensor)
+                own[leaf.key] = isinstance(parts[0], ShardedTensor)
     of_all = _objects_of_all(ranks, own)
 
     def stored(path: Position, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) and keys[path] in of_all:
+        if not isinstance(value, torch.Tensor) and dotted(path) in of_all:
             return value
         # A rank outside of a mesh holds no part of its tensors.
         return shards[path] or LocalNonpersistentObject(None)

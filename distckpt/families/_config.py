@@ -58,9 +58,7 @@ def rules(config: Any, source: Source) -> list[Rule]:
             contradicts itself.
     """
     check_choice("source", source, ("megatron", "transformers"))
-    if hasattr(config, "to_dict"):
-        config = config.to_dict()
-    values = dict(config) if isinstance(config, Mapping) else read_config(config)
+    values = values_of(config)
     _check_model_type(values)
     if source == "transformers":
         return transformers_rules(values)
@@ -71,6 +69,13 @@ def rules(config: Any, source: Source) -> list[Rule]:
         if completed is None:
             raise
         return megatron_rules(completed)
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """Return the values of a configuration, see `rules`."""
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    return dict(config) if isinstance(config, Mapping) else read_config(config)
 
 
 def _check_model_type(config: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ Five have a window, the last has none.
 _MAX_SIZE = 1 << 32
 _SCALED = ("llama", "mistral", "mixtral")
 """Families whose weights of the query have the scale of attention."""
-_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")
+_NORMED = ("qwen3", "qwen3_moe", "gemma3_text")
 """Families with norms of queries and keys."""
 _SPARSE = {
     "mixtral": "MoeBlock_0",
@@ -45,16 +45,76 @@ _SPARSE = {
     "deepseek_v3": "DeepSeekMoeBlock_0.MoeBlock_0",
 }
 """Names of the block of experts."""
-_NORMS = {
-    "pre_self_attention_layer_norm": "input_layernorm",
-    "post_self_attention_layer_norm": "post_attention_layernorm",
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "width": ("hidden_size",),
+    "inner": ("intermediate_size",),
+    "heads": ("num_attention_heads",),
+    "low": ("q_lora_rank",),
+    "rank": ("kv_lora_rank",),
+    "rotated": ("qk_rope_head_dim",),
+    "plain": ("qk_nope_head_dim",),
+    "value": ("v_head_dim",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
 }
-_GEMMA_NORMS = {
-    "pre_self_attention_norm": "input_layernorm",
-    "post_self_attention_norm": "post_attention_layernorm",
-    "pre_ffw_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+"""Fields of configurations with the sizes that rows name."""
+# Names in MaxText and in the directory, and the sizes of outputs and inputs; "-" for a norm.
+_FINAL_NORM = """
+decoder.decoder_norm.scale  model.norm  width  -
+"""
+_LOGITS = """
+decoder.logits_dense.kernel  lm_head  rows  width
+"""
+_NORMS = """
+pre_self_attention_layer_norm.scale   input_layernorm           width  -
+post_self_attention_layer_norm.scale  post_attention_layernorm  width  -
+"""
+_GEMMA_NORMS = """
+pre_self_attention_norm.scale   input_layernorm             width  -
+post_self_attention_norm.scale  post_attention_layernorm    width  -
+pre_ffw_norm.scale              pre_feedforward_layernorm   width  -
+post_ffw_norm.scale             post_feedforward_layernorm  width  -
+"""
+_ATTENTION = """
+query.kernel  q_proj  heads,size   width
+key.kernel    k_proj  groups,size  width
+value.kernel  v_proj  groups,size  width
+out.kernel    o_proj  width        heads,size
+"""
+_HEAD_NORMS = """
+query_norm.scale  q_norm  size  -
+key_norm.scale    k_norm  size  -
+"""
+_LATENT_ATTENTION = """
+wkv_a.kernel   kv_a_proj_with_mqa  rank+rotated       width
+kv_norm.scale  kv_a_layernorm      rank               -
+wkv_b.kernel   kv_b_proj           heads,plain+value  rank
+out.kernel     o_proj              width              heads,value
+"""
+_LATENT_QUERY = """
+query.kernel  q_proj  heads,plain+rotated  width
+"""
+_LOW_QUERY = """
+wq_a.kernel   q_a_proj       low                  width
+q_norm.scale  q_a_layernorm  low                  -
+wq_b.kernel   q_b_proj       heads,plain+rotated  low
+"""
+_MLP = """
+wi_0.kernel  gate_proj  inner  width
+wi_1.kernel  up_proj    inner  width
+wo.kernel    down_proj  width  inner
+"""
+_EXPERTS = """
+gate.kernel  gate                 experts  width
+wi_0         experts.*.gate_proj  inner    width
+wi_1         experts.*.up_proj    inner    width
+wo           experts.*.down_proj  width    inner
+"""
+_MIXTRAL_EXPERTS = """
+gate.kernel  gate          experts  width
+wi_0         experts.*.w1  inner    width
+wi_1         experts.*.w3  inner    width
+wo           experts.*.w2  width    inner
+"""
 
 
 class _Weight(NamedTuple):
@@ -104,13 +164,6 @@ class _Weight(NamedTuple):
 _Weights: TypeAlias = dict[str, _Weight]
 
 
-def _kernel(
-    name: str, outputs: tuple[int, ...], inputs: tuple[int, ...], num_experts: int = 0
-) -> _Weight:
-    shape = (math.prod(outputs), math.prod(inputs))
-    return _Weight(name, shape, (*inputs, *outputs), num_experts)
-
-
 class MaxTextModel:
     """The parameters that MaxText has for a configuration of transformers.
 
@@ -136,8 +189,37 @@ class MaxTextModel:
         self.vocab_size = self._size("vocab_size")
         self.num_rows = min(self.vocab_size, num_stored)
 
-    def _size(self, name: str, *others: str) -> int:
-        return self._config.number_of(name, *others, least=1, most=_MAX_SIZE)
+    def _size(self, *names: str) -> int:
+        return self._config.number_of(*names, least=1, most=_MAX_SIZE)
+
+    def _sizes(self, text: str, known: Mapping[str, int]) -> tuple[int, ...]:
+        """Return named sizes: `known` ones, or of the configuration."""
+        sizes = []
+        for names in text.split(","):
+            total = 0
+            for name in names.split("+"):
+                total += known.get(name) or self._size(*_FIELDS[name])
+            sizes.append(total)
+        return tuple(sizes)
+
+    def _listed(self, table: str, prefix: str = "", own: str = "", **known: int) -> _Weights:
+        """Return the weights in a table by MaxText's names.
+
+        `prefix` and `own` are put before names in MaxText and in the directory.
+        """
+        weights = {}
+        for row in filter(None, table.splitlines()):
+            name, key, outputs, inputs = row.split()
+            to = self._sizes(outputs, known)
+            weight = _Weight(f"{own}{key}.weight", to, to, offset=float(self._is_gemma))
+            if inputs != "-":
+                others = self._sizes(inputs, known)
+                shape = (math.prod(to), math.prod(others))
+                weight = _Weight(weight.name, shape, (*others, *to))
+            if "*" in key:
+                weight = weight._replace(num_experts=self._size(*_FIELDS["experts"]))
+            weights[prefix + name] = weight
+        return weights
 
     def tensors(self, *, is_stacked: bool, axis: int = 1) -> dict[str, MappedTensor]:
         """Return all parameters by name, without a prefix.
@@ -150,20 +232,17 @@ class MaxTextModel:
             # As transformers in bfloat16, and MaxText's own conversion, round it.
             factor = torch.tensor(math.sqrt(self._width)).bfloat16().item()
             embedding = embedding._replace(factor=factor)
-        tensors = {
-            EMBEDDING: embedding.mapped("model."),
-            "decoder.decoder_norm.scale": self._norm("norm").mapped("model."),
-        }
+        tensors = {EMBEDDING: embedding.mapped("model.")}
+        ends = _FINAL_NORM
         if not self.is_tied:
-            tensors[LOGITS] = _kernel("lm_head.weight", (self.num_rows,), (self._width,)).mapped()
+            ends += _LOGITS
+        for name, weight in self._listed(ends, rows=self.num_rows).items():
+            tensors[name] = weight.mapped()
         for block, numbers, is_stack, is_sparse in self._blocks(is_stacked):
             prefixes = [f"model.layers.{number}." for number in numbers]
             for suffix, weight in self._weights(is_sparse).items():
-                tensor = weight.mapped(prefixes[0], axis if is_stack else None)
-                if is_stack:
-                    others = [weight.mapped(prefix, axis) for prefix in prefixes[1:]]
-                    tensor = join([tensor, *others], axis)
-                tensors[f"decoder.{block}.{suffix}"] = tensor
+                layers = [weight.mapped(prefix, axis if is_stack else None) for prefix in prefixes]
+                tensors[f"decoder.{block}.{suffix}"] = join(layers, axis) if is_stack else layers[0]
         return tensors
 
     def _blocks(self, is_stacked: bool) -> Iterator[tuple[str, list[int], bool, bool]]:
@@ -191,90 +270,46 @@ class MaxTextModel:
             yield f"layers_remainder.layers_{place}", [number], False, False
 
     def _weights(self, is_sparse: bool) -> _Weights:
-        weights = {}
-        for name, own in (_GEMMA_NORMS if self._is_gemma else _NORMS).items():
-            weights[f"{name}.scale"] = self._norm(own)
-        attention = self._latent_attention() if self._is_deepseek else self._attention()
-        for name, weight in attention.items():
-            weights[f"self_attention.{name}"] = weight._replace(name=f"self_attn.{weight.name}")
+        weights = self._listed(_GEMMA_NORMS if self._is_gemma else _NORMS)
+        if self._is_deepseek:
+            query = _LATENT_QUERY
+            if self._config.values.get("q_lora_rank") is not None:
+                query = _LOW_QUERY
+            weights |= self._listed(_LATENT_ATTENTION + query, "self_attention.", "self_attn.")
+        else:
+            weights |= self._attention()
         if is_sparse:
             return weights | self._experts()
-        return weights | self._gated_mlp("mlp", "mlp", self._size("intermediate_size"))
-
-    def _norm(self, name: str, size: int = 0) -> _Weight:
-        shape = (size or self._width,)
-        return _Weight(f"{name}.weight", shape, shape, offset=float(self._is_gemma))
+        return weights | self._listed(_MLP, "mlp.", "mlp.")
 
     def _attention(self) -> _Weights:
         heads, groups, size = self._config.heads
-        is_rotated = _rope_of(self._config)[0]["rope_type"] == "llama3"
-        query = _kernel("q_proj.weight", (heads, size), (self._width,))
+        rows = _ATTENTION
+        if self._kind in _NORMED:
+            rows += _HEAD_NORMS
+        prefix = "self_attention."
+        weights = self._listed(rows, prefix, "self_attn.", heads=heads, groups=groups, size=size)
+        if _rope_of(self._config)[0]["rope_type"] == "llama3":
+            for name in (f"{prefix}query.kernel", f"{prefix}key.kernel"):
+                weights[name] = weights[name]._replace(is_rotated=True)
         if self._kind in _SCALED:
-            query = query._replace(factor=1 / math.sqrt(size))
-        key = _kernel("k_proj.weight", (groups, size), (self._width,))
-        weights = {
-            "query.kernel": query._replace(is_rotated=is_rotated),
-            "key.kernel": key._replace(is_rotated=is_rotated),
-            "value.kernel": _kernel("v_proj.weight", (groups, size), (self._width,)),
-            "out.kernel": _kernel("o_proj.weight", (self._width,), (heads, size)),
-        }
-        if self._kind in _HEAD_NORMS:
-            weights["query_norm.scale"] = self._norm("q_norm", size)
-            weights["key_norm.scale"] = self._norm("k_norm", size)
+            name = f"{prefix}query.kernel"
+            weights[name] = weights[name]._replace(factor=1 / math.sqrt(size))
         return weights
-
-    def _latent_attention(self) -> _Weights:
-        heads = self._size("num_attention_heads")
-        rank = self._size("kv_lora_rank")
-        rotated = self._size("qk_rope_head_dim")
-        plain = self._size("qk_nope_head_dim")
-        value = self._size("v_head_dim")
-        weights = {
-            "wkv_a.kernel": _kernel("kv_a_proj_with_mqa.weight", (rank + rotated,), (self._width,)),
-            "kv_norm.scale": self._norm("kv_a_layernorm", rank),
-            "wkv_b.kernel": _kernel("kv_b_proj.weight", (heads, plain + value), (rank,)),
-            "out.kernel": _kernel("o_proj.weight", (self._width,), (heads, value)),
-        }
-        if self._config.values.get("q_lora_rank") is None:
-            query = _kernel("q_proj.weight", (heads, plain + rotated), (self._width,))
-            return weights | {"query.kernel": query}
-        low = self._size("q_lora_rank")
-        weights["wq_a.kernel"] = _kernel("q_a_proj.weight", (low,), (self._width,))
-        weights["q_norm.scale"] = self._norm("q_a_layernorm", low)
-        weights["wq_b.kernel"] = _kernel("q_b_proj.weight", (heads, plain + rotated), (low,))
-        return weights
-
-    def _gated_mlp(self, name: str, own: str, size: int) -> _Weights:
-        return {
-            f"{name}.wi_0.kernel": _kernel(f"{own}.gate_proj.weight", (size,), (self._width,)),
-            f"{name}.wi_1.kernel": _kernel(f"{own}.up_proj.weight", (size,), (self._width,)),
-            f"{name}.wo.kernel": _kernel(f"{own}.down_proj.weight", (self._width,), (size,)),
-        }
 
     def _experts(self) -> _Weights:
         block = _SPARSE[self._kind]
-        num = self._size("num_local_experts", "num_experts", "n_routed_experts")
-        own = "mlp"
-        names = ("gate_proj", "up_proj", "down_proj")
-        size_name = "moe_intermediate_size"
         if self._kind == "mixtral":
-            own = "block_sparse_moe"
-            names = ("w1", "w3", "w2")
-            size_name = "intermediate_size"
-        size = self._size(size_name)
-        gate, up, down = (f"{own}.experts.*.{name}.weight" for name in names)
-        weights = {
-            f"{block}.gate.kernel": _kernel(f"{own}.gate.weight", (num,), (self._width,)),
-            f"{block}.wi_0": _kernel(gate, (size,), (self._width,), num),
-            f"{block}.wi_1": _kernel(up, (size,), (self._width,), num),
-            f"{block}.wo": _kernel(down, (self._width,), (size,), num),
-        }
+            return self._listed(_MIXTRAL_EXPERTS, f"{block}.", "block_sparse_moe.")
+        size = self._size("moe_intermediate_size")
+        weights = self._listed(_EXPERTS, f"{block}.", "mlp.", inner=size)
         if self._is_deepseek:
-            bias = f"{own}.gate.e_score_correction_bias"
+            num = weights[f"{block}.wo"].num_experts
+            bias = "mlp.gate.e_score_correction_bias"
             weights[f"{block}.gate.bias"] = _Weight(bias, (num,), (num,))
-            shared = self._size("n_shared_experts") * size
-            name = "DeepSeekMoeBlock_0.shared_experts"
-            weights |= self._gated_mlp(name, f"{own}.shared_experts", shared)
+            size *= self._size("n_shared_experts")
+            prefix = "DeepSeekMoeBlock_0.shared_experts."
+            weights |= self._listed(_MLP, prefix, "mlp.shared_experts.", inner=size)
         return weights
 
 

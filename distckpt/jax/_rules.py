@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import check_choice
 from distckpt._geometry.region import Region
-from distckpt.families._config import read_config, rules_for
+from distckpt.families._config import rules_for, values_of
 from distckpt.families._transformers_names import Shapes
 from distckpt.jax._maxtext import EMBEDDING, LOGITS, MaxTextModel
 from distckpt.rules._mapped import MappedTensor, TensorSpec, identity
@@ -42,7 +42,7 @@ def to_maxtext(config: Any, layout: Layout = "jax") -> list[Rule]:
         CheckpointingException: MaxText has no such model.
     """
     check_choice("layout", layout, ("jax", "jax-layers"))
-    model = MaxTextModel(_values(config))
+    model = MaxTextModel(values_of(config))
     rules: list[Rule] = []
     for number in range(model.num_layers, model.num_layers + model.num_extra):
         # MaxText keeps layers for multi-token prediction elsewhere.
@@ -74,7 +74,7 @@ def _stored(
 ) -> tuple[MaxTextModel, dict[str, str], dict[str, MappedTensor]]:
     """Return the model, stored keys by name, and tensors by key."""
     names = _names_of(shapes)
-    model = MaxTextModel(_values(config), shapes[names[EMBEDDING]][0])
+    model = MaxTextModel(values_of(config), shapes[names[EMBEDDING]][0])
     if model.is_tied and LOGITS in names:
         raise CheckpointingException(
             f"The configuration ties the output layer to the embedding, and {names[LOGITS]!r} is "
@@ -152,12 +152,6 @@ def _load_rules(config: Any, keys: Collection[str], shapes: Shapes) -> list[Rule
     if {*rules[-1].reads, *_VOCABULARY}.issuperset(keys):
         return rules
     return [*rules_for(config, keys), *rules]
-
-
-def _values(config: Any) -> dict[str, Any]:
-    if hasattr(config, "to_dict"):
-        config = config.to_dict()
-    return dict(config) if isinstance(config, Mapping) else read_config(config)
 
 
 def _names_of(keys: Iterable[str]) -> dict[str, str]:

@@ -70,23 +70,11 @@ class _Storage(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """A tensor whose bytes the caller writes into the archive."""
+    """A tensor whose bytes are made when they are written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-
-def write_tensor(file: BinaryIO, tensor: TensorRecord, content: Iterable[Bytes]) -> int:
-    """Append an archive with one tensor to a file; return its size."""
-    return _write_archive(file, tensor, lambda _: content)
-
-
-def write_object(file: BinaryIO, obj: Any) -> int:
-    """Append an archive with an object to a file; return its size.
-
-    The object has passed `refuse_formless`.
-    """
-    return _write_archive(file, obj, lambda tensor: [_raw(tensor)])
+    content: Iterable[Bytes]
 
 
 def record(module: str, name: str, /, **fields: Any) -> Call:
@@ -94,11 +82,11 @@ def record(module: str, name: str, /, **fields: Any) -> Call:
     return Call(Global(module, name), (), fields, True)
 
 
-def _write_archive(
-    file: BinaryIO,
-    obj: Any,
-    content_of: Callable[[Any], Iterable[Bytes]],
-) -> int:
+def write_archive(file: BinaryIO, obj: Any) -> int:
+    """Append an archive with an object to a file; return its size.
+
+    The object is a `TensorRecord`, or has passed `refuse_formless`.
+    """
     pickled, tensors = encode_pickle(obj)
     start = file.tell()
     with zipfile.ZipFile(cast(Any, _RestOfFile(file, start)), "w") as archive:
@@ -108,8 +96,8 @@ def _write_archive(
             with archive.open(
                 zipfile.ZipInfo(f"archive/data/{number}"), "w", force_zip64=True
             ) as entry:
-                for piece in content_of(tensor):
-                    entry.write(piece)
+                for content in _content_of(tensor):
+                    entry.write(content)
     return file.seek(0, io.SEEK_END) - start
 
 
@@ -134,10 +122,12 @@ class _RestOfFile:
         return True
 
 
-def _raw(tensor: torch.Tensor) -> Any:
+def _content_of(tensor: TensorRecord | torch.Tensor) -> Iterable[Any]:
+    if isinstance(tensor, TensorRecord):
+        return tensor.content
     if tensor.numel():
-        return flat_bytes(tensor.cpu()).numpy().data
-    return b""
+        return [flat_bytes(tensor.cpu()).numpy().data]
+    return []
 
 
 def encode_pickle(obj: Any) -> tuple[bytes, list[Any]]:
@@ -160,8 +150,6 @@ class _Encoder:
             form(self, obj)
         elif isinstance(obj, torch.Tensor):
             self.add_tensor(obj)
-        elif isinstance(obj, np.generic | np.dtype):
-            self.add_reduced(obj)
         else:
             description = _description_of(obj)
             assert description is not None, "refuse_formless comes first"
@@ -212,17 +200,6 @@ class _Encoder:
             self.add(obj.state)
             self.instructions.append(b"b")
 
-    def add_reduced(self, obj: Any) -> None:
-        """Add an object as it says itself that pickles make it."""
-        reduce = copyreg.dispatch_table.get(type(obj))
-        reduced = obj.__reduce_ex__(2) if reduce is None else reduce(obj)
-        function, args, state = (*reduced, None)[:3]
-        is_new = function.__name__ == "__newobj__"
-        if is_new:
-            function, *args = args
-        args = tuple(_global_of(arg) if isinstance(arg, type) else arg for arg in args)
-        self.add_call(Call(_global_of(function), args, state, is_new))
-
     def add_tensor(self, obj: Any) -> None:
         """Add a tensor, dense as `torch.save` stores it, and remember its bytes."""
         dtype = obj.dtype
@@ -240,7 +217,7 @@ class _Encoder:
         storage = _Storage(("storage", kind, str(len(self.tensors)), "cpu", count))
         self.tensors.append(obj)
         strides = torch.empty(shape, device="meta").stride()
-        hooks = Call(Global("collections", "OrderedDict"))
+        hooks = Call(_ORDERED_DICT)
         args = (storage, 0, shape, strides, False, hooks, *more)
         self.add(Call(Global("torch._utils", f"_rebuild_tensor_{version}"), args))
 
@@ -266,9 +243,28 @@ def _global_of(value: Any) -> Global:
     return Global(_NAMES_OF_MODULES.get(module, module), value.__qualname__)
 
 
-def _description_of(obj: Any) -> Call | None:
-    """Describe an object of a registered class; None for any other."""
+def _reduced(obj: Any) -> Call:
+    """Describe an object as it says itself that pickles make it."""
+    reduce = copyreg.dispatch_table.get(type(obj))
+    reduced = obj.__reduce_ex__(2) if reduce is None else reduce(obj)
+    function, args, state = (*reduced, None)[:3]
+    is_new = function.__name__ == "__newobj__"
+    if is_new:
+        function, *args = args
+    args = tuple(_global_of(arg) if isinstance(arg, type) else arg for arg in args)
+    return Call(_global_of(function), args, state, is_new)
+
+
+def _description_of(obj: Any) -> Call | Global | None:
+    """Describe an object without an instruction of its own.
+
+    None if it has no form.
+    """
     cls: Any = type(obj)
+    if cls in _DESCRIPTIONS:
+        return _DESCRIPTIONS[cls](obj)
+    if isinstance(obj, np.generic | np.dtype):
+        return _reduced(obj)
     if registration_of(cls) is None:
         return None
     name = Global(cls.__module__, cls.__qualname__)
@@ -281,16 +277,6 @@ def _description_of(obj: Any) -> Call | None:
     return None
 
 
-def _formless(obj: Any) -> str:
-    if isinstance(obj, UnknownObject):
-        return f"has no form in files of torch: {how_to_register(obj)}"
-    return (
-        f"of type {type_name(type(obj))} has no form in files of torch: leave it out of the state "
-        "dict, convert it to plain types, or register its class if that is an Enum class, a "
-        "dataclass or a namedtuple class."
-    )
-
-
 def refuse_formless(obj: Any, name: str, way_out: str = "") -> None:
     """Refuse an object with values that have no form in such files.
 
@@ -301,27 +287,40 @@ def refuse_formless(obj: Any, name: str, way_out: str = "") -> None:
     """
     faults = []
     for path, node in nodes(obj):
-        has_form = type(node) in _FORMS or isinstance(node, torch.Tensor | np.generic)
+        has_form = type(node) in _KNOWN or isinstance(node, torch.Tensor | np.generic)
         if not has_form and _description_of(node) is None:
-            text = f" {_formless(node)}"
+            text = (
+                f" of type {type_name(type(node))} has no form in files of torch: leave it out of "
+                "the state dict, convert it to plain types, or register its class if that is an "
+                "Enum class, a dataclass or a namedtuple class."
+            )
+            if isinstance(node, UnknownObject):
+                text = f" has no form in files of torch: {how_to_register(node)}"
             faults.append(KeyFault(dotted(path), text, text))
     if faults:
         lines = "\n- ".join(summarize_faults(faults))
         raise UnsupportedObjectError(f"In {name}:\n- {lines}{way_out}")
 
 
-def _call(
-    module: str, name: str, args_of: Callable[[Any], tuple[Any, ...]]
-) -> Callable[[_Encoder, Any], None]:
-    return lambda encoder, obj: encoder.add_call(Call(Global(module, name), args_of(obj)))
+def _path(obj: pathlib.PurePath) -> Call:
+    return Call(Global("pathlib", type(obj).__name__), (str(obj),))
 
 
+_ORDERED_DICT = Global("collections", "OrderedDict")
 _REDUCED = (
     argparse.Namespace, bytearray, complex, datetime.date, datetime.datetime, datetime.timedelta,
     datetime.timezone, frozenset, np.ndarray, range, set, slice, torch.Size, torch.device,
     types.SimpleNamespace,
 )  # fmt: skip
 """Classes whose objects say how pickles make them, on all platforms."""
+_DESCRIPTIONS: dict[type, Callable[[Any], Call | Global]] = {
+    bytes: lambda obj: Call(Global("_codecs", "encode"), (obj.decode("latin1"), "latin1")),
+    collections.OrderedDict: lambda obj: Call(_ORDERED_DICT, (list(map(list, obj.items())),)),
+    io.BytesIO: lambda obj: Call(Global("_io", "BytesIO"), (), (obj.getvalue(), 0, None), True),
+    torch.dtype: lambda obj: Global("torch", str(obj).removeprefix("torch.")),
+    **dict.fromkeys((pathlib.PosixPath, pathlib.PurePosixPath), _path),
+    **dict.fromkeys(_REDUCED, _reduced),
+}
 _FORMS: dict[type, Callable[[_Encoder, Any], None]] = {
     type(None): lambda encoder, obj: encoder.instructions.append(b"N"),
     # Of a tensor in a list, which is stored by itself: loads put it there.
@@ -330,25 +329,14 @@ _FORMS: dict[type, Callable[[_Encoder, Any], None]] = {
     int: _Encoder.add_int,
     float: lambda encoder, obj: encoder.instructions.append(b"G" + struct.pack(">d", obj)),
     str: _Encoder.add_str,
-    bytes: _call("_codecs", "encode", lambda obj: (obj.decode("latin1"), "latin1")),
     tuple: lambda encoder, obj: encoder.add_items(obj, b"t"),
     list: _Encoder.add_list,
     dict: lambda encoder, obj: encoder.add_pairs(obj.items()),
     Pairs: lambda encoder, obj: encoder.add_pairs(obj.items),
-    collections.OrderedDict: _call(
-        "collections", "OrderedDict", lambda obj: (list(map(list, obj.items())),)
-    ),
-    io.BytesIO: lambda encoder, obj: encoder.add_call(
-        Call(Global("_io", "BytesIO"), (), (obj.getvalue(), 0, None), True)
-    ),
-    **dict.fromkeys(_REDUCED, _Encoder.add_reduced),
-    **{
-        cls: _call("pathlib", cls.__name__, lambda obj: (str(obj),))
-        for cls in (pathlib.PosixPath, pathlib.PurePosixPath)
-    },
-    torch.dtype: lambda encoder, obj: encoder.add(Global("torch", str(obj).removeprefix("torch."))),
     Global: _Encoder.add_global,
     Call: _Encoder.add_call,
     _Storage: _Encoder.add_storage,
     TensorRecord: _Encoder.add_tensor,
 }
+"""Instructions for objects, by their types."""
+_KNOWN = _FORMS.keys() | _DESCRIPTIONS.keys()

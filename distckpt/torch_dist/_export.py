@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from distckpt._checkpoint.opening import check_is_unchanged, open_undisturbed
 from distckpt._checkpoint.stored_values import load_common_state, load_objects
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings, new_output
+from distckpt._foreign.torch_dist.reader import COMMON_NAME, METADATA_NAME
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
@@ -37,8 +39,7 @@ from distckpt.torch_dist._encode import (
     encode_pickle,
     record,
     refuse_formless,
-    write_object,
-    write_tensor,
+    write_archive,
 )
 
 _DCP = "torch.distributed.checkpoint"
@@ -57,10 +58,10 @@ _OTHER_COMMON_STATE = (
     "a checkpoint with another common state, which can be exported."
 )
 
-Written = tuple[int, str, int, int]
-"""A chunk with the file, first byte and size of its archive."""
-_Place = tuple[str, int, int]
-"""The file, first byte and size of a known chunk's archive."""
+Place = tuple[Any, str, int, int]
+"""The identity of an object, and the file, first byte and size of its archive."""
+TensorEntry = tuple[torch.dtype, tuple[int, ...], list[Region]]
+"""The dtype, shape and stored regions of a tensor."""
 
 
 @collective()
@@ -103,9 +104,7 @@ def export(
     """
     ranks = Ranks(process_group)
     with ranks.phase("check the arguments", decision=True):
-        location = locations.normalize(checkpoint_dir)
-        target = posix.resolve(output_dir)
-        check_place(location, target)
+        location, target = find_places(checkpoint_dir, output_dir)
         if ranks.is_coordinator:
             posix.check_target(target, overwrite, os.fspath(output_dir))
     stored = open_undisturbed(ranks, location)
@@ -165,6 +164,16 @@ def write_together(
                 output.commit(None)
 
 
+def find_places(
+    checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str]
+) -> tuple[str, str]:
+    """Return the locations of source and target, after checking them."""
+    location = locations.normalize(checkpoint_dir)
+    target = posix.resolve(output_dir)
+    check_place(location, target)
+    return location, target
+
+
 def check_place(location: str, target: str) -> None:
     """Refuse a target that is a URL, or the source."""
     if not locations.is_local(target):
@@ -201,45 +210,53 @@ def write_chunks(
     directory: str,
     name: str,
     progress: Progress | None,
-) -> list[Written]:
-    """Write chunks into one file, each as an archive of torch.
+) -> list[Place]:
+    """Write chunks into one file; return their numbers and places."""
+    with OpenFiles.for_many_reads() as files:
+        objects = _objects_in(stored.with_files(files), chunks, progress)
+        return write_archives(objects, directory, name)
 
-    Return their places.
-    """
-    manifest = stored.manifest
-    written = []
-    start = 0
-    total_bytes = 0
+
+def _objects_in(
+    stored: StoredCheckpoint, chunks: Sequence[int], progress: Progress | None
+) -> Iterator[tuple[int, Any]]:
+    """Yield each chunk with the object to archive."""
+    num_bytes = {}
     for chunk in chunks:
         if not stored.is_object(stored.key_of(chunk)):
-            total_bytes += int(manifest.num_bytes[chunk])
-    counter = ProgressCounter(progress, total_bytes)
+            num_bytes[chunk] = int(stored.manifest.num_bytes[chunk])
+    counter = ProgressCounter(progress, sum(num_bytes.values()))
+    for chunk in chunks:
+        key = stored.key_of(chunk)
+        region = stored.manifest.chunk_region(chunk)
+        if chunk in num_bytes:
+            content = read_in_pieces(stored, chunk, _PIECE_BYTES)
+            yield chunk, TensorRecord(stored.dtype_of(chunk), region.shape, content)
+            counter.add(num_bytes[chunk])
+            continue
+        shard = ShardedObject(key, None, stored.global_shape(key), region.offset)
+        # Megatron stores a list of the objects that share a name, of which there is one.
+        (value,) = objects = load_objects(stored, [shard])
+        refuse_formless(value, f"the object {key!r}")
+        yield chunk, objects
+
+
+def write_archives(objects: Iterable[tuple[Any, Any]], directory: str, name: str) -> list[Place]:
+    """Write objects into one file, each as an archive of torch.
+
+    Each comes with its identity, which its place begins with.
+    """
     path = locations.join(directory, name)
-    with (
-        locations.naming(path),
-        open(path, "w+b") as file,
-        OpenFiles.for_many_reads() as open_files,
-    ):
-        stored = stored.with_files(open_files)
-        for chunk in chunks:
-            key = stored.key_of(chunk)
-            region = manifest.chunk_region(chunk)
-            if stored.is_object(key):
-                shard = ShardedObject(key, None, stored.global_shape(key), region.offset)
-                # Megatron stores a list of the objects that share a name, of which there is one.
-                (value,) = objects = load_objects(stored, [shard])
-                refuse_formless(value, f"the object {key!r}")
-                num_bytes = write_object(file, objects)
-            else:
-                tensor = TensorRecord(stored.dtype_of(chunk), region.shape)
-                content = read_in_pieces(stored, chunk, _PIECE_BYTES)
-                num_bytes = write_tensor(file, tensor, content)
-                counter.add(int(manifest.num_bytes[chunk]))
-            written.append((chunk, name, start, num_bytes))
+    places = []
+    start = 0
+    with locations.naming(path), open(path, "w+b") as file:
+        for identity, obj in objects:
+            num_bytes = write_archive(file, obj)
+            places.append((identity, name, start, num_bytes))
             start += num_bytes
         file.flush()
         os.fsync(file.fileno())
-    return written
+    return places
 
 
 def common_state_to_write(stored: StoredCheckpoint) -> dict[Any, Any]:
@@ -260,30 +277,43 @@ def common_state_to_write(stored: StoredCheckpoint) -> dict[Any, Any]:
 def write_metadata(
     stored: StoredCheckpoint,
     common: dict[Any, Any],
-    written: Sequence[Sequence[Written]],
+    written: Sequence[Sequence[Place]],
     directory: str,
 ) -> None:
     """Write everything other than chunks, the marker last."""
     write_common_state(common, directory)
     places = {}
-    for entries in written:
-        for chunk, name, start, size in entries:
-            places[chunk] = (name, start, size)
-    _write_pickle(_metadata(stored, places), directory, is_megatron=True)
+    for chunk, file, start, size in itertools.chain.from_iterable(written):
+        places[chunk] = file, start, size
+    tensors: dict[str, TensorEntry] = {}
+    pieces: list[Place] = []
+    for key in stored.manifest.key_index:
+        if key == COMMON_KEY:
+            continue
+        shape = stored.global_shape(key)
+        regions = []
+        for chunk in stored.chunks_of(key):
+            region = stored.manifest.chunk_region(chunk)
+            identity: tuple[str, Sequence[int] | None] = (key, region.offset)
+            if stored.is_object(key):
+                cell = ShardedObject(key, None, shape, region.offset)
+                identity = (cell.unique_key, None)
+            regions.append(region)
+            pieces.append((identity, *places[chunk]))
+        if not stored.is_object(key):
+            tensors[key] = FROM_NAME[stored.dtype_name(key)], shape, regions
+    write_index(tensors, {}, pieces, directory, is_megatron=True)
 
 
 def write_common_state(common: dict[Any, Any], directory: str) -> None:
     """Write `common.pt`."""
-    path = locations.join(directory, "common.pt")
-    with locations.naming(path), open(path, "w+b") as file:
-        write_object(file, common)
-        os.fsync(file.fileno())
+    write_archives([(None, common)], directory, COMMON_NAME)
 
 
 def write_index(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], list[Region]]],
+    tensors: Mapping[str, TensorEntry],
     paths: Mapping[str, tuple[Any, ...]],
-    places: Sequence[tuple[str, Sequence[int] | None, str, int, int]],
+    places: Iterable[Place],
     directory: str,
     *,
     is_megatron: bool,
@@ -292,102 +322,53 @@ def write_index(
 
     Args:
         tensors: dtype, shape and stored regions, by name.
-        paths: of objects and, where names are not paths of one step, of tensors.
-        places: the name of each stored piece, its offset (None for an object), file, first byte and
-            size.
+        paths: where names are not paths of one step.
+        places: of all stored pieces. Each is known by its name, and the offset of a tensor's or
+            None for an object.
         directory: where files lie.
         is_megatron: whether Megatron Core is to recognize the directory.
     """
     entries: dict[str, Call] = {}
     for name, (dtype, shape, regions) in tensors.items():
-        chunks = [_chunk(region) for region in regions]
-        entries[name] = _tensor_entry(dtype, shape, chunks)
-    for name in paths:
-        if name not in entries:
-            entries[name] = record(_METADATA, "BytesStorageMetadata")
+        entries[name] = _tensor_entry(dtype, shape, regions)
     storage = []
-    for name, first, file, start, size in places:
-        offset = None if first is None else torch.Size(first)
-        storage.append(_storage_entry(name, offset, file, start, size))
-    paths = {name: paths.get(name, (name,)) for name in entries}
-    _write_pickle(_index(entries, paths, storage), directory, is_megatron)
-
-
-def _write_pickle(index: Call, directory: str, is_megatron: bool) -> None:
-    data, _ = encode_pickle(index)
-    locations.write_bytes(locations.join(directory, ".metadata"), data)
+    for (name, first), file, start, size in places:
+        offset = None
+        if first is None:
+            entries[name] = record(_METADATA, "BytesStorageMetadata")
+        else:
+            offset = torch.Size(first)
+        index = record(_METADATA, "MetadataIndex", fqn=name, offset=offset, index=None)
+        info = {"relative_path": file, "offset": start, "length": size}
+        storage.append((index, record(f"{_DCP}.filesystem", "_StorageInfo", **info)))
+    content = record(
+        _METADATA,
+        "Metadata",
+        state_dict_metadata=entries,
+        planner_data={name: paths.get(name, (name,)) for name in entries},
+        storage_data=Pairs(storage),
+        storage_meta=None,
+    )
+    data, _ = encode_pickle(content)
+    locations.write_bytes(locations.join(directory, METADATA_NAME), data)
     if is_megatron:
         marker = json.dumps(_MARKER).encode()
         locations.write_bytes(locations.join(directory, CONFIG_FNAME), marker)
     locations.sync_directory(directory)
 
 
-def _metadata(stored: StoredCheckpoint, places: Mapping[int, _Place]) -> Call:
-    """Return the content of `.metadata`, from the places of all chunks."""
-    entries: dict[str, Call] = {}
-    storage: list[tuple[Call, Call]] = []
-    for key in stored.manifest.key_index:
-        if key == COMMON_KEY:
-            continue
-        chunks_of_tensor = []
-        for chunk in stored.chunks_of(key):
-            region = stored.manifest.chunk_region(chunk)
-            name = key
-            offset = None
-            if stored.is_object(key):
-                cell = ShardedObject(key, None, stored.global_shape(key), region.offset)
-                name = cell.unique_key
-                entries[name] = record(_METADATA, "BytesStorageMetadata")
-            else:
-                offset = torch.Size(region.offset)
-                chunks_of_tensor.append(_chunk(region))
-            storage.append(_storage_entry(name, offset, *places[chunk]))
-        if not stored.is_object(key):
-            dtype = FROM_NAME[stored.dtype_name(key)]
-            entries[key] = _tensor_entry(dtype, stored.global_shape(key), chunks_of_tensor)
-    return _index(entries, {name: (name,) for name in entries}, storage)
-
-
-def _chunk(region: Region) -> Call:
-    sizes = torch.Size(region.shape)
-    return record(_METADATA, "ChunkStorageMetadata", offsets=torch.Size(region.offset), sizes=sizes)
-
-
-def _tensor_entry(dtype: torch.dtype, shape: tuple[int, ...], chunks: list[Call]) -> Call:
-    return record(
-        _METADATA,
-        "TensorStorageMetadata",
-        properties=_properties(dtype),
-        size=torch.Size(shape),
-        chunks=chunks,
-    )
-
-
-def _storage_entry(
-    name: str, offset: torch.Size | None, path: str, start: int, size: int
-) -> tuple[Call, Call]:
-    index = record(_METADATA, "MetadataIndex", fqn=name, offset=offset, index=None)
-    info = {"relative_path": path, "offset": start, "length": size}
-    return index, record(f"{_DCP}.filesystem", "_StorageInfo", **info)
-
-
-def _index(
-    entries: Mapping[str, Call],
-    paths: Mapping[str, tuple[Any, ...]],
-    storage: list[tuple[Call, Call]],
-) -> Call:
-    return record(
-        _METADATA,
-        "Metadata",
-        state_dict_metadata=dict(entries),
-        planner_data=dict(paths),
-        storage_data=Pairs(storage),
-        storage_meta=None,
-    )
-
-
-def _properties(dtype: torch.dtype) -> Call:
+def _tensor_entry(dtype: torch.dtype, shape: tuple[int, ...], regions: Iterable[Region]) -> Call:
+    chunks = []
+    for region in regions:
+        offsets, sizes = map(torch.Size, region)
+        chunks.append(record(_METADATA, "ChunkStorageMetadata", offsets=offsets, sizes=sizes))
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     contiguous = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
     state = (dtype, layout, False, contiguous, False)
-    return Call(Global(_METADATA, "TensorProperties"), (), state, is_new=True)
+    return record(
+        _METADATA,
+        "TensorStorageMetadata",
+        properties=Call(Global(_METADATA, "TensorProperties"), (), state, is_new=True),
+        size=torch.Size(shape),
+        chunks=chunks,
+    )

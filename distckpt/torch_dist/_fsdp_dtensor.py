@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,15 +12,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, flat_bytes
+from distckpt._base.messages import check_choice
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
+from distckpt._base.tree import dotted, leaves
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import open_undisturbed, opened
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings
 from distckpt._format.manifest import OBJECT
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region
+from distckpt._geometry.region import Region, whole
+from distckpt._geometry.units import cut_region
 from distckpt._io.tensor_source import TensorSource, Wanted
 from distckpt._plan.export import OutputTensor
 from distckpt._ranks.collectives import Ranks, collective
@@ -29,19 +32,22 @@ from distckpt._storage.open_files import OpenFiles
 from distckpt.rules._mapped import MappedTensor, TensorSpec, crop
 from distckpt.rules._rule import Rule
 from distckpt.rules._rules import Assemble, Drop
-from distckpt.torch_dist._encode import TensorRecord, refuse_formless, write_object, write_tensor
+from distckpt.torch_dist._encode import TensorRecord, refuse_formless
 from distckpt.torch_dist._export import (
-    check_place,
+    Place,
+    TensorEntry,
     common_state_to_write,
+    find_places,
     share_of,
+    write_archives,
     write_common_state,
     write_index,
     write_together,
 )
 from distckpt.torch_dist._fsdp_groups import core_common, fsdp_common, gated_of
 from distckpt.torch_dist._fsdp_names import (
-    MODEL_PREFIX,
     FsdpNames,
+    Mapped,
     core_tensors,
     fsdp_tensors,
     is_weight,
@@ -50,11 +56,11 @@ from distckpt.torch_dist._fsdp_names import (
 Layout = Literal["fsdp_dtensor", "torch_dist"]
 
 _BLOCK_BYTES = 64 << 20
-"""A tensor is stored in blocks of rows of about this size: a load reads whole ones."""
+"""A tensor is stored in blocks of at most this size: a load reads whole ones."""
 
 
 class _Piece(NamedTuple):
-    """A block of rows of a new tensor of shape `whole`."""
+    """A block of a new tensor of shape `whole`."""
 
     name: str
     region: Region
@@ -66,14 +72,6 @@ class _Piece(NamedTuple):
     def num_bytes(self) -> int:
         """The size of its values."""
         return self.region.num_elements * self.dtype.itemsize
-
-
-class Conversion(NamedTuple):
-    """The content of a converted checkpoint."""
-
-    tensors: Mapping[str, MappedTensor]
-    common: dict[Any, Any]
-    objects: dict[tuple[Any, ...], Any]
 
 
 @collective()
@@ -152,24 +150,22 @@ def convert_fsdp_dtensor(
             raise TypeError(f"gated is True, False or a list of names, got {gated!r:.100}.")
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype is a torch.dtype, such as torch.bfloat16, got {dtype!r:.100}.")
-        if to not in ("fsdp_dtensor", "torch_dist"):
-            raise ValueError(f'`to` is "fsdp_dtensor" or "torch_dist", got {to!r}.')
-        location = locations.normalize(checkpoint_dir)
-        target = posix.resolve(output_dir)
-        check_place(location, target)
+        check_choice("to", to, ("fsdp_dtensor", "torch_dist"))
+        location, target = find_places(checkpoint_dir, output_dir)
         if ranks.is_coordinator:
             posix.check_target(target, overwrite, os.fspath(output_dir))
     stored = open_undisturbed(ranks, location)
     with reading(ranks, [stored]):
         with ranks.phase("plan the conversion", decision=True):
-            conversion = plan_conversion(stored, to, names, with_optimizer)
-        pieces = list(_pieces_of(conversion.tensors, dtype))
+            tensors, common = plan_conversion(stored, to, names, with_optimizer)
+        pieces = list(_pieces_of(tensors, dtype))
         piece_bytes = [piece.num_bytes for piece in pieces]
         share = share_of(piece_bytes, ranks.rank, ranks.size)
         settings = OutputSettings(num_bytes=sum(piece_bytes[share]), overwrite=overwrite)
-        own = conversion.objects if ranks.is_coordinator else {}
+        objects = _objects_in(common, to)
+        own = objects if ranks.is_coordinator else {}
         write = partial(_write, stored, pieces[share], own, progress=progress)
-        complete = partial(_complete, conversion, pieces, to)
+        complete = partial(_complete, pieces, common, objects, to)
         write_together(ranks, stored, target, settings, write, complete)
 
 
@@ -178,89 +174,70 @@ def convert_fsdp_dtensor(
 
 def plan_conversion(
     stored: StoredCheckpoint, to: Layout, names: FsdpNames, with_optimizer: bool
-) -> Conversion:
-    """Return the content of a converted checkpoint."""
+) -> tuple[Mapped, dict[Any, Any]]:
+    """Return the tensors and the common state of a converted checkpoint."""
     names.check_direction(to)
     manifest = stored.manifest
     tensors: dict[str, TensorSpec] = {}
-    for key, place in manifest.key_index.items():
-        if manifest.dtypes[place] != OBJECT and key not in manifest.aliases:
-            tensors[key] = TensorSpec(manifest.global_shapes[place], manifest.dtypes[place])
-    if not with_optimizer:
-        tensors = {key: spec for key, spec in tensors.items() if is_weight(key)}
+    for key, shape, dtype in zip(
+        manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True
+    ):
+        if dtype != OBJECT and (with_optimizer or is_weight(key)):
+            tensors[key] = TensorSpec(shape, dtype)
     common = common_state_to_write(stored)
     if to == "torch_dist":
         mapped = core_tensors(tensors, names)
         has_state = any(key.startswith("optimizer.") for key in mapped)
-        common = core_common(common, has_state, names.expert_parallel)
-        return Conversion(mapped, common, {})
+        return mapped, core_common(common, has_state, names.expert_parallel)
     if not with_optimizer:
         common.pop("optimizer", None)
-    return _to_fsdp(tensors, common, names)
-
-
-def _to_fsdp(
-    tensors: Mapping[str, TensorSpec], common: dict[Any, Any], names: FsdpNames
-) -> Conversion:
     if names.gated is None:
         names = replace(names, gated=gated_of(common))
-    mapped, trained, prefix = fsdp_tensors(tensors, names)
-    num_axes = {}
-    for name in trained:
-        key = MODEL_PREFIX + name
-        half = mapped.get(f"{key}_w")
-        num_axes[name] = len((half or mapped[key]).shape)
-    return Conversion(mapped, {}, dict(_leaves(fsdp_common(common, num_axes, prefix))))
+    mapped, num_axes = fsdp_tensors(tensors, names)
+    return mapped, fsdp_common(common, num_axes, names.prefix)
 
 
 def rewriting(source: str, names: Mapping[str, Any], with_optimizer: bool) -> dict[str, Any]:
     """Return arguments of `reshard` that give Megatron-FSDP's checkpoint Megatron Core's names."""
     location = locations.normalize(source)
     with opened(Ranks.alone(), location) as stored:
-        conversion = plan_conversion(stored, "torch_dist", FsdpNames(**names), with_optimizer)
+        facts = FsdpNames(**names)
+        tensors, common = plan_conversion(stored, "torch_dist", facts, with_optimizer)
         sources = {}
-        for mapped in conversion.tensors.values():
+        for mapped in tensors.values():
             for part in mapped.parts:
                 sources[part.key] = stored.global_shape(part.key)
-        rules: list[Rule] = [Assemble(conversion.tensors, sources)]
+        rules: list[Rule] = [Assemble(tensors, sources)]
         for key in stored.manifest.key_index:
             if not stored.is_object(key) and key not in sources:
                 rules.append(Drop(key, optional=True))
-    return {"source_dir": source, "rules": rules, "common_state": conversion.common}
+    return {"source_dir": source, "rules": rules, "common_state": common}
 
 
-def _pieces_of(tensors: Mapping[str, MappedTensor], dtype: torch.dtype | None) -> Iterator[_Piece]:
-    """Yield blocks of rows of all tensors, by name."""
+def _pieces_of(tensors: Mapped, dtype: torch.dtype | None) -> Iterator[_Piece]:
+    """Yield blocks of all tensors, by name."""
     for name in sorted(tensors):
         mapped = tensors[name]
-        shape = mapped.shape
         kind = FROM_NAME[mapped.dtype]
+        max_elements = _BLOCK_BYTES // kind.itemsize
         if dtype and kind.is_floating_point and not name.startswith("optimizer."):
             kind = dtype
-        if not shape or not math.prod(shape):
-            yield _Piece(name, Region((0,) * len(shape), shape), shape, kind, mapped)
-            continue
-        row_bytes = math.prod(shape[1:]) * FROM_NAME[mapped.dtype].itemsize
-        num_rows = max(1, _BLOCK_BYTES // row_bytes)
-        for first in range(0, shape[0], num_rows):
-            size = (min(num_rows, shape[0] - first), *shape[1:])
-            region = Region((first, *(0,) * (len(shape) - 1)), size)
-            yield _Piece(name, region, shape, kind, crop(mapped, region))
+        for region in cut_region(whole(mapped.shape), max_elements):
+            yield _Piece(name, region, mapped.shape, kind, crop(mapped, region))
 
 
-def _leaves(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Yield the values of nested dicts by their paths."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, (*path, key))
-        else:
-            yield (*path, key), value
+def _objects_in(common: dict[Any, Any], to: Layout) -> dict[tuple[Any, ...], Any]:
+    """Return the values that are stored one by one, by their paths."""
+    if to == "torch_dist" or not common:
+        return {}
+    return dict(leaves(common, _is_filled_dict))
+
+
+def _is_filled_dict(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value)
 
 
 # --- Writing --------------------------------------------------------------------------------------
-
-_Place = tuple[str, list[int] | None, str, int, int]
-"""A piece's name, offset, file, first byte and size."""
 
 
 def _write(
@@ -270,66 +247,67 @@ def _write(
     directory: str,
     name: str,
     progress: Progress | None,
-) -> list[_Place]:
+) -> list[Place]:
     """Write pieces and objects into one file; return their places."""
-    path = locations.join(directory, name)
-    places: list[_Place] = []
+    with OpenFiles.for_many_reads() as files:
+        source = TensorSource(stored.with_files(files))
+        values = itertools.chain(_tensors_in(source, pieces, progress), _checked(objects))
+        return write_archives(values, directory, name)
+
+
+def _tensors_in(
+    source: TensorSource, pieces: Sequence[_Piece], progress: Progress | None
+) -> Iterator[tuple[Any, TensorRecord]]:
+    """Yield the tensor of each piece, after its name and offset."""
     counter = ProgressCounter(progress, sum(piece.num_bytes for piece in pieces))
-    with (
-        locations.naming(path),
-        open(path, "w+b") as file,
-        OpenFiles.for_many_reads() as open_files,
-    ):
-        source = TensorSource(stored.with_files(open_files))
-        start = 0
-        for piece in pieces:
-            record = TensorRecord(piece.dtype, piece.region.shape)
-            num_bytes = write_tensor(file, record, [_values(source, piece)])
-            places.append((piece.name, list(piece.region.offset), name, start, num_bytes))
-            start += num_bytes
-            counter.add(piece.num_bytes)
-        for steps, value in objects.items():
-            key = ".".join(map(str, steps))
-            refuse_formless(value, f"the common state at {key!r}")
-            num_bytes = write_object(file, value)
-            places.append((key, None, name, start, num_bytes))
-            start += num_bytes
-        file.flush()
-        os.fsync(file.fileno())
-    return places
+    for piece in pieces:
+        content = _values(source, piece)
+        yield (
+            (piece.name, piece.region.offset),
+            TensorRecord(piece.dtype, piece.region.shape, content),
+        )
+        counter.add(piece.num_bytes)
 
 
-def _values(source: TensorSource, piece: _Piece) -> Any:
+def _checked(objects: Mapping[tuple[Any, ...], Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield objects after their names; refuse those without a form."""
+    for steps, value in objects.items():
+        key = dotted(steps)
+        refuse_formless(value, f"the common state at {key!r}")
+        yield (key, None), value
+
+
+def _values(source: TensorSource, piece: _Piece) -> list[Any]:
     if not piece.num_bytes:
-        return b""
-    values = torch.empty(piece.region.shape, dtype=FROM_NAME[piece.mapped.dtype])
-    output = OutputTensor(
-        piece.name, piece.mapped.dtype, piece.region.shape, piece.num_bytes, piece.mapped
-    )
-    whole = Region((0,) * len(piece.region.shape), piece.region.shape)
-    source.read([Wanted(output, whole, values)])
-    return flat_bytes(values.to(piece.dtype)).numpy().data
+        return []
+    shape = piece.region.shape
+    values = torch.empty(shape, dtype=FROM_NAME[piece.mapped.dtype])
+    output = OutputTensor(piece.name, piece.mapped.dtype, shape, piece.num_bytes, piece.mapped)
+    source.read([Wanted(output, whole(shape), values)])
+    return [flat_bytes(values.to(piece.dtype)).numpy().data]
 
 
 def _complete(
-    conversion: Conversion,
     pieces: Sequence[_Piece],
+    common: dict[Any, Any],
+    objects: Mapping[tuple[Any, ...], Any],
     to: Layout,
-    places: Sequence[Sequence[_Place]],
+    places: Sequence[Sequence[Place]],
     directory: str,
 ) -> None:
     """Write the files that describe those of all ranks."""
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[Region]]] = {}
+    tensors: dict[str, TensorEntry] = {}
     for piece in pieces:
         entry = tensors.setdefault(piece.name, (piece.dtype, piece.whole, []))
         entry[2].append(piece.region)
-    paths = {".".join(map(str, steps)): steps for steps in conversion.objects}
-    if to == "torch_dist":
-        write_common_state(conversion.common, directory)
+    paths = {dotted(steps): steps for steps in objects}
+    is_megatron = to == "torch_dist"
+    if is_megatron:
+        write_common_state(common, directory)
     else:
         paths |= {name: path_of(name) for name in tensors}
-    where = [place for of_rank in places for place in of_rank]
-    write_index(tensors, paths, where, directory, is_megatron=to == "torch_dist")
+    where = itertools.chain.from_iterable(places)
+    write_index(tensors, paths, where, directory, is_megatron=is_megatron)
 
 
 def path_of(name: str) -> tuple[str, ...]:

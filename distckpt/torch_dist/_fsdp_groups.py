@@ -6,7 +6,7 @@ the options of its group for each parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
@@ -108,11 +108,8 @@ def core_common(
     """
     result = {key: value for key, value in common.items() if key not in _LEFT_OUT}
     options = (result.pop("optimizer", None) or {}).get(_GROUPS, {})
-    dense, experts = _groups_of_kinds(options, expert_parallel)
     states = []
-    for groups in (dense, experts):
-        # The order of Megatron Core: without weight decay comes last.
-        groups.sort(key=lambda group: group.get("wd_mult", 1.0) == 0)
+    for groups in _groups_of_kinds(options, expert_parallel):
         if groups and has_state:
             states.append(
                 {
@@ -127,16 +124,17 @@ def core_common(
 
 def _groups_of_kinds(
     options: Mapping[str, Mapping[str, Any]], expert_parallel: bool
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> Iterable[list[dict[str, Any]]]:
     """Return the different groups of parameters, and those of experts."""
-    dense: list[dict[str, Any]] = []
-    experts: list[dict[str, Any]] = []
+    kinds: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for name, stored in options.items():
         group = dict(stored)
-        groups = dense
-        if expert_parallel and ".experts." in name:
-            groups = experts
+        is_expert = expert_parallel and ".experts." in name
+        if is_expert:
             group["is_expert_parallel"] = True
-        if group not in groups:
-            groups.append(group)
-    return dense, experts
+        if group not in kinds[is_expert]:
+            kinds[is_expert].append(group)
+    for groups in kinds.values():
+        # The order of Megatron Core: without weight decay comes last.
+        groups.sort(key=lambda group: group.get("wd_mult", 1.0) == 0)
+    return kinds.values()

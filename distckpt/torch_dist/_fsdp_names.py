@@ -26,6 +26,8 @@ from distckpt.rules._mapped import (
 
 Tensors = Mapping[str, TensorSpec]
 Mapped = dict[str, MappedTensor]
+_States = dict[str, dict[str, str]]
+"""Keys of the optimizer's tensors by state and parameter."""
 
 MODEL_PREFIX = "model.module."
 STATE_PREFIX = "optimizer.state."
@@ -56,6 +58,7 @@ _ONE_WAY = {
 }
 """Facts that conversions to one format need."""
 _NUMBERED = re.compile(r"optimizer\.state\.\d+\.")
+_WRAPPERS = re.compile(r"^(?:module\.)+")
 _NOT_TRAINED = (".expert_bias", "._extra_state")
 
 
@@ -93,6 +96,11 @@ class FsdpNames:
                         "leave it out."
                     )
 
+    @property
+    def prefix(self) -> str:
+        """The beginning of names in Megatron-FSDP's optimizer."""
+        return "module." * self.wrappers
+
     def is_gated(self, name: str) -> bool:
         """Whether a parameter is the first layer of a gated MLP."""
         if not _FC1.search(name) or not self.gated:
@@ -100,26 +108,15 @@ class FsdpNames:
         return self.gated is True or any(name.startswith(f"{begin}.") for begin in self.gated)
 
 
-@dataclass
-class _States:
-    """The tensors of a checkpoint, by parameter."""
-
-    weights: dict[str, str] = field(default_factory=dict)
-    of_optimizer: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
-
-
-def _check_moments(states: _States) -> None:
+def _check_moments(weights: Collection[str], states: _States) -> None:
     """Check that Adam has both moments of all parameters."""
-    known = set(states.weights)
-    for state in _MAIN_WEIGHTS:
-        known.update(states.of_optimizer.get(state, ()))
-    moments = [state for state in ("exp_avg", "exp_avg_sq") if state in states.of_optimizer]
+    moments = [state for state in ("exp_avg", "exp_avg_sq") if state in states]
     trained: set[str] = set()
     for moment in moments:
-        trained.update(states.of_optimizer[moment])
-    _check_complete(sorted(trained), known)
+        trained.update(states[moment])
+    _check_complete(sorted(trained), weights)
     for moment in moments:
-        there = {f"{name}.{moment}" for name in states.of_optimizer[moment]}
+        there = {f"{name}.{moment}" for name in states[moment]}
         _check_complete([f"{name}.{moment}" for name in sorted(trained)], there)
 
 
@@ -146,32 +143,35 @@ def _check_facts(parameters: Collection[str], names: FsdpNames) -> None:
 # --- To Megatron-FSDP -----------------------------------------------------------------------------
 
 
-def fsdp_tensors(tensors: Tensors, names: FsdpNames) -> tuple[Mapped, list[str], str]:
-    """Return the tensors of `fsdp_dtensor`, the trained parameters, and the optimizer's prefix.
+def fsdp_tensors(tensors: Tensors, names: FsdpNames) -> tuple[Mapped, dict[str, int]]:
+    """Return the tensors of `fsdp_dtensor`.
+
+    The second dict has the number of axes of each trained parameter.
 
     Raises:
         CheckpointingException: the optimizer's state is in buckets, or names collide.
     """
-    states = _states_of(tensors)
-    _check_moments(states)
-    prefix = "module." * names.wrappers
-    main: dict[str, str] = {}
+    weights, states = _states_of(tensors)
     for state in _MAIN_WEIGHTS:
-        main |= states.of_optimizer.pop(state, {})
+        weights |= states.pop(state, {})
+    _check_moments(weights, states)
     result: Mapped = {}
-    for name, mapped in _parameters(tensors, {**states.weights, **main}, names):
+    for name, mapped in _parameters(tensors, weights, names):
         _add(result, MODEL_PREFIX + name, mapped)
     _check_facts(result, names)
     trained: set[str] = set()
-    for state, keys in states.of_optimizer.items():
+    for state, keys in states.items():
         for name, mapped in _parameters(tensors, keys, names):
             trained.add(name)
-            _add(result, f"{STATE_PREFIX}{prefix}{name}.{state}", mapped)
+            _add(result, f"{STATE_PREFIX}{names.prefix}{name}.{state}", mapped)
     if not trained:
         for key in result:
             if not key.endswith(_NOT_TRAINED):
                 trained.add(key.removeprefix(MODEL_PREFIX))
-    return result, sorted({_unsplit(name) for name in trained}), prefix
+    num_axes = {}
+    for name in sorted(trained):
+        num_axes[_unsplit(name)] = len(result[MODEL_PREFIX + name].shape)
+    return result, num_axes
 
 
 def _check_prefixes(tensors: Collection[str]) -> None:
@@ -189,25 +189,27 @@ def _check_prefixes(tensors: Collection[str]) -> None:
         )
 
 
-def _states_of(tensors: Collection[str]) -> _States:
+def _states_of(tensors: Collection[str]) -> tuple[dict[str, str], _States]:
+    """Return the keys of weights by parameter, and those of the optimizer."""
     _check_prefixes(tensors)
-    states = _States()
+    weights: dict[str, str] = {}
+    states: _States = defaultdict(dict)
     buckets = []
     for key in tensors:
         match = _STATE.fullmatch(key)
         if _BUCKETS.match(key):
             buckets.append(key)
         elif match is not None:
-            states.of_optimizer[match[1]][match[2]] = key
+            states[match[1]][match[2]] = key
         elif not key.startswith("rng_state"):
-            states.weights[key] = key
+            weights[key] = key
     if buckets:
         raise CheckpointingException(
             f"{summarize_keys(buckets)} are the optimizer's buckets, which do not say where a "
             "parameter begins (distrib_optim_sharding_type dp_reshardable). Save once with "
             "--dist-ckpt-optim-fully-reshardable, or convert without the optimizer."
         )
-    return states
+    return weights, states
 
 
 def is_weight(key: str) -> bool:
@@ -300,34 +302,36 @@ def core_tensors(tensors: Tensors, names: FsdpNames) -> Mapped:
         LoadMismatchError: half of a layer, an expert or a layer is missing.
         CheckpointingException: the tensors are not Megatron-FSDP's.
     """
-    states = _states_of_fsdp(tensors)
-    _check_facts(states.weights, names)
-    _check_moments(states)
-    result = _core_names(tensors, states.weights, names)
-    if states.of_optimizer:
+    weights, states = _states_of_fsdp(tensors)
+    _check_facts(weights, names)
+    _check_moments(weights, states)
+    result = _core_names(tensors, weights, names)
+    if states:
         trained: set[str] = set()
-        for keys in states.of_optimizer.values():
-            trained |= set(map(_unsplit, keys))
+        for keys in states.values():
+            trained.update(map(_unsplit, keys))
         main = {}
-        for name, key in states.weights.items():
+        for name, key in weights.items():
             if _unsplit(name) in trained:
                 main[name] = key
-        states.of_optimizer["param"] = main
-    for state, keys in states.of_optimizer.items():
+        states["param"] = main
+    for state, keys in states.items():
         for name, mapped in _core_names(tensors, keys, names).items():
             result[f"{STATE_PREFIX}{state}.{name}"] = mapped
     return result
 
 
-def _states_of_fsdp(tensors: Iterable[str]) -> _States:
-    states = _States()
+def _states_of_fsdp(tensors: Iterable[str]) -> tuple[dict[str, str], _States]:
+    """Return the keys of weights by parameter, and those of the optimizer."""
+    weights: dict[str, str] = {}
+    states: _States = defaultdict(dict)
     other = []
     for key in tensors:
         if key.startswith(MODEL_PREFIX):
-            states.weights[key.removeprefix(MODEL_PREFIX)] = key
+            weights[key.removeprefix(MODEL_PREFIX)] = key
         elif key.startswith(f"{STATE_PREFIX}module."):
             name, _, state = key.removeprefix(STATE_PREFIX).rpartition(".")
-            states.of_optimizer[state][_without_wrappers(name)] = key
+            states[state][_WRAPPERS.sub("", name)] = key
         elif not key.startswith(("rng_state.", "rerun_state_machine.")):
             other.append(key)
     if any(map(_NUMBERED.match, other)):
@@ -336,20 +340,14 @@ def _states_of_fsdp(tensors: Iterable[str]) -> _States:
             "outside Megatron-LM. Convert without it (--without-optimizer), or put model and "
             "optimizer into distckpt.load({'model': model, 'optimizer': optimizer}, path)."
         )
-    if other or not states.weights:
+    if other or not weights:
         what = summarize_keys(other) if other else "No key"
         raise CheckpointingException(
             f"{what} of the checkpoint: names of Megatron-FSDP in Megatron-LM begin with "
             f"{MODEL_PREFIX!r} and '{STATE_PREFIX}module.'. Checkpoints of models in several "
             "chunks (model0, model1), or of another program, are converted by rules of your own."
         )
-    return states
-
-
-def _without_wrappers(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
+    return weights, states
 
 
 def _core_names(tensors: Tensors, keys: Mapping[str, str], names: FsdpNames) -> Mapped:

@@ -16,7 +16,7 @@ from distckpt._base.errors import (
     UnsupportedObjectError,
 )
 from distckpt._base.lazy import torch
-from distckpt._base.threads import run_threads
+from distckpt._base.threads import map_threads, run_threads
 from distckpt._checkpoint.stored_pieces import StoredPiece
 from distckpt._foreign.torch_dist.archive import Archive
 from distckpt._foreign.torch_dist.objects import TensorView, first_byte_of, read_views
@@ -87,9 +87,7 @@ class States(NamedTuple):
 
 def is_checkpoint(location: str) -> bool:
     """Whether DeepSpeed wrote one save there, or several with a `latest` file."""
-    names = []
-    if locations.isdir(location):
-        names = locations.list_names(location)
+    names = locations.names_within(location)
     return any(map(_STATES.fullmatch, names)) or not set(_POINTERS).isdisjoint(names)
 
 
@@ -244,26 +242,24 @@ def read_states(location: str, names: Iterable[str]) -> list[StateFile]:
 
     Several are read at once, as most time is latency.
     """
-    files = dict.fromkeys(names)
+    return map_threads(partial(_read_state, location), names)
 
-    def read(name: str) -> None:
-        path = join(location, name)
-        try:
-            size = file_size(path)
-            archive = Archive(partial(locations.read_range, path), size)
-            files[name] = StateFile(path, name, size, archive, read_views(archive))
-        except FileNotFoundError as error:
-            raise CorruptCheckpointError(
-                f"{path!r} is missing: restore it, or finish copying the directory."
-            ) from error
-        except ValueError as error:
-            raise CorruptCheckpointError(
-                f"{path!r} is damaged or of an unknown form ({error!s:.300}), and nothing of it "
-                "was run: restore it from a copy."
-            ) from error
 
-    run_threads(read, list(files))
-    return [file for file in files.values() if file is not None]
+def _read_state(location: str, name: str) -> StateFile:
+    path = join(location, name)
+    try:
+        size = file_size(path)
+        archive = Archive(partial(locations.read_range, path), size)
+        return StateFile(path, name, size, archive, read_views(archive))
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{path!r} is missing: restore it, or finish copying the directory."
+        ) from error
+    except ValueError as error:
+        raise CorruptCheckpointError(
+            f"{path!r} is damaged or of an unknown form ({error!s:.300}), and nothing of it "
+            "was run: restore it from a copy."
+        ) from error
 
 
 def read_save(location: str, states: States) -> tuple[list[StateFile], list[StateFile]]:
@@ -330,59 +326,52 @@ def settings_of(
         states: states of the flat parameters that the groups number.
         shapes: names and shapes of the parameters in each flat parameter.
     """
-    settings = []
+    # Imported when it is needed: formats are recognized without torch.
+    from distckpt._models.optimizer.read import ParamState
+    from distckpt._models.optimizer.settings import group_entries
+
+    pairs = []
     for group in groups:
-        options = _options(file, group)
+        params: list[ParamState] = []
         for number in group["params"]:
             state = states.get(number, {})
-            tensors = sorted(name for name, value in state.items() if is_array(value))
-            values = _values(file, {"step": group.get("step"), **state}, tensors)
-            scalars = {}
-            for name, v in values.items():
-                if isinstance(v, torch.Tensor):
-                    scalars[name] = v.dtype
-            values |= {name: values[name].item() for name in scalars}
-            settings.append(
-                {
-                    "options": options,
-                    "tensors": tensors,
-                    "values": values,
-                    "scalars": scalars,
-                    "has_state": bool(state),
-                    "params": list(shapes[number]),
-                }
-            )
-    return settings
+            tensors, values, scalars = _divided(file, {"step": group.get("step"), **state})
+            for name in shapes[number]:
+                params.append(ParamState(name, tensors, values, scalars, bool(state)))
+        options = {**group, "params": [param.name for param in params]}
+        options.pop("step", None)
+        if group.get("bias_correction") is True:
+            # An option of DeepSpeed's own Adam, which PyTorch's always applies.
+            del options["bias_correction"]
+        pairs.append((file.values(options, "param_groups"), params))
+    return group_entries(pairs, {})
 
 
-def _options(file: StateFile, group: Mapping[str, Any]) -> Any:
-    left_out = {"params", "step"}
-    if group.get("bias_correction") is True:
-        # An option of DeepSpeed's own Adam, which PyTorch's always applies.
-        left_out.add("bias_correction")
-    options = {}
-    for name, value in group.items():
-        if name not in left_out:
-            options[name] = value
-    return file.values(options, "param_groups")
+def _divided(
+    file: StateFile, state: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Divide a state into tensors, other values and scalars.
 
-
-def _values(
-    file: StateFile,
-    state: Mapping[str, Any],
-    tensors: Sequence[str],
-) -> dict[str, Any]:
-    """Return a state without `tensors`, with the step as PyTorch counts it."""
+    Scalars are tensors without axes.
+    """
+    tensors = {}
     values = {}
-    for name, value in state.items():
-        if name not in tensors:
-            values[name] = file.values(value, name)
-    if values["step"] is None:
-        del values["step"]
-    else:
-        # FusedAdam and DeepSpeedCPUAdam count with integers, PyTorch with tensors.
-        values["step"] = torch.tensor(float(values["step"]), device="cpu")
-    return values
+    scalars = {}
+    for name, view in state.items():
+        if is_array(view):
+            tensors[name] = view
+            continue
+        value = file.values(view, name)
+        if name == "step" and value is None:
+            continue
+        if name == "step":
+            # FusedAdam and DeepSpeedCPUAdam count with integers, PyTorch with tensors.
+            value = torch.tensor(float(value), device="cpu")
+        if isinstance(value, torch.Tensor):
+            scalars[name] = value
+        else:
+            values[name] = value
+    return tensors, values, scalars
 
 
 def step_of(file: StateFile, state: Mapping[str, Any]) -> float | None:

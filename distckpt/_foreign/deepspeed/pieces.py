@@ -6,7 +6,6 @@ parameters and tied tensors.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import logging
 import math
@@ -22,6 +21,7 @@ from distckpt._foreign.deepspeed.files import Shape, StateFile, is_contiguous, l
 from distckpt._foreign.torch_dist.objects import TensorView
 from distckpt._foreign.torch_dist.runs import contiguous_runs
 from distckpt._geometry.region import flat_range_regions, whole
+from distckpt._geometry.units import spans_within
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,12 @@ class FlatVector(NamedTuple):
     Attributes:
         dtype: of its elements.
         runs: file and first byte of each stretch of it.
-        ends: the end of each stretch in the vector.
+        sizes: the number of elements in each stretch.
     """
 
     dtype: torch.dtype
     runs: list[tuple[str, int]]
-    ends: list[int]
+    sizes: list[int]
 
 
 def flat_vector(runs: Sequence[tuple[StateFile, TensorView, int]]) -> FlatVector:
@@ -51,8 +51,7 @@ def flat_vector(runs: Sequence[tuple[StateFile, TensorView, int]]) -> FlatVector
         if not is_flat or view.shape[0] < size or view.dtype != dtype:
             raise file.damaged("a tensor where a flat vector should be")
     places = [(file.name, file.first_byte(view)) for file, view, _ in runs]
-    ends = list(itertools.accumulate(size for _, _, size in runs))
-    return FlatVector(dtype, places, ends)
+    return FlatVector(dtype, places, [size for _, _, size in runs])
 
 
 def pieces_in_vectors(
@@ -78,32 +77,14 @@ def pieces_in_vectors(
     for rank, vector in enumerate(vectors):
         first = min(rank * share, total)
         last = min(rank * share + share, total)
-        for start, stop, file, byte in _stretches(vector, first, last, at):
-            for region in flat_range_regions(shape, start, stop):
+        for run, begin, end in spans_within(vector.sizes, at, at + last - first):
+            file, byte = vector.runs[run]
+            byte += begin * item_bytes
+            for region in flat_range_regions(shape, first, first + end - begin):
                 num_bytes = region.num_elements * item_bytes
                 yield StoredPiece(key, name, region, shape, file, byte, num_bytes)
                 byte += num_bytes
-
-
-def _stretches(
-    vector: FlatVector, first: int, last: int, at: int
-) -> Iterator[tuple[int, int, str, int]]:
-    """Yield the places of elements [first, last) from position `at` on.
-
-    Each stretch is given as its range of elements, its file and its first byte.
-    """
-    run = bisect.bisect_right(vector.ends, at)
-    position = at
-    while first < last and run < len(vector.ends):
-        file, byte = vector.runs[run]
-        run_start = 0
-        if run:
-            run_start = vector.ends[run - 1]
-        size = min(last - first, vector.ends[run] - position)
-        yield first, first + size, file, byte + (position - run_start) * vector.dtype.itemsize
-        first += size
-        position += size
-        run += 1
+            first += end - begin
 
 
 def pieces_of_view(key: str, file: StateFile, view: TensorView) -> Iterator[StoredPiece]:
@@ -188,40 +169,46 @@ def _views(
     known: Set[str],
 ) -> dict[str, TensorView]:
     """Return the tensors of the module without the `known` ones."""
+    buffers = model.content.get("buffer_names") or ()
     views = {}
     odd = []
+    lost = []
     for name, value in stored.items():
         if name in known:
             continue
-        if type(value) is TensorView:
-            views[name] = value
-        else:
+        if type(value) is not TensorView:
             odd.append(name)
+            continue
+        views[name] = value
+        # Of a tensor that is elsewhere; buffers may be empty.
+        if value.shape == (0,) and name not in buffers:
+            lost.append(name)
     if odd:
         logger.warning(
             "%s: %s of the module is not read, as it is no tensor", model.path, summarize_keys(odd)
         )
-    _check_are_there(model, views)
-    return views
-
-
-def _check_are_there(model: StateFile, views: Mapping[str, TensorView]) -> None:
-    """Check that no tensor is empty because it is elsewhere; buffers may be empty."""
-    empty = [name for name, view in views.items() if view.shape == (0,)]
-    if lost := [name for name in empty if name not in model.content.get("buffer_names", ())]:
+    if lost:
         raise model.damaged(f"{summarize_keys(lost)}: nothing says where they are")
+    return views
 
 
 def _needed_aliases(
     model: StateFile, aliases: Mapping[str, str], known: Set[str]
 ) -> dict[str, str]:
     """Return the aliases whose tensors are not stored under their own names."""
-    needed = {alias: name for alias, name in aliases.items() if alias not in known}
-    dangling = [alias for alias, name in needed.items() if name not in known]
+    needed = {}
+    dangling = []
+    for alias, name in aliases.items():
+        if alias in known:
+            continue
+        if name in known:
+            needed[alias] = name
+        else:
+            dangling.append(alias)
     # Without frozen_param_shapes, frozen parameters were left out of the save, including those to
     # which other names are tied.
     if dangling and model.content.get("frozen_param_shapes") is not None:
         raise model.damaged(
             f"shared_params ties {summarize_keys(dangling)} to tensors that are not there"
         )
-    return {alias: name for alias, name in needed.items() if name in known}
+    return needed

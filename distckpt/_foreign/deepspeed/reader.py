@@ -48,24 +48,19 @@ class DeepSpeedReader(Reader):
         return build_manifest(self.name, location, pieces, None, fields, aliases)
 
     def load_objects(self, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
-        return [codec.decode(base64.b64decode(_fields_of(stored)["settings"])) for _ in chunks]
+        return [codec.decode(base64.b64decode(stored.manifest.notes["settings"])) for _ in chunks]
 
     def load_common_state(self, stored: StoredCheckpoint) -> Any:
         """Load the values that belong to neither the model nor the optimizer.
 
         These are counters, the state of the scheduler, and additions of the program.
         """
-        [file] = read_states(stored.location, [_fields_of(stored)["common"]])
+        [file] = read_states(stored.location, [stored.manifest.notes["common"]])
         common = {
             key: file.values(value, repr(key))
             for key, value in file.content.items()
             if key not in _NOT_COMMON
         }
-        if "paths" in _fields_of(stored):
+        if "paths" in stored.manifest.notes:
             common["optimizer"] = numbered_values(file)
         return common
-
-
-def _fields_of(stored: StoredCheckpoint) -> Mapping[str, Any]:
-    """Return the fields that `manifest` noted."""
-    return stored.manifest.origin or {}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.lazy import torch
 from distckpt._base.messages import summarize_keys
-from distckpt._base.threads import run_threads
+from distckpt._base.threads import map_threads
 from distckpt._checkpoint.stored_pieces import StoredPiece
 from distckpt._foreign.deepspeed.files import (
     SAMPLE,
@@ -63,7 +63,7 @@ def universal_contents(location: str, states: States) -> Contents:
     shapes = _shapes_of_groups(model, others)
     parameters = _read_parameters(location, folder, shapes, are_slices=bool(others))
     _check_order(model, parameters, are_slices=bool(others))
-    pieces = _pieces_of(shapes, parameters)
+    pieces = _pieces_of(parameters)
     aliases: dict[str, str] = {}
     if others:
         present = locations.list_names(join(location, folder))
@@ -126,12 +126,11 @@ def _shapes_of_groups(model: StateFile, others: Sequence[StateFile]) -> _Groups:
     return shapes
 
 
-def _pieces_of(shapes: _Groups, parameters: Mapping[str, _Parameter]) -> list[StoredPiece]:
+def _pieces_of(parameters: Mapping[str, _Parameter]) -> list[StoredPiece]:
     pieces: list[StoredPiece] = []
-    for group in shapes:
-        for name in group:
-            for state, (file, view) in parameters[name].tensors.items():
-                pieces.extend(pieces_of_view(key_of(state, name), file, view))
+    for name, parameter in parameters.items():
+        for state, (file, view) in parameter.tensors.items():
+            pieces.extend(pieces_of_view(key_of(state, name), file, view))
     return pieces
 
 
@@ -179,14 +178,14 @@ def _read_parameters(
     location: str, folder: str, shapes: _Groups, *, are_slices: bool
 ) -> dict[str, _Parameter]:
     """Read the folders of all parameters, several at once."""
-    parameters: dict[str, _Parameter] = {}
+    shapes_by_name = list(itertools.chain.from_iterable(group.items() for group in shapes))
 
-    def read(item: tuple[str, Shape]) -> None:
+    def read(item: tuple[str, Shape]) -> _Parameter:
         name, shape = item
-        parameters[name] = _read_parameter(location, f"{folder}/{name}", shape, are_slices)
+        return _read_parameter(location, f"{folder}/{name}", shape, are_slices)
 
-    run_threads(read, list(itertools.chain.from_iterable(group.items() for group in shapes)))
-    return parameters
+    names = [name for name, _ in shapes_by_name]
+    return dict(zip(names, map_threads(read, shapes_by_name), strict=True))
 
 
 def _read_parameter(
@@ -200,16 +199,17 @@ def _read_parameter(
     With `is_slice`, it may be larger than `shape`.
     """
     path = join(location, folder)
-    present = []
-    if locations.isdir(path):
-        present = locations.list_names(path)
+    present = locations.names_within(path)
     names = sorted({f"{WEIGHT}.pt", *(name for name in present if name.endswith(".pt"))})
     files = read_states(location, [f"{folder}/{name}" for name in names])
     tensors: dict[str, tuple[StateFile, TensorView]] = {}
     step = None
     for name, file in zip(names, files, strict=True):
         if name == "step.pt":
-            step = _step_in(file)
+            try:
+                step = float(file.values(_value_in(file), name))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise file.damaged(f"no step: {error}") from error
             continue
         view = _tensor_in(file, shape)
         expected = shape
@@ -229,13 +229,6 @@ def _value_in(file: StateFile) -> Any:
     if isinstance(file.content, dict):
         return file.content.get("param")
     return file.content
-
-
-def _step_in(file: StateFile) -> float:
-    try:
-        return float(file.values(_value_in(file), "step.pt"))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise file.damaged(f"no step: {error}") from error
 
 
 def _tensor_in(file: StateFile, shape: Shape) -> TensorView:

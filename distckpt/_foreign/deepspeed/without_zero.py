@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from distckpt._base.lazy import torch
 from distckpt._base.messages import summarize_keys
-from distckpt._base.threads import run_threads
+from distckpt._base.threads import map_threads
 from distckpt._checkpoint.stored_pieces import StoredPiece
 from distckpt._foreign.deepspeed.files import (
     SAMPLE,
@@ -68,7 +68,8 @@ def contents_without_zero(models: Sequence[StateFile]) -> Contents:
         masters = _masters(optimizer)
     if not masters:
         pieces, aliases = module_contents(models, ())
-        if not is_numbered(optimizer):
+        is_of_torch = isinstance(optimizer, dict) and optimizer.keys() == {"state", "param_groups"}
+        if not is_of_torch:
             return Contents(pieces, aliases, [])
         pieces += _numbered_pieces(file, optimizer["state"])
         return Contents(pieces, aliases, [], len(optimizer["param_groups"]))
@@ -91,11 +92,6 @@ def contents_without_zero(models: Sequence[StateFile]) -> Contents:
     others, more = module_contents(models, [*places, *aliases])
     settings = settings_of(file, base["param_groups"], states, shapes)
     return Contents([*pieces, *others], {**aliases, **more}, settings)
-
-
-def is_numbered(optimizer: Any) -> bool:
-    """Whether it is the state dict of an optimizer of PyTorch."""
-    return isinstance(optimizer, dict) and optimizer.keys() == {"state", "param_groups"}
 
 
 def _numbered_pieces(file: StateFile, states: Mapping[Any, Any]) -> Iterator[StoredPiece]:
@@ -179,15 +175,14 @@ def _places(
 
 def _samples(file: StateFile, parameters: Mapping[str, TensorView]) -> dict[str, bytes]:
     """Return the first elements of parameters, read several at once."""
-    samples = dict.fromkeys(parameters, b"")
 
-    def read(name: str) -> None:
-        view = parameters[name]
-        if is_contiguous(view):
-            samples[name] = _bytes_of(file.elements(view, 0, SAMPLE))
+    def read(view: TensorView) -> bytes:
+        if not is_contiguous(view):
+            return b""
+        return _bytes_of(file.elements(view, 0, SAMPLE))
 
-    run_threads(read, list(parameters))
-    return {name: sample for name, sample in samples.items() if sample}
+    samples = zip(parameters, map_threads(read, parameters.values()), strict=True)
+    return {name: sample for name, sample in samples if sample}
 
 
 def _name_at(

@@ -212,10 +212,6 @@ class _Group:
     shapes: Mapping[str, Shape]
     paddings: Sequence[int]
 
-    def vector(self, rank: _RankState, state: str) -> TensorView | None:
-        """Return a state of the group on a rank."""
-        return rank.vectors[self.number].get(state)
-
     def stretches(self) -> Iterator[tuple[_RankState, dict[str, tuple[int, int]]]]:
         """Yield each rank with its slices of parameters, by name.
 
@@ -286,7 +282,7 @@ def _pieces_of_state(group: _Group, state: str) -> Iterator[StoredPiece]:
     """Yield the pieces of a group's weights, or of an elementwise state."""
     runs = []
     for rank in group.ranks:
-        view = group.vector(rank, state)
+        view = rank.vectors[group.number].get(state)
         if view is not None:
             runs.append((rank.file, view, rank.num_elements(group.number)))
     is_stage_3 = group.ranks[0].is_stage_3
@@ -298,9 +294,10 @@ def _pieces_of_state(group: _Group, state: str) -> Iterator[StoredPiece]:
         end += -(-math.prod(shape) // len(vectors)) + padding
     # The optimizer of bfloat16 keeps the padding, which is less than two elements for each rank.
     slack = 1 if is_stage_3 else 2 * len(group.ranks)
-    if not all(end <= vector.ends[-1] < end + slack for vector in vectors):
+    counts = [sum(vector.sizes) for vector in vectors]
+    if not all(end <= count < end + slack for count in counts):
         raise group.ranks[0].file.damaged(
-            f"group {group.number} has {vectors[0].ends[-1]} elements, its parameters {end}"
+            f"group {group.number} has {counts[0]} elements, its parameters {end}"
         )
 
 
@@ -316,7 +313,7 @@ def _pieces_of_wholes(group: _Group, state: str) -> list[StoredPiece] | None:
     for rank, slices in group.stretches():
         if not slices:
             continue
-        view = group.vector(rank, state)
+        view = rank.vectors[group.number].get(state)
         count = sum(math.prod(group.shapes[name]) for name in slices)
         if view is None or math.prod(view.shape) != count:
             return None

@@ -7,6 +7,7 @@ near each other.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import math
@@ -21,7 +22,7 @@ import numpy as np
 from distckpt._base.dtypes import ITEM_BYTES, STORED_NAMES
 from distckpt._base.errors import CorruptCheckpointError, UnsupportedObjectError
 from distckpt._base.memory import Bytes, copy_into
-from distckpt._foreign.orbax.layout import Item, Layout, Leaf, read_layout
+from distckpt._foreign.orbax.layout import Layout, Leaf, read_layout
 from distckpt._foreign.orbax.values import Database, Value, import_tensorstore, unreadable
 from distckpt._foreign.seals import SEALED, Seal, find_seal
 from distckpt._format.foreign_formats import ORBAX
@@ -62,6 +63,7 @@ class StoredArray(NamedTuple):
     """An opened array.
 
     Attributes:
+        leaf: its place in the checkpoint.
         array: the array of tensorstore. At a URL, its chunks are in memory while they are decoded.
         shape: its shape.
         dtype: the safetensors name of the dtype that its values are read as.
@@ -71,6 +73,7 @@ class StoredArray(NamedTuple):
         sizes: the bytes of each cell.
     """
 
+    leaf: Leaf
     array: tensorstore.TensorStore
     shape: tuple[int, ...]
     dtype: str
@@ -78,11 +81,6 @@ class StoredArray(NamedTuple):
     chunk: tuple[int, ...]
     cells: list[Region]
     sizes: list[int]
-
-    @property
-    def max_encoded_bytes(self) -> int:
-        """Return a size that no compressed chunk exceeds."""
-        return 2 * math.prod(self.chunk) * ITEM_BYTES[self.dtype] + _MAX_HEAD_BYTES
 
     def name_of(self, cell: int) -> str:
         """Return the name of a chunk."""
@@ -107,9 +105,9 @@ class OrbaxArrays:
     With a seal, stored bytes are compared with it before they are decoded.
     """
 
-    def __init__(self, location: str, find: Callable[[], Seal | None] = lambda: None) -> None:
+    def __init__(self, location: str, seal: Seal | None) -> None:
         self._location = location
-        self._find_seal = find
+        self._seal = seal
         self._is_local = locations.is_local(location)
         self._arrays: dict[str, StoredArray] = {}
         self._databases: dict[str, Database] = {}
@@ -121,28 +119,23 @@ class OrbaxArrays:
         return read_layout(self._location)
 
     @cached_property
-    def _seal(self) -> Seal | None:
-        return self._find_seal()
-
-    @cached_property
-    def files(self) -> dict[str, tuple[Item, Leaf]]:
+    def files(self) -> dict[str, Leaf]:
         """Return the arrays by the names of their files."""
-        found: dict[str, tuple[Item, Leaf]] = {}
-        for item in self.layout[0]:
-            for leaf in item.leaves:
-                if leaf.kind == "value":
-                    continue
-                name = "/".join(filter(None, [item.name, leaf.name]))
-                if "/" in leaf.name or not locations.is_inner_name(name, max_parts=2):
-                    name = f"array {len(found)}"
-                found[name] = (item, leaf)
-        return found
+        arrays: dict[str, Leaf] = {}
+        for leaf in self.layout[0]:
+            if leaf.kind == "value":
+                continue
+            name = "/".join(filter(None, [leaf.item.name, leaf.name]))
+            if "/" in leaf.name or not locations.is_inner_name(name, max_parts=2):
+                name = f"array {len(arrays)}"
+            arrays[name] = leaf
+        return arrays
 
     def open(self, file: str) -> StoredArray:
         """Open an array, unless that has been done."""
         ts = import_tensorstore()
         if file not in self._arrays:
-            self._arrays[file] = self._open(ts, file, *self.files[file])
+            self._arrays[file] = self._open(ts, self.files[file])
         return self._arrays[file]
 
     def settle(self) -> None:
@@ -151,32 +144,29 @@ class OrbaxArrays:
             self._seal.forget()
         self._cells.shrink(_SETTLED_BYTES)
 
-    def _open(self, ts: Any, file: str, item: Item, leaf: Leaf) -> StoredArray:
+    def _open(self, ts: Any, leaf: Leaf) -> StoredArray:
         # Chunks are kept here, not by tensorstore: it keeps none that exceeds its limit.
         context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-        driver, name = _DRIVERS[item.uses_zarr3]
+        driver, name = _DRIVERS[leaf.item.uses_zarr3]
         store = {"driver": "memory"}
         if self._is_local:
-            store = _local_store(item, leaf)
+            store = _local_store(leaf)
         spec = {
             "driver": driver,
             "kvstore": store,
-            "fill_missing_data_reads": not item.is_complete,
+            "fill_missing_data_reads": not leaf.item.is_complete,
         }
-        try:
-            self._compare(file, name)
+        with self._compared(leaf, name):
             if not self._is_local:
                 # tensorstore would know neither all stores nor their settings.
-                value = self._value(file, name)
+                value = self._value(leaf, name)
                 memory = ts.KvStore.open(store, context=context).result()
                 memory.write(name, value and value.read(_MAX_HEAD_BYTES)).result()
             array = ts.open(spec, open=True, read=True, context=context).result()
-        except (ValueError, FileNotFoundError) as error:
-            raise self._unreadable(file, name, error) from error
         dtype = _WIDER.get(array.dtype.name, array.dtype.name)
         if dtype not in STORED_NAMES:
             raise UnsupportedObjectError(
-                f"{item.key_of(leaf)!r} in {item.folder!r} has dtype {array.dtype.name}, "
+                f"{leaf.key!r} in {leaf.item.folder!r} has dtype {array.dtype.name}, "
                 "which distckpt does not store: save it with another one."
             )
         shape = tuple(array.shape)
@@ -184,42 +174,40 @@ class OrbaxArrays:
         cells = list(_cells(shape, chunk))
         sizes = [cell.num_elements * ITEM_BYTES[STORED_NAMES[dtype]] for cell in cells]
         numpy_dtype = ts.dtype(dtype).numpy_dtype
-        return StoredArray(array, shape, STORED_NAMES[dtype], numpy_dtype, chunk, cells, sizes)
+        name = STORED_NAMES[dtype]
+        return StoredArray(leaf, array, shape, name, numpy_dtype, chunk, cells, sizes)
 
-    def _value(self, file: str, name: str) -> Value | None:
+    def _value(self, leaf: Leaf, name: str) -> Value | None:
         """Return the metadata or a chunk; None if the index lacks it."""
-        item, leaf = self.files[file]
-        if not item.uses_ocdbt:
-            return Value(locations.join(item.folder, *leaf.name.split("/"), *name.split("/")))
-        database = self._databases.setdefault(item.folder, Database(item.folder, self._seal))
+        folder = leaf.item.folder
+        if not leaf.item.uses_ocdbt:
+            return Value(locations.join(folder, leaf.name, name))
+        database = self._databases.setdefault(folder, Database(folder, self._seal))
         return database.find(f"{leaf.name}/{name}")
 
-    def _compare(self, file: str, name: str, region: object = "") -> None:
-        """Compare the metadata, or a chunk, of an array with the seal."""
-        if self._seal is not None:
-            item, leaf = self.files[file]
-            value = self._value(file, name)
-            if value is not None:
-                value.compare(self._seal, f"{item.key_of(leaf)!r}{region}")
-
-    def _unreadable(
-        self, file: str, name: str, error: Exception, region: object = ""
-    ) -> CorruptCheckpointError:
-        """Return the error about the metadata, or a chunk, of an array."""
-        item, leaf = self.files[file]
-        value = self._value(file, name) or Value(item.folder)
-        return unreadable(f"{item.key_of(leaf)!r}{region}", value.file, error)
+    @contextlib.contextmanager
+    def _compared(self, leaf: Leaf, name: str, region: str = "") -> Iterator[None]:
+        """Read metadata or a chunk of an array, compared with the seal."""
+        what = f"{leaf.key!r}{region}"
+        try:
+            if self._seal is not None:
+                value = self._value(leaf, name)
+                if value is not None:
+                    value.compare(self._seal, what)
+            yield
+        except (ValueError, FileNotFoundError) as error:
+            value = self._value(leaf, name) or Value(leaf.item.folder)
+            raise unreadable(what, value.file, error) from error
 
     def read_scalar(self, file: str) -> Any:
         """Return the number that an array of one element holds."""
         array = self.open(file)
         if array.shape:
-            item, leaf = self.files[file]
             raise CorruptCheckpointError(
-                f"{item.key_of(leaf)!r} in {item.folder!r} has the shape {array.shape}, but "
-                "should be a number: the files are of different saves."
+                f"{array.leaf.key!r} in {array.leaf.item.folder!r} has the shape {array.shape}, "
+                "but should be a number: the files are of different saves."
             )
-        content: Any = self._decode(file, array, 0)
+        content: Any = self._decode(array, 0)
         return content.view(array.numpy_dtype)[0].item()
 
     def read_into(self, file: str, buffers: Sequence[Bytes], start: int) -> int:
@@ -236,38 +224,38 @@ class OrbaxArrays:
         side_by_side = math.prod(shape) * ITEM_BYTES[array.dtype]
         max_bytes = max(DECODED_BYTES, min(side_by_side, _MOST_DECODED_BYTES))
         size = array.sizes[span.chunk]
-        decode = partial(self._decode, file, array, span.chunk)
+        decode = partial(self._decode, array, span.chunk)
         cell = self._cells.get((file, span.chunk), size, span.num_bytes, max_bytes, decode)
         return cell[span.start : span.stop]
 
-    def _decode(self, file: str, array: StoredArray, cell: int) -> Bytes:
+    def _decode(self, array: StoredArray, cell: int) -> Bytes:
         """Read and decode a chunk."""
+        leaf = array.leaf
         name = array.name_of(cell)
         memory: Any = array.array.kvstore
-        region = f", {array.cells[cell]}"
-        try:
-            self._compare(file, name, region)
+        with self._compared(leaf, name, f", {array.cells[cell]}"):
             if self._is_local:
                 return array.decode(cell)
-            value = self._value(file, name)
+            value = self._value(leaf, name)
+            # No compressed chunk is larger.
+            max_bytes = 2 * math.prod(array.chunk) * ITEM_BYTES[array.dtype] + _MAX_HEAD_BYTES
             try:
-                memory.write(name, value and value.read(array.max_encoded_bytes)).result()
+                memory.write(name, value and value.read(max_bytes)).result()
             except FileNotFoundError:
                 # Chunks of zeros may be left out, not the files that a database names.
-                if self.files[file][0].uses_ocdbt:
+                if leaf.item.uses_ocdbt:
                     raise
             content = array.decode(cell)
             memory.write(name, None).result()
             return content
-        except (ValueError, FileNotFoundError) as error:
-            raise self._unreadable(file, name, error, region) from error
 
 
-def _local_store(item: Item, leaf: Leaf) -> dict[str, Any]:
+def _local_store(leaf: Leaf) -> dict[str, Any]:
     """Return where tensorstore finds a local array."""
-    if not item.uses_ocdbt:
-        return {"driver": "file", "path": f"{item.folder}/{leaf.name}/"}
-    base = {"driver": "file", "path": f"{item.folder}/"}
+    folder = leaf.item.folder
+    if not leaf.item.uses_ocdbt:
+        return {"driver": "file", "path": f"{folder}/{leaf.name}/"}
+    base = {"driver": "file", "path": f"{folder}/"}
     return {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
 
 
@@ -389,13 +377,14 @@ class ArrayFile(RemoteLocation):
     def __init__(self, location: str, decoded: dict[str, Any] | None) -> None:
         super().__init__(location)
         place, _, self._file = location.removeprefix(object_store.DECODED).rpartition("/!/")
-        folder = place.removeprefix(SEALED)
         # All reads of one call share decoded chunks and compared blocks.
-        self._arrays = OrbaxArrays(folder)
-        if folder != place:
-            self._arrays = OrbaxArrays(folder, partial(find_seal, folder, ORBAX.name))
-        if decoded is not None:
-            self._arrays = decoded.setdefault(place, self._arrays)
+        known = {} if decoded is None else decoded
+        arrays = known.get(place)
+        if arrays is None:
+            folder = place.removeprefix(SEALED)
+            seal = find_seal(folder, ORBAX.name) if folder != place else None
+            arrays = known.setdefault(place, OrbaxArrays(folder, seal))
+        self._arrays: OrbaxArrays = arrays
 
     def read_into(self, buffers: Sequence[Bytes], start: int) -> int:
         return self._arrays.read_into(self._file, buffers, start)

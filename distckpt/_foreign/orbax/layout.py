@@ -39,25 +39,6 @@ _EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
 logger = logging.getLogger(__name__)
 
 
-class Leaf(NamedTuple):
-    """A leaf of a tree.
-
-    Attributes:
-        path: the keys that lead to it; indices of sequences are strings, too.
-        kind: "array", "scalar" for a number of Python, which is stored as an array, or "value".
-        value: the value, if that is its kind.
-    """
-
-    path: tuple[str, ...]
-    kind: Literal["array", "scalar", "value"]
-    value: Any = None
-
-    @property
-    def name(self) -> str:
-        """Return Orbax's name of its array."""
-        return ".".join(self.path)
-
-
 class Item(NamedTuple):
     """A tree in a checkpoint.
 
@@ -65,7 +46,6 @@ class Item(NamedTuple):
         name: the name of the item in the checkpoint; "" if the directory is the item.
         folder: the location of its directory.
         prefix: beginning of its keys.
-        leaves: the leaves of the tree.
         uses_ocdbt: whether arrays are in a database instead of a folder each.
         uses_zarr3: whether arrays have version 3 of the Zarr format.
         is_complete: whether each chunk is stored, also one that holds nothing but zeros.
@@ -74,22 +54,44 @@ class Item(NamedTuple):
     name: str
     folder: str
     prefix: str
-    leaves: list[Leaf]
     uses_ocdbt: bool
     uses_zarr3: bool
     is_complete: bool
 
-    def key_of(self, leaf: Leaf) -> str:
-        """Return the key of a leaf."""
-        return self.prefix + leaf.name
 
-    def path_of(self, leaf: Leaf) -> tuple[str, ...]:
-        """Return the path of a leaf in the checkpoint."""
-        return (self.name, *leaf.path) if self.prefix else leaf.path
+class Leaf(NamedTuple):
+    """A leaf of a tree.
+
+    Attributes:
+        item: the tree.
+        path: the keys that lead to it; indices of sequences are strings, too.
+        kind: "array", "scalar" for a number of Python, which is stored as an array, or "value".
+        value: the value, if that is its kind.
+    """
+
+    item: Item
+    path: tuple[str, ...]
+    kind: Literal["array", "scalar", "value"]
+    value: Any = None
+
+    @property
+    def name(self) -> str:
+        """Orbax's name of its array."""
+        return ".".join(self.path)
+
+    @property
+    def key(self) -> str:
+        """Its key in the checkpoint."""
+        return self.item.prefix + self.name
+
+    @property
+    def whole_path(self) -> tuple[str, ...]:
+        """Its path in the checkpoint."""
+        return (self.item.name, *self.path) if self.item.prefix else self.path
 
 
-Layout = tuple[list[Item], dict[str, Any]]
-"""The items of a checkpoint: trees, and JSON values by name."""
+Layout = tuple[list[Leaf], dict[str, Any]]
+"""The leaves of all trees of a checkpoint, and the items that are JSON, by name."""
 
 
 def is_checkpoint(location: str) -> bool:
@@ -119,7 +121,7 @@ def read_layout(location: str) -> Layout:
         )
     names = set(locations.list_names(location))
     if TREE_NAME in names:
-        return [_read_item(location, "", "")], {}
+        return _read_item(location, "", ""), {}
     inside = _look_inside(location, names)
     trees = _trees_in(inside, names)
     if not trees:
@@ -132,14 +134,14 @@ def read_layout(location: str) -> Layout:
             if locations.isfile(path):
                 values[name] = read_json(path)
     # One tree has the names that the program gave; of several, each name begins with the item.
-    items = []
+    leaves = []
     for name in trees:
         prefix = f"{name}." if len(trees) > 1 else ""
-        items.append(_read_item(locations.join(location, name), name, prefix))
-    _check_keys(location, items)
+        leaves += _read_item(locations.join(location, name), name, prefix)
+    _check_keys(location, leaves)
     if _STEP_NAME in names:
         _check_items(location, names, {*trees, *values})
-    return items, values
+    return leaves, values
 
 
 def _check_items(location: str, names: set[str], found: set[str]) -> None:
@@ -234,69 +236,68 @@ def _step_of(name: str) -> int:
 # ---- trees
 
 
-def _read_item(folder: str, name: str, prefix: str) -> Item:
+def _read_item(folder: str, name: str, prefix: str) -> list[Leaf]:
     path = locations.join(folder, TREE_NAME)
     described = read_json(path)
-    strings: dict[str, Any] = {}
     try:
-        leaves = [_leaf(folder, row, strings) for row in described["tree_metadata"].values()]
+        rows = list(described["tree_metadata"].values())
+        uses_ocdbt = described.get("use_ocdbt")
+        if uses_ocdbt is None:
+            uses_ocdbt = locations.exists(locations.join(folder, OCDBT_NAME))
+        is_complete = bool(described.get("store_array_data_equal_to_fill_value"))
+        uses_zarr3 = bool(described.get("use_zarr3"))
+        item = Item(name, folder, prefix, bool(uses_ocdbt), uses_zarr3, is_complete)
+        strings: dict[str, Any] = {}
+        leaves = [_leaf(item, row, strings) for row in rows]
     except (KeyError, TypeError, AttributeError) as error:
         raise unreadable("The tree", path, error) from error
-    uses_ocdbt = described.get("use_ocdbt")
-    if uses_ocdbt is None:
-        uses_ocdbt = locations.exists(locations.join(folder, OCDBT_NAME))
-    is_complete = bool(described.get("store_array_data_equal_to_fill_value"))
-    uses_zarr3 = bool(described.get("use_zarr3"))
-    item = Item(name, folder, prefix, leaves, bool(uses_ocdbt), uses_zarr3, is_complete)
-    _check_keys(folder, [item])
-    return item
+    _check_keys(folder, leaves)
+    return leaves
 
 
-def _leaf(folder: str, entry: Any, strings: dict[str, Any]) -> Leaf:
+def _leaf(item: Item, entry: Any, strings: dict[str, Any]) -> Leaf:
     """Return a leaf; `strings` is filled when one needs it."""
     path = tuple(str(key["key"]) for key in entry["key_metadata"])
     kind = str(entry["value_metadata"]["value_type"])
-    leaf = Leaf(path, "scalar" if kind == "scalar" else "array")
+    leaf = Leaf(item, path, "scalar" if kind == "scalar" else "array")
     if kind in _EMPTY:
-        return Leaf(path, "value", _EMPTY[kind])
+        return Leaf(item, path, "value", _EMPTY[kind])
     if kind == "string":
-        file = locations.join(folder, "_strings.json")
+        file = locations.join(item.folder, "_strings.json")
         try:
             if not strings:
                 strings.update(read_json(file))
-            return Leaf(path, "value", strings[leaf.name])
+            return Leaf(item, path, "value", strings[leaf.name])
         except (KeyError, TypeError, ValueError) as error:
             raise unreadable(repr(leaf.name), file, error) from error
     if leaf.kind == "array" and entry["value_metadata"].get("skip_deserialize"):
         raise CheckpointingException(
-            f"{leaf.name!r} in {folder!r} is of the kind {kind!r}, which only Orbax reads: "
+            f"{leaf.name!r} in {item.folder!r} is of the kind {kind!r}, which only Orbax reads: "
             "restore the checkpoint with it, and save the tree without that leaf."
         )
     return leaf
 
 
-def _check_keys(location: str, items: Iterable[Item]) -> None:
+def _check_keys(location: str, leaves: Iterable[Leaf]) -> None:
     """Check that names are possible, and keys different."""
     known: dict[str, tuple[str, ...]] = {}
-    for item in items:
-        for leaf in item.leaves:
-            # Only in a database, a name may lead anywhere.
-            is_inside = item.uses_ocdbt or _OUTSIDE.isdisjoint(leaf.name.split("/"))
-            if leaf.kind != "value" and not (is_inside and leaf.name):
-                raise CheckpointingException(
-                    f"{item.folder!r} holds an array with the name {leaf.name!r}, which no key can "
-                    "have: save the tree with other names."
-                )
-            key = item.key_of(leaf)
-            path = item.path_of(leaf)
-            if known.setdefault(key, path) != path:
-                raise CorruptCheckpointError(
-                    f"{location!r} holds {list(known[key])} and {list(path)}, and Orbax has given "
-                    f"both the name {key!r}: in one tree it writes them to one array, so that one "
-                    "is lost. Save them again without dots in their names. To read everything else "
-                    f"of one item, give its directory, and remove both from {TREE_NAME!r} in a "
-                    "copy of it."
-                )
+    for leaf in leaves:
+        # Only in a database, a name may lead anywhere.
+        is_inside = leaf.item.uses_ocdbt or _OUTSIDE.isdisjoint(leaf.name.split("/"))
+        if leaf.kind != "value" and not (is_inside and leaf.name):
+            raise CheckpointingException(
+                f"{leaf.item.folder!r} holds an array with the name {leaf.name!r}, which no key "
+                "can have: save the tree with other names."
+            )
+        path = leaf.whole_path
+        if known.setdefault(leaf.key, path) != path:
+            raise CorruptCheckpointError(
+                f"{location!r} holds {list(known[leaf.key])} and {list(path)}, and Orbax has given "
+                f"both the name {leaf.key!r}: in one tree it writes them to one array, so that one "
+                "is lost. Save them again without dots in their names. To read everything else "
+                f"of one item, give its directory, and remove both from {TREE_NAME!r} in a "
+                "copy of it."
+            )
 
 
 def common_state(
@@ -306,12 +307,11 @@ def common_state(
 
     `scalars` are numbers by their paths.
     """
-    items, others = layout
+    leaves, others = layout
     values = dict(scalars)
-    for item in items:
-        for leaf in item.leaves:
-            if leaf.kind == "value":
-                values[item.path_of(leaf)] = leaf.value
+    for leaf in leaves:
+        if leaf.kind == "value":
+            values[leaf.whole_path] = leaf.value
     tree: dict[str, Any] = {}
     for path in sorted(values):
         _put(tree, path, values[path], location)

@@ -8,7 +8,8 @@ from typing import Any
 
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest
-from distckpt._foreign.orbax.arrays import ArrayFile, OrbaxArrays
+from distckpt._foreign.orbax.arrays import ArrayFile as ArrayFile
+from distckpt._foreign.orbax.arrays import OrbaxArrays
 from distckpt._foreign.orbax.layout import common_state, is_checkpoint
 from distckpt._foreign.seals import Seal
 from distckpt._format import codec
@@ -17,11 +18,6 @@ from distckpt._format.manifest import Manifest
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._storage import locations
-
-
-def at(location: str, decoded: dict[str, Any] | None) -> ArrayFile:
-    """Return the interface to the URL of an array."""
-    return ArrayFile(location, decoded)
 
 
 class OrbaxReader(Reader):
@@ -33,22 +29,22 @@ class OrbaxReader(Reader):
         return marker is None and is_checkpoint(location)
 
     def manifest(self, location: str, seal: Seal | None = None) -> Manifest:
-        arrays = OrbaxArrays(location, lambda: seal)
+        arrays = OrbaxArrays(location, seal)
         num_threads = 1 if locations.is_local(location) else NUM_REQUESTS
         run_threads(arrays.open, arrays.files, num_threads)
         pieces = []
         files = []
         scalars = {}
-        for file, (item, leaf) in arrays.files.items():
+        for file, leaf in arrays.files.items():
             if leaf.kind == "scalar":
-                scalars[item.path_of(leaf)] = arrays.read_scalar(file)
+                scalars[leaf.whole_path] = arrays.read_scalar(file)
                 continue
             array = arrays.open(file)
             position = 0
             for cell, size in zip(array.cells, array.sizes, strict=True):
-                key = item.key_of(leaf)
-                piece = StoredPiece(key, array.dtype, cell, array.shape, file, position, size)
-                pieces.append(piece)
+                pieces.append(
+                    StoredPiece(leaf.key, array.dtype, cell, array.shape, file, position, size)
+                )
                 position += size
             files.append(ShardFile(file, position, 0, 0))
         # Read here, so that `verify` finds damage in them.
@@ -58,4 +54,4 @@ class OrbaxReader(Reader):
 
     def load_common_state(self, stored: StoredCheckpoint) -> Any:
         """Load numbers of Python, strings, empty containers, and items that hold JSON."""
-        return codec.decode(base64.b64decode((stored.manifest.origin or {})["common"]))
+        return codec.decode(base64.b64decode(stored.manifest.notes["common"]))

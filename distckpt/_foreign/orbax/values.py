@@ -177,8 +177,7 @@ class Database:
                 f"The index of {self._folder!r} names the file {path!r}, which is not inside of "
                 "it: restore the checkpoint from a copy."
             )
-        file = locations.join(self._folder, *path.split("/"))
-        return Value(file, int(start), int(num_bytes))
+        return Value(locations.join(self._folder, path), int(start), int(num_bytes))
 
 
 def _dump(name: str, content: bytes, node: str | None = None) -> Any:

@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from distckpt._base.tree import at, leaves
 from distckpt._foreign.state_dicts.optimizers import (
     MODEL,
     OptimizerNames,
-    is_setting,
     numbers_of_names,
     read_settings,
-    states_of,
 )
 from distckpt._format import codec
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._models.dtensor import TensorShard, local_part
 from distckpt._models.objects import Description, Kind
-from distckpt._models.optimizer.describe import OptimizerState
 from distckpt._models.optimizer.read import param_name, params_of, sharded_inner
 from distckpt._models.optimizer.settings import Entry
 from distckpt._ranks.collectives import Ranks
@@ -47,47 +42,24 @@ def translated(
     Raises:
         LoadMismatchError: parameters go by number, and the optimizer has others.
     """
-    has_model_prefix, united = _list_objects(ranks, stored, description)
-
-    def settings_of_all() -> bytes:
-        return codec.encode(read_settings(stored, united))
-
-    names: dict[str, str] = {}
-    if has_model_prefix:
-        names = _names_of_module(stored)
-    if not names and not united:
-        return stored, {}, frozenset()
-    encoded = ranks.decide("read the settings of optimizers", settings_of_all)
-    with ranks.phase("translate the names of the checkpoint"):
-        settings: dict[str, list[Entry]] = {}
-        hidden: set[str] = set()
-        of_all: Any = codec.decode(encoded)
-        for optimizer, own in zip(united, of_all, strict=True):
-            if own is not None:
-                path, optimizer.by_number, numbers, keys, entries = own
-                hidden.update(keys)
-                optimizer.path = tuple(path)
-                optimizer.number(numbers)
-                names.update(_names_of_states(stored, optimizer, hidden))
-                settings.setdefault(f"{optimizer.prefix}.settings", []).extend(entries)
-        view = replace(stored, manifest=_with_names(stored.manifest, names))
-        return view, settings, frozenset(hidden)
-
-
-def _list_objects(
-    ranks: Ranks, stored: StoredCheckpoint, description: Description
-) -> tuple[bool, list[OptimizerNames]]:
-    """Gather whether `model` has its prefix there, and all ranks' optimizers.
-
-    Collective operation: all ranks must call it.
-    """
     with ranks.phase("list the names of objects"):
         has_prefix = _has_model_prefix(stored, description)
         own = [vars(optimizer) for optimizer in _own_optimizers(description)]
-    sent = map(json.loads, ranks.all_gather(json.dumps([has_prefix, own]).encode()))
-    prefixes, listed = zip(*sent, strict=True)
-    optimizers = (OptimizerNames(**own) for own in itertools.chain.from_iterable(listed))
-    return any(prefixes), _united(optimizers)
+    sent = ranks.gather(json.dumps([has_prefix, own]).encode())
+
+    def read() -> bytes:
+        prefixes, listed = zip(*map(json.loads, sent), strict=True)
+        united = _united(OptimizerNames(**own) for own in itertools.chain.from_iterable(listed))
+        return codec.encode([any(prefixes), *read_settings(stored, united)])
+
+    of_all: Any = codec.decode(ranks.decide("read the settings of optimizers", read))
+    has_prefix, names, settings, hidden = of_all
+    with ranks.phase("translate the names of the checkpoint"):
+        if has_prefix:
+            names = _names_of_module(stored) | names
+        if names:
+            stored = replace(stored, manifest=_with_names(stored.manifest, names))
+    return stored, settings, frozenset(hidden)
 
 
 def _has_model_prefix(stored: StoredCheckpoint, description: Description) -> bool:
@@ -106,29 +78,27 @@ def _has_model_prefix(stored: StoredCheckpoint, description: Description) -> boo
 
 def _own_optimizers(description: Description) -> Iterator[OptimizerNames]:
     """Yield the optimizers of this rank, with their parameters by key."""
-    modules = [place.prefix for place in description.places if place.kind is Kind.MODULE]
-    prefixes = sorted((f"{prefix}." for prefix in modules if prefix), key=len, reverse=True)
+    prefixes = []
+    for place in description.places:
+        if place.kind is Kind.MODULE and place.prefix:
+            prefixes.append(f"{place.prefix}.")
+    prefixes.sort(key=len, reverse=True)
     for path, state in description.optimizers:
         groups = state.optimizer.param_groups
         params = params_of(groups)
-        named = dict(_named_params(state, params, prefixes))
+        named: dict[str, tuple[str, int]] = {}
+        keys: dict[int, str] = {}
+        for number, param in enumerate(params):
+            shard = state.shards.get(id(local_part(param)))
+            if shard is not None:
+                key = keys[number] = param_name(shard)
+                prefix = next(filter(key.startswith, prefixes), "")
+                named[key] = key.removeprefix(prefix), number
         numbers = numbers_of_names(groups, range(len(params)))
-        keys = {number: key for key, (_, number) in named.items()}
-        own_names = {name: keys[number] for name, number in numbers.items() if number in keys}
+        own_names = {name: keys[numbers[name]] for name in numbers if numbers[name] in keys}
         inner = sharded_inner(state.optimizer) or state.optimizer
         is_of_torch = type(inner).__module__.startswith("torch.optim.")
         yield OptimizerNames(path, state.prefix, named, len(params), own_names, is_of_torch)
-
-
-def _named_params(
-    state: OptimizerState, params: Sequence[torch.Tensor], prefixes: Sequence[str]
-) -> Iterator[tuple[str, tuple[str, int]]]:
-    for number, param in enumerate(params):
-        shard = state.shards.get(id(local_part(param)))
-        if shard is not None:
-            key = param_name(shard)
-            prefix = next(filter(key.startswith, prefixes), "")
-            yield key, (key.removeprefix(prefix), number)
 
 
 def _united(optimizers: Iterable[OptimizerNames]) -> list[OptimizerNames]:
@@ -145,23 +115,11 @@ def _united(optimizers: Iterable[OptimizerNames]) -> list[OptimizerNames]:
 def _names_of_module(stored: StoredCheckpoint) -> dict[str, str]:
     """Return the names of the module at `model` here, by those there."""
     known = stored.manifest.key_index
-    names = {key: key.removeprefix(MODEL) for key in known if key.startswith(MODEL)}
-    return {key: name for key, name in names.items() if name not in known}
-
-
-def _names_of_states(
-    stored: StoredCheckpoint, optimizer: OptimizerNames, hidden: set[str]
-) -> dict[str, str]:
-    """Return the names of an optimizer's tensors here, by those there; add keys to `hidden` whose
-    values are in the settings.
-    """
     names = {}
-    for key, states in states_of(stored, optimizer).items():
-        for state, there in states.items():
-            if is_setting(stored, state, there):
-                hidden.add(there)
-            else:
-                names[there] = f"{optimizer.prefix}.state.{state}.{key}"
+    for key in known:
+        name = key.removeprefix(MODEL)
+        if name not in known:
+            names[key] = name
     return names
 
 

@@ -74,33 +74,46 @@ class OptimizerNames:
             return ""
         return f"{dotted(self.path)}."
 
-    def number(self, numbers: Mapping[str, int]) -> None:
-        """Number the parameters, by their keys, as they are there."""
-        for key, (name, _) in self.params.items():
-            self.params[key] = name, numbers[key]
 
+def read_settings(
+    stored: StoredCheckpoint, optimizers: Iterable[OptimizerNames]
+) -> tuple[dict[str, str], dict[str, list[Entry]], list[str]]:
+    """Read the stored settings of optimizers.
 
-def read_settings(stored: StoredCheckpoint, optimizers: Sequence[OptimizerNames]) -> list[Any]:
-    """Read the stored settings of optimizers, see `_settings_of`.
-
-    None stands for an optimizer without a stored state dict.
+    Returns the names here of the tensors of their states, the settings by their key, and the keys
+    whose values are in the settings.
     """
     known = parameter_groups(_names_of_values(stored))
     common = None
-    settings: list[Any] = []
+    names: dict[str, str] = {}
+    settings: dict[str, list[Entry]] = {}
+    hidden: list[str] = []
     for optimizer in optimizers:
-        # `get_state_dict(model, [first, second])` makes one of several.
-        while optimizer.path and isinstance(optimizer.path[-1], int):
-            if optimizer.beginning in known:
-                break
-            optimizer.path = optimizer.path[:-1]
-        if optimizer.beginning not in known:
-            settings.append(None)
+        if not _is_stored(optimizer, known):
             continue
         if common is None:
             common = load_common_state(stored)
-        settings.append(_settings_of(stored, optimizer, at(common, optimizer.path, {})))
-    return settings
+        entries = _settings_of(stored, optimizer, at(common, optimizer.path, {}), hidden)
+        if entries is None:
+            continue
+        settings.setdefault(f"{optimizer.prefix}.settings", []).extend(entries)
+        for key, states in optimizer.states.items():
+            for state, there in states.items():
+                if _is_setting(stored, state, there):
+                    hidden.append(there)
+                else:
+                    names[there] = f"{optimizer.prefix}.state.{state}.{key}"
+    return names, settings, hidden
+
+
+def _is_stored(optimizer: OptimizerNames, known: Container[str]) -> bool:
+    """Whether an optimizer, or several together, has a state dict."""
+    # `get_state_dict(model, [first, second])` makes one of several.
+    while optimizer.path and isinstance(optimizer.path[-1], int):
+        if optimizer.beginning in known:
+            break
+        optimizer.path = optimizer.path[:-1]
+    return optimizer.beginning in known
 
 
 def _names_of_values(stored: StoredCheckpoint) -> Iterable[str]:
@@ -115,7 +128,7 @@ def _has_common_file(stored: StoredCheckpoint) -> bool:
 
     It is in exports, and in checkpoints of Megatron Core.
     """
-    origin = stored.manifest.origin or {}
+    origin = stored.manifest.notes
     return origin.get("format") == TORCH_DIST.name and not origin.get("paths")
 
 
@@ -126,30 +139,30 @@ def _keys_below(stored: StoredCheckpoint, optimizer: OptimizerNames, name: str) 
 
 
 def _settings_of(
-    stored: StoredCheckpoint, optimizer: OptimizerNames, tree: Any
-) -> tuple[Sequence[Any], bool, dict[str, int], list[str], list[Entry]] | None:
+    stored: StoredCheckpoint, optimizer: OptimizerNames, tree: Any, hidden: list[str]
+) -> list[Entry] | None:
     """Read the settings of an optimizer.
 
-    Returns its path, whether parameters go by number, their numbers by key, the keys of tensors in
-    the settings, and the settings; None where its states are in another order, as in Megatron
-    Core's checkpoints. `tree` has its stored values other than tensors.
+    The keys of tensors in them are appended to `hidden`. None where its states are in another
+    order, as in Megatron Core's checkpoints. `tree` has its stored values other than tensors.
     """
-    scalars = _scalars_of(stored, optimizer)
+    keys_of_states = _keys_below(stored, optimizer, "state")
+    keys_of_options = _keys_below(stored, optimizer, "param_groups")
+    numbers = [key for key in keys_of_states if not stored.global_shape(key)]
+    scalars = _read(stored, numbers + keys_of_options)
     groups = _groups(tree, optimizer, scalars)
     _find_states(stored, optimizer, groups)
-    has_states = bool(_keys_below(stored, optimizer, "state"))
-    if has_states and not optimizer.states and _has_common_file(stored):
+    if keys_of_states and not optimizer.states and _has_common_file(stored):
         # Megatron Core has stored states of several parameters together.
         return None
     entries = _entries_of_groups(stored, optimizer, tree, groups, scalars)
-    keys_of_rest: list[str] = []
+    hidden += keys_of_options
     if optimizer.by_number and optimizer.beginning:
         rest, keys_of_rest = _rest_of(stored, optimizer, tree, groups)
+        hidden += keys_of_rest
         if rest:
             entries.append(rest_entry(rest, [((), True)]))
-    numbers = {key: number for key, (_, number) in optimizer.params.items()}
-    hidden = _keys_below(stored, optimizer, "param_groups") + keys_of_rest
-    return list(optimizer.path), optimizer.by_number, numbers, hidden, entries
+    return entries
 
 
 def _entries_of_groups(
@@ -185,9 +198,8 @@ def _warn_of_nested(
     names: set[str] = set()
     for state in itertools.chain.from_iterable(of_group for _, of_group in pairs):
         for name, value in state.values.items():
-            items = [leaf for _, leaf in leaves(value)]
-            has_tensors_alone = bool(items) and all(leaf is HOLE for leaf in items)
-            if has_tensors_alone or (is_flat and isinstance(value, dict)):
+            kinds = {leaf is HOLE for _, leaf in leaves(value)}
+            if kinds == {True} or (is_flat and isinstance(value, dict)):
                 names.add(name)
     if names:
         logger.warning(
@@ -208,7 +220,7 @@ def _find_states(
         names += group["params"]
     optimizer.by_number = any(type(name) is int for name in names)
     has_names = optimizer.by_number and _number_by_name(optimizer, groups, names)
-    optimizer.states = states_of(stored, optimizer)
+    optimizer.states = _states_of(stored, optimizer)
     if optimizer.by_number:
         if not has_names:
             _check_numbers(optimizer, len(names))
@@ -226,7 +238,8 @@ def _number_by_name(
     for keys in (optimizer.own_names, of_model):
         if stored.keys() & keys.keys():
             by_key = {key: stored[name] for name, key in keys.items() if name in stored}
-            optimizer.number({key: by_key.get(key, -1) for key in optimizer.params})
+            for key, (name, _) in optimizer.params.items():
+                optimizer.params[key] = name, by_key.get(key, -1)
             return True
     if stored and optimizer.params:
         logger.warning(
@@ -252,8 +265,8 @@ def _without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def states_of(stored: StoredCheckpoint, optimizer: OptimizerNames) -> dict[str, dict[str, str]]:
-    """Return the keys of states, by key of the parameter and name of the state."""
+def _states_of(stored: StoredCheckpoint, optimizer: OptimizerNames) -> dict[str, dict[str, str]]:
+    """Return the keys of states, by parameter and name of the state."""
     states: dict[str, dict[str, str]] = {}
     keys = {str(pair[optimizer.by_number]): key for key, pair in optimizer.params.items()}
     for there in _keys_below(stored, optimizer, "state"):
@@ -270,12 +283,6 @@ def _divided(name: str, params: Container[Any]) -> tuple[str, str]:
         if sign == "." and name[:place] in params:
             return name[:place], name[place + 1 :]
     return name, ""
-
-
-def _scalars_of(stored: StoredCheckpoint, optimizer: OptimizerNames) -> dict[str, torch.Tensor]:
-    """Read the tensors of options, and those without axes of states, by key."""
-    keys = [key for key in _keys_below(stored, optimizer, "state") if not stored.global_shape(key)]
-    return _read(stored, keys + _keys_below(stored, optimizer, "param_groups"))
 
 
 def _read(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -362,7 +369,7 @@ def _state_of(
     own: dict[str, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
     for state, there in keys.items():
-        if is_setting(stored, state, there):
+        if _is_setting(stored, state, there):
             own[state] = scalars[there]
         else:
             tensors[state] = _ELSEWHERE
@@ -375,8 +382,8 @@ def _state_of(
     return ParamState(key, tensors, values, own, has_state=bool(keys or values))
 
 
-def is_setting(stored: StoredCheckpoint, state: str, key: str) -> bool:
-    """Tell whether a state is a tensor without axes, outside of lists and dicts."""
+def _is_setting(stored: StoredCheckpoint, state: str, key: str) -> bool:
+    """Whether a state is a scalar outside of lists and dicts."""
     return not stored.global_shape(key) and "." not in state
 
 
@@ -451,6 +458,3 @@ def _shape_of(stored: StoredCheckpoint, key: str) -> tuple[int, ...] | None:
         if name in known:
             return stored.global_shape(name)
     return None
-
-
-# --- Lists and dicts with tensors -----------------------------------------------------------------

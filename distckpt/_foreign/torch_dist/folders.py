@@ -27,9 +27,7 @@ _OF_A_RANK = re.compile(r"pytorch_model_fsdp(?:_\d+)?_rank\d+\.bin", re.ASCII)
 
 def is_divided(location: str) -> bool:
     """Whether there is a folder per object, or a file per rank."""
-    names = []
-    if locations.isdir(location):
-        names = locations.list_names(location)
+    names = locations.names_within(location)
     if _FIRST in names:
         return locations.exists(locations.join(location, _FIRST, TORCH_DIST.marker))
     return any(map(_OF_A_RANK.fullmatch, names))

@@ -242,11 +242,10 @@ def _paths(planner_data: Any, max_chars: int) -> dict[str, _Path]:
 def _is_path(value: Any) -> bool:
     if not isinstance(value, tuple) or not 0 < len(value) <= _MAX_DEPTH:
         return False
-    return all(map(_is_step, value))
-
-
-def _is_step(value: object) -> bool:
-    return type(value) is str or (type(value) is int and abs(value) < 2**62)
+    for step in value:
+        if type(step) is not str and (type(step) is not int or abs(step) >= 2**62):
+            return False
+    return True
 
 
 def _is_record(value: object, kind: str) -> bool:

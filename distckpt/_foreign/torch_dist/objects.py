@@ -50,10 +50,17 @@ _EXTRA_VALUES = 1_000_000
 
 
 class _Storage(NamedTuple):
-    """A storage in a pickle: its entry below `data/`, and the dtype of its items or None."""
+    """A storage in a pickle.
+
+    Attributes:
+        name: its entry below `data/`.
+        dtype: of its items, or None.
+        finish: makes the result of a view.
+    """
 
     name: str
     dtype: torch.dtype | None
+    finish: Callable[[TensorView], Any]
 
 
 class TensorView(NamedTuple):
@@ -79,9 +86,7 @@ def locate_tensor(read_range: ReadRange, size: int) -> tuple[TensorView, int]:
         return read_range(start, stop)
 
     archive = Archive(read_small, size)
-    view = read_pickle(
-        archive.read("data.pkl"), _tensor_table(lambda view: view), persistent=_storage
-    )
+    view = read_pickle(archive.read("data.pkl"), _TENSORS, persistent=_storage)
     if type(view) is not TensorView:
         raise ValueError(f"a {type(view).__name__} where a tensor should be")
     return view, first_byte_of(archive, view, size)
@@ -117,7 +122,7 @@ def read_views(archive: Archive) -> Any:
         ValueError: the archive is damaged, or its object too large.
     """
     pickled = archive.read("data.pkl")
-    table = _AnyTable({**_OBJECTS, **_tensor_table(lambda view: view)})
+    table = _AnyTable({**_OBJECTS, **_TENSORS})
     obj = read_pickle(pickled, table, persistent=_storage, set_state=_set_state)
     check_size(obj, 4 * len(pickled) + _EXTRA_VALUES)
     return obj
@@ -150,8 +155,9 @@ def read_object(blob: bytes) -> Any:
         flat = items[: num_items * view.dtype.itemsize].view(view.dtype)
         return flat.as_strided(view.shape, view.strides, view.offset)
 
-    table = _Table({**_OBJECTS, **_tensor_table(tensor_of)})
-    obj = read_pickle(archive.read("data.pkl"), table, persistent=_storage, set_state=_set_state)
+    table = _Table({**_OBJECTS, **_TENSORS})
+    storage = functools.partial(_storage, finish=tensor_of)
+    obj = read_pickle(archive.read("data.pkl"), table, persistent=storage, set_state=_set_state)
     check_size(obj, 4 * len(blob) + _EXTRA_VALUES)
     return obj
 
@@ -159,10 +165,14 @@ def read_object(blob: bytes) -> Any:
 # ---- tensors
 
 
-def _storage(persistent_id: Any) -> _Storage:
+def _itself(view: TensorView) -> TensorView:
+    return view
+
+
+def _storage(persistent_id: Any, finish: Callable[[TensorView], Any] = _itself) -> _Storage:
     match persistent_id:
         case ("storage", (None | torch.dtype()) as dtype, str(name), _, _):
-            return _Storage(name, dtype)
+            return _Storage(name, dtype, finish)
     raise ValueError("a persistent id that is not a storage")
 
 
@@ -192,44 +202,30 @@ def _never(*args: Any) -> Any:
 _TENSOR_TYPES = made({("torch", "Tensor"): _never, ("torch.nn.parameter", "Parameter"): _never})
 
 
-def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
-    """Return the names allowed in a tensor's pickle, with their functions.
+def _typed(*args: Any) -> Any:
+    return _untyped(*args[:6], args[0].dtype, *args[6:])
 
-    `finish` makes the result of the view.
-    """
 
-    def make_typed(*args: Any) -> Any:
-        return make_untyped(*args[:6], args[0].dtype, *args[6:])
+def _untyped(*args: Any) -> Any:
+    # After the strides come the requirement of a gradient and the hooks.
+    storage, offset, shape, strides, _, _, dtype, *flags = args
+    are_of_tensor = type(storage) is _Storage and type(dtype) is torch.dtype
+    if not are_of_tensor or len(shape) != len(strides) or len(flags) > 1:
+        raise ValueError("not a tensor")
+    numbers = (offset, *shape, *strides)
+    if len(shape) > MAX_NDIM or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
+        raise ValueError("a tensor with an impossible shape or strides")
+    if any(flags):
+        raise ValueError(
+            "a tensor with a pending conjugation or negation: save its resolve_conj().resolve_neg()"
+        )
+    return storage.finish(TensorView(storage, dtype, offset, tuple(shape), tuple(strides)))
 
-    def make_untyped(*args: Any) -> Any:
-        # After the strides come the requirement of a gradient and the hooks.
-        storage, offset, shape, strides, _, _, dtype, *flags = args
-        are_of_tensor = type(storage) is _Storage and type(dtype) is torch.dtype
-        if not are_of_tensor or len(shape) != len(strides) or len(flags) > 1:
-            raise ValueError("not a tensor")
-        numbers = (offset, *shape, *strides)
-        if len(shape) > MAX_NDIM or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
-            raise ValueError("a tensor with an impossible shape or strides")
-        if any(flags):
-            raise ValueError(
-                "a tensor with a pending conjugation or negation: save its "
-                "resolve_conj().resolve_neg()"
-            )
-        return finish(TensorView(storage, dtype, offset, tuple(shape), tuple(strides)))
 
-    def of_type(function: Any, tensor_type: Any, args: Any, state: Any) -> Any:
-        if tensor_type not in _TENSOR_TYPES.values() or type(function) is not Made:
-            raise ValueError("a subclass of torch.Tensor")
-        return function.make(*args)
-
-    functions: dict[GlobalName, Callable[..., Any]] = {
-        ("torch._utils", "_rebuild_tensor_v2"): make_typed,
-        ("torch._utils", "_rebuild_tensor_v3"): make_untyped,
-        ("torch._utils", "_rebuild_parameter"): lambda data, grad, hooks: data,
-        ("torch._utils", "_rebuild_parameter_with_state"): lambda data, grad, hooks, state: data,
-        ("torch._tensor", "_rebuild_from_type_v2"): of_type,
-    }
-    return {**_TENSOR_GLOBALS, **made(functions)}
+def _of_type(function: Any, tensor_type: Any, args: Any, state: Any) -> Any:
+    if tensor_type not in _TENSOR_TYPES.values() or type(function) is not Made:
+        raise ValueError("a subclass of torch.Tensor")
+    return function.make(*args)
 
 
 def _size(values: Any) -> torch.Size:
@@ -242,15 +238,25 @@ def _ordered_dict(pairs: Iterable[Any] = ()) -> Any:
     return collections.OrderedDict((hashable(key), value) for key, value in pairs)
 
 
-_TENSOR_GLOBALS: Mapping[GlobalName, Any] = LazyTable(
+_TENSOR_MAKERS: dict[GlobalName, Callable[..., Any]] = {
+    ("torch", "Size"): _size,
+    ("collections", "OrderedDict"): _ordered_dict,
+    ("torch._utils", "_rebuild_tensor_v2"): _typed,
+    ("torch._utils", "_rebuild_tensor_v3"): _untyped,
+    ("torch._utils", "_rebuild_parameter"): lambda data, grad, hooks: data,
+    ("torch._utils", "_rebuild_parameter_with_state"): lambda data, grad, hooks, state: data,
+    ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
+}
+_TENSORS: Mapping[GlobalName, Any] = LazyTable(
     lambda: {
         **_TENSOR_TYPES,
         **{("torch", f"{name}Storage"): dtype for name, dtype in STORAGE_DTYPES.items()},
         ("torch.storage", "UntypedStorage"): None,
         **{("torch", name): dtype for name, dtype in DTYPES.items()},
-        **made({("torch", "Size"): _size, ("collections", "OrderedDict"): _ordered_dict}),
+        **made(_TENSOR_MAKERS),
     }
 )
+"""Names that the pickle of a tensor may have."""
 
 
 # ---- other objects
@@ -408,13 +414,12 @@ def _set_state(obj: Any, state: Any) -> Any:
         return _array(state)
     if isinstance(obj, np.dtype):
         # (version, byte order, ...): the order is the one thing that its name does not say.
-        return _with_byte_order(obj, state[1])
+        if state[1] in ("|", "="):
+            return obj
+        return obj.newbyteorder(state[1])
     if isinstance(obj, io.BytesIO):
         return io.BytesIO(memoryview(state[0]))
-    if type(obj) in (argparse.Namespace, types.SimpleNamespace) and _are_texts(state):
-        vars(obj).update(state)
-        return obj
-    if _is_registered_dataclass(obj) and _are_texts(state):
+    if _has_fields(obj) and all(type(name) is str for name in state):
         _set_fields(obj, state)
         return obj
     if isinstance(obj, Record):
@@ -425,22 +430,14 @@ def _set_state(obj: Any, state: Any) -> Any:
     raise ValueError(f"a state for a {type(obj).__name__}")
 
 
-def _with_byte_order(dtype: np.dtype[Any], order: Any) -> np.dtype[Any]:
-    if order in ("|", "="):
-        return dtype
-    return dtype.newbyteorder(order)
-
-
-def _are_texts(names: Iterable[Any]) -> bool:
-    return all(type(name) is str for name in names)
-
-
-def _is_registered_dataclass(obj: Any) -> bool:
+def _has_fields(obj: Any) -> bool:
+    if type(obj) in (argparse.Namespace, types.SimpleNamespace):
+        return True
     return type(obj) in REGISTERED and dataclasses.is_dataclass(obj)
 
 
 def _set_fields(obj: Any, state: dict[str, Any]) -> None:
-    fields = {field.name for field in dataclasses.fields(obj)}
+    fields = getattr(obj, "__dataclass_fields__", ())
     for name, value in state.items():
         if name in fields:
             object.__setattr__(obj, name, value)

@@ -7,6 +7,7 @@ and directories of such folders, one for each object (`folders.py`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from distckpt._base.errors import (
 )
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.messages import summarize_keys
-from distckpt._base.threads import run_threads
+from distckpt._base.threads import map_threads
 from distckpt._base.tree import HOLE
 from distckpt._checkpoint.stored_pieces import Reader, StoredPiece, build_manifest, look_up_file
 from distckpt._foreign.torch_dist.folders import files_of_values, is_divided, read_folders
@@ -47,6 +48,8 @@ from distckpt.mapping._wrappers import ShardedObject
 logger = logging.getLogger(__name__)
 
 _MAX_LIST = 1 << 20
+_MALFORMED = (ValueError, TypeError, IndexError, RecursionError)
+"""Errors of reading untrusted pickles."""
 
 METADATA_NAME = TORCH_DIST.marker
 COMMON_NAME = "common.pt"
@@ -186,16 +189,19 @@ def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> di
 
 
 def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[StoredPiece]:
-    _check_dtypes(location, entries)
     chunks = []
     for entry in entries:
+        if entry.dtype not in TO_NAME:
+            raise UnsupportedObjectError(
+                f"Key {entry.key!r} in {location!r} has dtype {entry.dtype}, which checkpoints of "
+                "distckpt cannot hold: remove or convert it with the program that wrote it."
+            )
         chunks += [(entry, region, item) for region, item in entry.chunks]
-    pieces_by_chunk: dict[int, list[StoredPiece]] = {}
 
-    def read(number: int) -> None:
-        entry, region, item = chunks[number]
+    def read(chunk: tuple[TensorEntry, Region, StoredItem]) -> list[StoredPiece]:
+        entry, region, item = chunk
         try:
-            pieces_by_chunk[number] = list(_pieces_of_chunk(location, entry, region, item))
+            return list(_pieces_of_chunk(location, entry, region, item))
         except ValueError as error:
             reason = str(error)
             if isinstance(error, RefusedGlobalError):
@@ -207,10 +213,7 @@ def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[Stored
             ) from error
 
     # Each takes two small reads, which take mostly latency on a network file system.
-    run_threads(read, range(len(chunks)))
-    pieces = []
-    for number in range(len(chunks)):
-        pieces += pieces_by_chunk[number]
+    pieces = list(itertools.chain.from_iterable(map_threads(read, chunks)))
     without = {entry.key for entry in entries} - {piece.key for piece in pieces}
     if without:
         raise CorruptCheckpointError(
@@ -219,20 +222,11 @@ def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[Stored
     return pieces
 
 
-def _check_dtypes(location: str, entries: Sequence[TensorEntry]) -> None:
-    for entry in entries:
-        if entry.dtype not in TO_NAME:
-            raise UnsupportedObjectError(
-                f"Key {entry.key!r} in {location!r} has dtype {entry.dtype}, which checkpoints of "
-                "distckpt cannot hold: remove or convert it with the program that wrote it."
-            )
-
-
 def _pieces_of_chunk(
     location: str, entry: TensorEntry, region: Region, item: StoredItem
 ) -> Iterator[StoredPiece]:
     """Yield the pieces of the chunk that an item holds."""
-    path = locations.join(location, *item.file.split("/"))
+    path = locations.join(location, item.file)
 
     def read_range(start: int, stop: int) -> bytes:
         return locations.read_range(path, item.first_byte + start, item.first_byte + stop)
@@ -345,7 +339,7 @@ def _extra_values(stored: StoredCheckpoint) -> dict[Any, Any]:
     Those of a file with objects of unreadable classes are left out, with a warning.
     """
     values: dict[Any, Any] = {}
-    for name, entry in ((stored.manifest.origin or {}).get("extra") or {}).items():
+    for name, entry in (stored.manifest.notes.get("extra") or {}).items():
         own = _values_in(locations.join(stored.location, name))
         if entry and own is not None:
             values[entry] = own
@@ -367,7 +361,7 @@ def _values_in(path: str) -> Any:
             error.name,
         )
         return None
-    except (ValueError, TypeError, IndexError, RecursionError) as error:
+    except _MALFORMED as error:
         raise CorruptCheckpointError(
             f"{path!r} is damaged or of an unknown form ({error!s:.300}): restore it from a copy."
         ) from error
@@ -378,7 +372,7 @@ def _paths(stored: StoredCheckpoint) -> Any:
 
     None for Megatron's common state.
     """
-    return (stored.manifest.origin or {}).get("paths")
+    return stored.manifest.notes.get("paths")
 
 
 def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
@@ -397,7 +391,7 @@ def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
             "import it and pass it to distckpt.register_object_type before loading; "
             "distckpt.megatron.interop.register_types() does so for those of Megatron Core."
         ) from error
-    except (ValueError, TypeError, IndexError, RecursionError) as error:
+    except _MALFORMED as error:
         raise CorruptCheckpointError(
             f"{where} is damaged or of an unknown form ({error!s:.300}): restore the file from a "
             "copy."
@@ -421,23 +415,22 @@ def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any, location: str) -
     node: Any = tree
     num_added = 0
     for step, following in zip(path, [*path[1:], None], strict=True):
+        fresh: Any = {}
         if following is None:
-            fresh: Any = value
-        else:
-            fresh = {}
-            if type(following) is int:
-                fresh = []
-        if isinstance(node, list) and type(step) is int and 0 <= step < _MAX_LIST:
-            num_added += max(0, step + 1 - len(node))
-            node.extend([HOLE] * (step + 1 - len(node)))
-            known = node[step]
-        elif isinstance(node, dict):
-            known = node.get(step, HOLE)
+            fresh = value
+        elif type(following) is int:
+            fresh = []
+        if isinstance(node, dict):
+            node.setdefault(step, HOLE)
+        elif isinstance(node, list) and type(step) is int and 0 <= step < _MAX_LIST:
+            num_missing = max(0, step + 1 - len(node))
+            node.extend([HOLE] * num_missing)
+            num_added += num_missing
         else:
             raise CorruptCheckpointError(
                 f"{location!r} stores a value at {list(path)}, inside another one."
             )
-        if known is HOLE:
-            node[step] = known = fresh
-        node = known
+        if node[step] is HOLE:
+            node[step] = fresh
+        node = node[step]
     return num_added

@@ -52,10 +52,8 @@ def _axes_of_runs(shape: _Shape, strides: _Shape) -> set[int]:
         step *= shape[outer]
     # A transposed tensor has its runs along another axis.
     for axis in range(outer):
-        if strides[axis] == 1 and shape[axis] > 1:
-            if shape[axis] > step:
-                return {axis}
-            return set(range(outer, len(shape)))
+        if strides[axis] == 1 and shape[axis] > step:
+            return {axis}
     return set(range(outer, len(shape)))
 
 
@@ -91,12 +89,10 @@ def _shape_of_shards(shape: _Shape, original: _Shape) -> _Shape | None:
     None if `original` has no such grid.
     """
     grid = shape[:-1]
-    flat_size = shape[-1]
-    if len(grid) != len(original):
+    if len(grid) != len(original) or 0 in grid:
         return None
-    if not all(g and n % g == 0 for n, g in zip(original, grid, strict=True)):
-        return None
-    local = tuple(n // g for n, g in zip(original, grid, strict=True))
-    if math.prod(local) == flat_size:
+    local = tuple(map(operator.floordiv, original, grid))
+    is_regular = tuple(map(operator.mul, local, grid)) == original
+    if is_regular and math.prod(local) == shape[-1]:
         return local
     return None

@@ -200,9 +200,6 @@ class _Machine:
 
     # ---- memo
 
-    def recall(self, place: Any) -> None:
-        self.push(self.memo[place])
-
     def memorize(self, place: Any) -> None:
         if place is None:
             place = len(self.memo)
@@ -321,7 +318,7 @@ _VALUES = (
 """Instructions that push their operand."""
 _ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {
     **dict.fromkeys(_VALUES, _Machine.push),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.recall),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda m, place: m.push(m.memo[place])),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.memorize),
     **dict.fromkeys(("PROTO", "FRAME"), lambda m, _: None),  # They say nothing about the object.
     "MARK": lambda m, _: m.push(_MARK),
