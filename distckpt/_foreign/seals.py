@@ -105,7 +105,7 @@ class Seal:
         self._is_same[:] = False
 
     def _path_of(self, name: str) -> str:
-        return locations.join(self.home, name)
+        return locations.join(self.home, *name.split("/"))
 
     def to_bytes(self) -> bytes:
         """Encode as the content of the file; `read_seal` undoes it."""
