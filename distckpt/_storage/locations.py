@@ -111,7 +111,8 @@ def is_local(location: str) -> bool:
 def join(base: str, *names: str) -> str:
     """Append path components to a location."""
     if is_local(base):
-        return os.path.join(base, *names)
+        # An absolute name would lead away from the base.
+        return os.path.join(base, *[name.lstrip("/") for name in names])
     if not base.endswith("://"):
         base = base.rstrip("/") + "/"
     return base + "/".join(names)

@@ -78,6 +78,7 @@ def test_only_what_has_a_scheme_is_remote():
 def test_locations_are_joined_and_split():
     assert locations.join("/a", "b", "c") == "/a/b/c"
     assert locations.join("s3://a/", "b", "c") == "s3://a/b/c"
+    assert locations.join("/a", "/b", "//c") == "/a/b/c"
     assert locations.split("/a/b") == ("/a", "b")
     assert locations.split("s3://a/b") == ("s3://a", "b")
 
