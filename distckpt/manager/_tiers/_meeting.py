@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
 import os
 import secrets
@@ -18,10 +18,10 @@ from distckpt._operations.planned_save import SaveRequest
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.manager._tiers._choice import Root, known_steps
-from distckpt.manager._tiers._hosts import Hosts, meet
+from distckpt.manager._tiers._hosts import Hosts, decide_together, meet
 from distckpt.manager._tiers._lane import Lane
 from distckpt.manager._tiers._local_steps import LocalRoot, run_of_root, runs_in
-from distckpt.manager._tiers._survey import SpreadStep, held_by_hosts
+from distckpt.manager._tiers._survey import SpreadStep, decide_from_held
 
 logger = logging.getLogger(__name__)
 
@@ -72,28 +72,25 @@ def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting
     root = Root(os.fspath(request.path))
     directory = posix.resolve(settings.local)
     hosts = meet(ranks, directory, settings.hosts, settings.peers)
-    with ranks.telling("find the run") as told:
-        if hosts.leads(ranks.rank):
-            told.payload = json.dumps(runs_in(directory, root.location)).encode()
-    with ranks.answering(told, "find the run"):
-        if ranks.is_coordinator:
-            told.answer = json.dumps(_run_of(root, told.payloads)).encode()
-    run, is_new = json.loads(told.answer)
-    place = LocalRoot(locations.join(directory, f"run-{run}"), run, root.location, is_new)
     is_leader = hosts.leads(ranks.rank)
+
+    def own_runs() -> list[tuple[str, bool]]:
+        return runs_in(directory, root.location) if is_leader else []
+
+    run, is_new = decide_together(ranks, "find the run", own_runs, partial(_run_of, root))
+    place = LocalRoot(locations.join(directory, f"run-{run}"), run, root.location, is_new)
     with ranks.phase("open the local directories"):
         if is_leader:
             # On a full or broken disk, saves go to the root.
             with locations.only_logging(f"open {place.location}"):
                 place.make()
                 place.clear_leftovers()
-    found = held_by_hosts(ranks, hosts, place)
 
-    def number_attempt() -> tuple[int, list[int]]:
+    def number_attempt(found: list[SpreadStep]) -> tuple[int, list[int]]:
         good = [spread.step for spread in found if spread.is_whole and not spread.rejection]
         return _next_attempt(found, root), good
 
-    attempt, whole = ranks.decide_json("number the attempt", number_attempt)
+    attempt, whole = decide_from_held(ranks, hosts, place, number_attempt)
     lanes = []
     for name in ("copies", "uploads"):
         own = Ranks.in_background(request.process_group, request.options.timeout)
@@ -107,18 +104,17 @@ def _next_attempt(found: Sequence[SpreadStep], root: Root) -> int:
     return max(last + 1, int(time.time()))
 
 
-def _run_of(root: Root, payloads: Sequence[bytes]) -> tuple[str, bool]:
+def _run_of(root: Root, of_ranks: Sequence[Sequence[tuple[str, bool]]]) -> tuple[str, bool]:
     """Return the identity of the run; may the root not know it?
 
     If the root does not answer, most local directories decide.
     """
     known: list[str] = []
     old: set[str] = set()
-    for payload in filter(None, payloads):
-        for run, is_new in json.loads(payload):
-            known.append(run)
-            if not is_new:
-                old.add(run)
+    for run, is_new in itertools.chain(*of_ranks):
+        known.append(run)
+        if not is_new:
+            old.add(run)
     guess = max(known, key=known.count, default=secrets.token_hex(8))
     # Other runs that the root has forgotten are not believed.
     name = secrets.token_hex(8) if guess in old else guess

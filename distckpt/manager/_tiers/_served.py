@@ -14,8 +14,8 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
 from distckpt.manager._tiers._choice import Known
-from distckpt.manager._tiers._file_server import FileServer, FilesOfHost
-from distckpt.manager._tiers._hosts import Hosts
+from distckpt.manager._tiers._file_server import Address, FileServer, FilesOfHost
+from distckpt.manager._tiers._hosts import Hosts, decide_together
 from distckpt.manager._tiers._local_steps import LocalRoot
 from distckpt.manager._tiers._survey import SpreadStep
 from distckpt.manager._tiers._tier_files import Source, TieredFile, TieredFiles, mounted
@@ -23,7 +23,6 @@ from distckpt.manager._tiers._uploads import files_of_manifest
 
 logger = logging.getLogger(__name__)
 
-SCHEME = "distckpt-tiers://"
 _ANSWER_SECONDS = 30.0
 """Seconds without any bytes after which another host is no longer asked."""
 
@@ -90,17 +89,16 @@ def _connected(
     """Serve the files of this host until `serving` ends; return the ones of other hosts."""
     own = hosts.of_rank[ranks.rank]
     token = ranks.decide("choose a token", lambda: secrets.token_bytes(32))
-    with ranks.telling("serve files to other hosts") as told:
-        if hosts.leads(ranks.rank) and len(hosts.names) > 1:
-            paths = [locations.join(directory, name) for name in spread.files_of(own)]
-            server = FileServer(paths, token)
-            serving.callback(server.close)
-            told.payload = json.dumps(server.address).encode()
-    with ranks.answering(told, "serve files to other hosts"):
-        if ranks.is_coordinator:
-            answers = [json.loads(payload or b"null") for payload in told.payloads]
-            told.answer = json.dumps(answers).encode()
-    addresses = json.loads(told.answer)
+
+    def serve() -> Address | None:
+        if not hosts.leads(ranks.rank) or len(hosts.names) == 1:
+            return None
+        paths = [locations.join(directory, name) for name in spread.files_of(own)]
+        server = FileServer(paths, token)
+        serving.callback(server.close)
+        return server.address
+
+    addresses = decide_together(ranks, "serve files to other hosts", serve, list)
     clients = {}
     for host in range(len(hosts.names)):
         address = addresses[hosts.ranks_of(host)[0]]

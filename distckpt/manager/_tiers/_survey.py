@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.exchanges import pack_parts, unpack_parts
-from distckpt.manager._tiers._hosts import Hosts
-from distckpt.manager._tiers._local_steps import HeldStep, LocalRoot
+from distckpt.manager._tiers._hosts import Hosts, decide_together
+from distckpt.manager._tiers._local_steps import (
+    HeldStep,
+    LocalRoot,
+    pack_files,
+    unpack_files,
+)
 
 
 @dataclass
@@ -49,22 +52,28 @@ class SpreadStep:
         return sorted(name for name, hosts in self.hosts.items() if host in hosts)
 
 
-def held_by_hosts(ranks: Ranks, hosts: Hosts, place: LocalRoot) -> list[SpreadStep]:
-    """Return the steps that any host has, on the coordinator; the newest comes last.
+def decide_from_held(
+    ranks: Ranks, hosts: Hosts, place: LocalRoot, decide: Callable[[list[SpreadStep]], Any]
+) -> Any:
+    """Return on all ranks the coordinator's decision, for JSON, about the steps of all hosts.
+
+    The newest of them comes last.
 
     Collective operation: all ranks must call it.
     """
-    with ranks.telling("look for steps on the hosts") as told:
-        if hosts.leads(ranks.rank):
-            told.payload = json.dumps(place.held()).encode()
-    with ranks.answering(told, "look for steps on the hosts"):
-        pass
-    found: dict[tuple[int, int, str], list[tuple[int, HeldStep]]] = defaultdict(list)
-    for rank, payload in enumerate(told.payloads):
-        for values in json.loads(payload or b"[]"):
-            held = HeldStep(*values)
-            found[held.attempt, held.step, held.save].append((hosts.of_rank[rank], held))
-    return [_united(found[key]) for key in sorted(found)]
+
+    def own() -> list[HeldStep]:
+        return place.held() if hosts.leads(ranks.rank) else []
+
+    def decide_from_all(of_ranks: list[Any]) -> Any:
+        found: dict[tuple[int, int, str], list[tuple[int, HeldStep]]] = defaultdict(list)
+        for host, of_rank in zip(hosts.of_rank, of_ranks, strict=True):
+            for values in of_rank:
+                held = HeldStep(*values)
+                found[held.attempt, held.step, held.save].append((host, held))
+        return decide([_united(found[key]) for key in sorted(found)])
+
+    return decide_together(ranks, "look for steps on the hosts", own, decide_from_all)
 
 
 def _united(parts: Sequence[tuple[int, HeldStep]]) -> SpreadStep:
@@ -94,15 +103,14 @@ def spread_step(
 
     Collective operation: all ranks must call it.
     """
-    found = held_by_hosts(ranks, hosts, place)
 
-    def encoded() -> dict[str, Any] | None:
+    def encoded(found: list[SpreadStep]) -> dict[str, Any] | None:
         for spread in found:
             if (spread.step, spread.save) == (step, save):
                 return vars(spread)
         return None
 
-    fields = ranks.decide_json("choose who has the files", encoded)
+    fields = decide_from_held(ranks, hosts, place, encoded)
     return None if fields is None else SpreadStep(**fields)
 
 
@@ -113,31 +121,28 @@ def fetch_small_files(
 
     Collective operation: all ranks must call it.
     """
-    with ranks.telling("find the manifest") as told:
+    contents: Mapping[str, bytes] = {}
+
+    def look() -> bool:
+        nonlocal contents
         contents = place.small_files(step, save)
-        told.payload = bytes([bool(contents)])
-    with ranks.answering(told, "find the manifest"):
-        if ranks.is_coordinator:
-            holder = -1
-            if b"\1" not in told.payloads:
-                raise CorruptCheckpointError(f"No host has a whole manifest of step {step}.")
-            if b"\0" in told.payloads:
-                holder = told.payloads.index(b"\1")
-            told.answer = str(holder).encode()
-    holder = int(told.answer)
+        return bool(contents)
+
+    def choose(have: list[bool]) -> int:
+        if not any(have):
+            raise CorruptCheckpointError(f"No host has a whole manifest of step {step}.")
+        return -1 if all(have) else have.index(True)
+
+    holder = decide_together(ranks, "find the manifest", look, choose)
     if holder < 0:
         return contents
     with ranks.telling("fetch the manifest") as told:
         if ranks.rank == holder:
-            parts: list[bytes] = []
-            for name, content in contents.items():
-                parts += [name.encode(), content]
-            told.payload = pack_parts(parts)
+            told.payload = pack_files(contents)
     with ranks.answering(told, "fetch the manifest"):
         if ranks.is_coordinator:
             told.answer = told.payloads[holder]
-    parts = unpack_parts(told.answer)
-    result = {name.decode(): content for name, content in zip(parts[::2], parts[1::2], strict=True)}
+    result = unpack_files(told.answer)
     if not contents:
         place.mend(step, save, result)
     return result

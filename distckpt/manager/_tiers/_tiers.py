@@ -17,7 +17,7 @@ from distckpt._base.options import SaveReport
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._commit import posix
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
+from distckpt._operations.planned_save import PlannedSave, SaveRequest
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.manager import _rejections as rejections
@@ -32,9 +32,10 @@ from distckpt.manager._tiers._lane import Pace, PassedOverError
 from distckpt.manager._tiers._local_steps import ATTEMPT, LocalRoot
 from distckpt.manager._tiers._meeting import Meeting, TierSettings, agree
 from distckpt.manager._tiers._run_files import RUN, StepState, write_state
-from distckpt.manager._tiers._served import SCHEME, served
+from distckpt.manager._tiers._served import served
 from distckpt.manager._tiers._survey import SpreadStep
-from distckpt.manager._tiers._uploads import Progress, upload
+from distckpt.manager._tiers._tier_files import SCHEME
+from distckpt.manager._tiers._uploads import Progress, planned_upload
 
 logger = logging.getLogger(__name__)
 
@@ -152,11 +153,9 @@ class Tiers:
             met = self._meeting
             notes[steps.NOTE] = {**notes[steps.NOTE], RUN: met.place.run, ATTEMPT: met.attempt}
         request = replace(save.request, notes=notes)
-        report = write_and_commit(ranks, replace(save, location=location, request=request))
+        save = replace(save, location=location, request=request)
+        report = self._root_steps.write(step, ranks, save)
         self._note(step, StepState(is_uploaded=True))
-        if ranks.is_coordinator:
-            self._root_steps.clear_leftovers()
-            self._root_steps.after_commit(step)
         return report
 
     def _remove_old(self, place: LocalRoot, last: int) -> None:
@@ -276,16 +275,17 @@ class Tiers:
         note_stall = partial(self._note_problem, step, "uploads", is_seen_here_only=True)
         with Progress(step, self._settings.stall_timeout, note_stall) as progress:
             try:
-                upload(ranks, stored, own, location, self._options, progress, self._upload_pace)
+                pace = self._upload_pace
+                planned = planned_upload(
+                    ranks.rank, stored, own, location, self._options, progress, pace
+                )
+                self._root_steps.write(step, ranks, planned)
             except BaseException as error:
                 # The next upload finds whole copies, on other hosts.
                 if steps.all_find(ranks, error, _is_damage):
                     self._drop_damaged(ranks, step, save)
                 raise
         self._note_success(step, "uploads", is_uploaded=True)
-        if ranks.is_coordinator:
-            self._root_steps.clear_leftovers()
-            self._root_steps.after_commit(step)
 
     def _drop_damaged(self, ranks: Ranks, step: int, save: str) -> bool:
         """Remove damaged files of a step; return whether there were any.
@@ -320,12 +320,11 @@ class Tiers:
         Raises:
             CheckpointNotFoundError: no step can be loaded, with the problem of each.
         """
-        met = self.meet(ranks)
+        self.meet(ranks)
         passed = Passed(skipped)
         root = Root(self._root)
         while True:
-            found = survey.held_by_hosts(ranks, met.hosts, met.place)
-            known, problems = self._decide(ranks, found, root, passed, step)
+            known, problems = self._decide(ranks, root, passed, step)
             skipped |= problems
             if known is None:
                 message = choice.nothing_to_load(self._root, step, passed.problems)
@@ -342,14 +341,9 @@ class Tiers:
             return result
 
     def _decide(
-        self,
-        ranks: Ranks,
-        found: Sequence[SpreadStep],
-        root: Root,
-        passed: Passed,
-        step: int | None = None,
+        self, ranks: Ranks, root: Root, passed: Passed, step: int | None = None
     ) -> tuple[Known | None, dict[int, str]]:
-        def decide() -> list[Any]:
+        def decide(found: list[SpreadStep]) -> list[Any]:
             known, problems = choose(found, root, passed, step)
             for number, problem in problems.items():
                 if number not in passed.problems:
@@ -359,7 +353,8 @@ class Tiers:
                 raise CheckpointingException(choice.unknown_steps(root.location, problems))
             return [known and known.as_json(), list(problems.items())]
 
-        fields, problems = ranks.decide_json("find the latest checkpoint", decide)
+        met = self._meeting
+        fields, problems = survey.decide_from_held(ranks, met.hosts, met.place, decide)
         return fields and Known.from_json(fields), dict(problems)
 
     def _load_known(self, ranks: Ranks, known: Known, load_at: Callable[[str], _Result]) -> _Result:
@@ -406,9 +401,8 @@ class Tiers:
 
         Collective operation: all ranks must call it.
         """
-        met = self.meet(ranks)
-        found = survey.held_by_hosts(ranks, met.hosts, met.place)
-        known, problems = self._decide(ranks, found, Root(self._root), Passed())
+        self.meet(ranks)
+        known, problems = self._decide(ranks, Root(self._root), Passed())
         return None if known is None else known.spread.step, problems
 
     def list(self, ranks: Ranks) -> list[int]:
@@ -417,9 +411,8 @@ class Tiers:
         Collective operation: all ranks must call it.
         """
         met = self.meet(ranks)
-        found = survey.held_by_hosts(ranks, met.hosts, met.place)
 
-        def numbers() -> list[int]:
+        def numbers(found: list[SpreadStep]) -> list[int]:
             whole = {spread.step for spread in found if spread.is_whole}
             none: list[int] = []
             root = Root(self._root)
@@ -428,7 +421,7 @@ class Tiers:
                 raise CheckpointingException(choice.unknown_steps(self._root, {}))
             return sorted(whole.union(in_root))
 
-        result: list[int] = ranks.decide_json("list the steps", numbers)
+        result: list[int] = survey.decide_from_held(ranks, met.hosts, met.place, numbers)
         return result
 
     def reject(self, step: int, reason: str | None) -> None:

@@ -19,7 +19,7 @@ from distckpt._format.marker import parse_config
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.save_shards import PreparedSave
 from distckpt._io.write import WriteSettings, in_folder
-from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
+from distckpt._operations.planned_save import PlannedSave, SaveRequest
 from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._storage import locations
 from distckpt.manager._tiers._lane import Pace
@@ -171,21 +171,19 @@ def _with_suffix(data: bytes, suffix: str) -> bytes:
     return pack(fields, columns)
 
 
-def upload(
-    ranks: Ranks,
+def planned_upload(
+    rank: int,
     stored: StoredCheckpoint,
     own: Sequence[str],
     location: str,
     options: SaveOptions,
     progress: Progress,
     pace: Pace,
-) -> None:
-    """Copy a step to the root, and commit it there.
-
-    Collective operation: all ranks must call it.
+) -> PlannedSave:
+    """Plan the save that copies a step to the root.
 
     Args:
-        ranks: the ranks of the job.
+        rank: this rank.
         stored: the step in the local directory of this host.
         own: names of the files that this rank copies.
         location: the location of the step in the root.
@@ -199,6 +197,6 @@ def upload(
     options = replace(options, on_report=None, progress=None)
     request = SaveRequest(path=location, overwrite=True, options=options, notes=notes)
     prepared = StoredFiles(stored, own, progress, pace, options.durable)
-    timer = PhaseTimer("upload", ranks.rank, location)
     progress.location = location
-    write_and_commit(ranks, PlannedSave(location, request, config, prepared, timer))
+    timer = PhaseTimer("upload", rank, location)
+    return PlannedSave(location, request, config, prepared, timer)
