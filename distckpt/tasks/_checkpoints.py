@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -40,12 +39,7 @@ class ReshardWork(FileWork):
 
     verb = "reshard"
 
-    def __init__(
-        self,
-        source_dir: str | os.PathLike[str],
-        checkpoint_dir: str | os.PathLike[str],
-        **arguments: Any,
-    ) -> None:
+    def __init__(self, source_dir: str, checkpoint_dir: str, **arguments: Any) -> None:
         request = request_of(1, source_dir, checkpoint_dir, **arguments)
         request.check()
         if request.is_in_place:
@@ -62,7 +56,6 @@ class ReshardWork(FileWork):
         self._files = {file.name: file for file in plan.layout.all_files}
         self.place = request.target
         self.checkpoints = [stored]
-        self.sources = [stored.location]
         self.source = TensorSource(plan.stored)
         num_threads = num_export_threads(request.max_inflight_bytes)
         self.write_settings = WriteSettings(num_threads=num_threads)
@@ -95,12 +88,10 @@ class ReshardWork(FileWork):
     def check(self) -> None:
         posix.check_target(self.place, self._overwrite)
 
-    def new_file(
-        self, source: TensorSource, output: Output, name: str, overflows: dict[str, int]
-    ) -> NewFile:
+    def new_file(self, output: Output, name: str, overflows: dict[str, int]) -> NewFile:
         file = self._plan.layout.objects.get(name)
         if file is None:
-            file = tensor_file(source.stored, self._plan, self._files[name], overflows)
+            file = tensor_file(self.source.stored, self._plan, self._files[name], overflows)
         return file.below(output.location, output.folder_suffix)
 
     def add_rest(self, results: Sequence[Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from distckpt._commit.output import Output, OutputSettings
 from distckpt._compute.merge import check_is_apart, check_terms, plan_opened_sum
 from distckpt._format.hf_names import INDEX_NAME, SINGLE_NAME, belongs_to_export
 from distckpt._io.export import export_settings, num_export_threads, output_file
-from distckpt._io.tensor_source import TensorSource
 from distckpt._io.write import NewFile
 from distckpt._operations.consolidate import plan_opened
 from distckpt._operations.export_plan import ExportPlan
@@ -36,11 +34,7 @@ from distckpt.tasks._work import Work
 
 
 def consolidation(
-    checkpoint: str | os.PathLike[str],
-    output_dir: str | os.PathLike[str],
-    *,
-    overwrite: bool = False,
-    options: ExportOptions,
+    checkpoint: str, output_dir: str, *, overwrite: bool = False, options: ExportOptions
 ) -> Work:
     """Return the work of `consolidate` with these arguments."""
     check_export_options(options)
@@ -51,8 +45,8 @@ def consolidation(
 
 
 def merger(
-    checkpoints: Sequence[str | os.PathLike[str]],
-    output_dir: str | os.PathLike[str],
+    checkpoints: Sequence[str],
+    output_dir: str,
     *,
     weights: Sequence[float] | None = None,
     ema: float | None = None,
@@ -75,7 +69,7 @@ class _ExportWork(FileWork):
     def __init__(
         self,
         verb: str,
-        output_dir: str | os.PathLike[str],
+        output_dir: str,
         overwrite: bool,
         located: SourceLocations,
         opened: OpenedSources,
@@ -90,7 +84,6 @@ class _ExportWork(FileWork):
         self.verb = verb
         self.place = posix.resolve(output_dir)
         self.checkpoints = opened.all
-        self.sources = located.all
         self.source = plan.source
         self._max_inflight_bytes = options.max_inflight_bytes
         self.write_settings = export_settings(num_export_threads(options.max_inflight_bytes))
@@ -132,11 +125,11 @@ class _ExportWork(FileWork):
         if self.verb == "merge":
             check_is_apart(self.place, self._located.checkpoints)
 
-    def new_file(
-        self, source: TensorSource, output: Output, name: str, overflows: dict[str, int]
-    ) -> NewFile:
+    def new_file(self, output: Output, name: str, overflows: dict[str, int]) -> NewFile:
         path = locations.join(output.location, name)
-        return output_file(source, self._files[name], path, overflows, self._max_inflight_bytes)
+        return output_file(
+            self.source, self._files[name], path, overflows, self._max_inflight_bytes
+        )
 
     def add_rest(self, results: Sequence[Any]) -> None:
         complete_export(self._plan, self.checkpoints, self.output())

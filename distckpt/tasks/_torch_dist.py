@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings
@@ -18,7 +16,7 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.tasks._facts import facts_of
 from distckpt.tasks._outputs import OutputWork
-from distckpt.tasks._work import Piece, piece_bytes
+from distckpt.tasks._work import AddBytes, Piece, piece_bytes
 from distckpt.torch_dist._export import (
     check_place,
     chunks_to_write,
@@ -38,27 +36,18 @@ class TorchDistWork(OutputWork):
 
     verb = "convert"
 
-    def __init__(
-        self,
-        checkpoint_dir: str | os.PathLike[str],
-        output_dir: str | os.PathLike[str],
-        *,
-        overwrite: bool = False,
-    ) -> None:
-        location = locations.normalize(checkpoint_dir)
-        target = posix.resolve(output_dir)
-        check_place(location, target)
-        stored = open_undisturbed(Ranks.alone(), location)
+    def __init__(self, checkpoint_dir: str, output_dir: str, *, overwrite: bool = False) -> None:
+        self.place = posix.resolve(output_dir)
+        check_place(checkpoint_dir, self.place)
+        stored = open_undisturbed(Ranks.alone(), checkpoint_dir)
         self._stored = stored
-        self.place = target
         self.checkpoints = [stored]
-        self.sources = [stored.location]
         self._chunks = _groups(stored)
         pieces = []
         for number, group in enumerate(self._chunks):
             size = sum(int(stored.manifest.num_bytes[chunk]) for chunk in group)
             pieces.append(Piece(f"__{number}_0.distcp", 0, size))
-        self.pieces: Sequence[Piece] = pieces
+        self.pieces = pieces
         num_bytes = sum(piece.num_bytes for piece in pieces)
         self.settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
         self.facts = facts_of({"overwrite": overwrite, "format": "torch_dist"}, [stored])
@@ -75,22 +64,16 @@ class TorchDistWork(OutputWork):
         # Before hours of work.
         _ = self._common
 
-    def run(
-        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
-    ) -> Iterator[tuple[int, Any]]:
+    def do(self, number: int, add_bytes: AddBytes) -> list[tuple[int, str, int, int]]:
         directory = self.directory()
-        with reading(Ranks.alone(), self.checkpoints):
-            for number in assigned:
-                name = self.pieces[number].name
-                # Under another name until it is whole: another process may do the same.
-                path = locations.temporary_beside(locations.join(directory, name))
-                temporary = locations.split(path)[1]
-                written = write_chunks(
-                    self._stored, self._chunks[number], directory, temporary, None
-                )
-                locations.replace_file(path, locations.join(directory, name))
-                add_bytes(self.pieces[number].num_bytes)
-                yield number, [(chunk, name, start, size) for chunk, _, start, size in written]
+        name = self.pieces[number].name
+        # Under another name until it is whole: another process may do the same.
+        path = locations.temporary_beside(locations.join(directory, name))
+        temporary = locations.split(path)[1]
+        written = write_chunks(self._stored, self._chunks[number], directory, temporary, None)
+        locations.replace_file(path, locations.join(directory, name))
+        add_bytes(self.pieces[number].num_bytes)
+        return [(chunk, name, start, size) for chunk, _, start, size in written]
 
     def add_rest(self, results: Sequence[Any]) -> None:
         write_metadata(self._stored, self._common, results, self.directory())

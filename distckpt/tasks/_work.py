@@ -1,4 +1,4 @@
-"""Work that is divided into pieces: pure functions, and the definition of a verb.
+"""Work that is divided into pieces: their division, and the definition of a verb.
 
 A verb defines its pieces, the way to do one, and the way to combine their results. The choice of
 the processes that do them, and the record of finished ones, is up to `_run`.
@@ -13,9 +13,14 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+from distckpt._checkpoint.consistent_read import reading
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
+from distckpt._storage.open_files import OpenFiles
+from distckpt.tasks._facts import check_sources
 
 _ALIGNMENT = 1 << 20
 """Divide files at multiples of a page, which only one process writes."""
@@ -23,6 +28,9 @@ _MIN_PIECE_BYTES = 64 << 20
 _MAX_PIECE_BYTES = 1 << 30
 _NUM_PIECES = 1024
 """Target number of pieces, as far as the sizes below allow."""
+
+AddBytes: TypeAlias = Callable[[int], None]
+"""A function that notes bytes that are done."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +72,20 @@ class Work(ABC):
         verb: its name.
         place: location next to the journal, which is named after it.
         facts: the facts on which the result depends, by name; another value is other work.
-        sources: locations of the checkpoints to read.
+        checkpoints: the checkpoints to read.
         pieces: the same in each process with the same arguments.
     """
 
     verb: str
     place: str
     facts: Mapping[str, str]
-    sources: Sequence[str]
-    pieces: Sequence[Piece]
+    checkpoints: Sequence[StoredCheckpoint] = ()
+    pieces: Sequence[Piece] = ()
+
+    @property
+    def sources(self) -> list[str]:
+        """Locations of the checkpoints to read."""
+        return [stored.location for stored in self.checkpoints]
 
     @functools.cached_property
     def nonce(self) -> str:
@@ -87,14 +100,26 @@ class Work(ABC):
         parent, name = locations.split(self.place)
         return locations.join(parent, f".{name}.parts-{self.nonce}")
 
-    @abstractmethod
-    def run(
-        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
-    ) -> Iterator[tuple[int, Any]]:
+    def run(self, assigned: Iterable[int], add_bytes: AddBytes) -> Iterator[tuple[int, Any]]:
         """Do pieces one after the other.
 
         Yield the number of each and its result, for JSON, when its output is on disk.
         """
+        with (
+            reading(Ranks.alone(), self.checkpoints),
+            OpenFiles.for_many_reads() as files,
+        ):
+            self.use(files)
+            for number in assigned:
+                yield number, self.do(number, add_bytes)
+
+    def use(self, files: OpenFiles) -> None:
+        """Read through files that stay open until all pieces of a run are done."""
+        del files
+
+    @abstractmethod
+    def do(self, number: int, add_bytes: AddBytes) -> Any:
+        """Do a piece; return its result, for JSON, when its output is on disk."""
 
     @abstractmethod
     def report(self, results: Sequence[Any], seconds: float) -> Any:
@@ -127,11 +152,12 @@ class Work(ABC):
         return True
 
     def complete(self, results: Sequence[Any]) -> None:
-        """Check the output of the pieces, and add the rest.
+        """Check the sources and the output of the pieces, and add the rest.
 
         May be called again.
         """
         del results
+        check_sources(self.facts, self.checkpoints)
 
     def directory(self) -> str:
         """Return the directory of the output before it appears."""
