@@ -317,7 +317,11 @@ def _lay_out(
     request: ReshardRequest,
 ) -> _Layout:
     """Give every byte an owner and a place in one of its files."""
-    new = [*_divide_tensors(outputs, request), *_divide_objects(objects, request.num_ranks)]
+    new = list(_divide_tensors(outputs, request))
+    for index, shard in enumerate(objects):
+        # Each object has one rank.
+        first = index % request.num_ranks
+        new.append(_NewShard(shard, range(first, first + 1)))
     # Each is described once, by the first of its new ranks, and tables list rows by rank.
     new.sort(key=lambda held: held.ranks.start)
     shards = [held.shard for held in new]
@@ -373,13 +377,6 @@ def _divide_tensors(
         raise CheckpointingException(
             f"The grids for {unused} fit no tensor: no key matches, or an earlier one does."
         )
-
-
-def _divide_objects(objects: Iterable[ShardedObject], num_ranks: int) -> Iterator[_NewShard]:
-    """Give each object to one rank."""
-    for index, shard in enumerate(objects):
-        first = index % num_ranks
-        yield _NewShard(shard, range(first, first + 1))
 
 
 def _grid_regions(key: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> list[Region]:

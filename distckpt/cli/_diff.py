@@ -42,7 +42,8 @@ def _show(arguments: Namespace, report: DiffReport, output: Output) -> int:
     note = ""
     if not report.objects_compared:
         note = "; objects and common state were not compared"
-    output.line(_reading(report) + note)
+    rate = size_text(report.num_bytes / report.seconds)
+    output.line(f"{size_text(report.num_bytes)} read in {report.seconds:.2f} s, {rate}/s{note}")
     if report.is_same:
         return 0
     return 1
@@ -63,7 +64,8 @@ def _print_differences(report: DiffReport, output: Output, is_folding: bool) -> 
 
     If `is_folding`, the differences of optimizers become one line.
     """
-    models, optimizers = _divided_by_owner(report)
+    models = _of_owner(report, is_optimizer=False)
+    optimizers = _of_owner(report, is_optimizer=True)
     rows = _rows_of(models)
     if not is_folding:
         rows += _rows_of(optimizers)
@@ -89,29 +91,21 @@ def _print_table(rows: Sequence[Sequence[str]], output: Output) -> None:
     output.table(heads, shown, num_text=2, drop="where max")
 
 
-def _reading(report: DiffReport) -> str:
-    rate = size_text(report.num_bytes / report.seconds)
-    return f"{size_text(report.num_bytes)} read in {report.seconds:.2f} s, {rate}/s"
-
-
 # --- Tensors --------------------------------------------------------------------------------------
 
 
-def _divided_by_owner(report: DiffReport) -> tuple[DiffReport, DiffReport]:
-    """Divide the differences into models and optimizers."""
+def _of_owner(report: DiffReport, is_optimizer: bool) -> DiffReport:
+    """Return the differences of optimizers, or of all others."""
 
-    def part(is_of_optimizer: bool) -> DiffReport:
-        def is_wanted(key: str) -> bool:
-            return (key in report.optimizer_keys) == is_of_optimizer
+    def is_wanted(key: str) -> bool:
+        return (key in report.optimizer_keys) == is_optimizer
 
-        return replace(
-            report,
-            tensors=tuple(tensor for tensor in report.tensors if is_wanted(tensor.key)),
-            only_in_a=tuple(filter(is_wanted, report.only_in_a)),
-            only_in_b=tuple(filter(is_wanted, report.only_in_b)),
-        )
-
-    return part(False), part(True)
+    return replace(
+        report,
+        tensors=tuple(tensor for tensor in report.tensors if is_wanted(tensor.key)),
+        only_in_a=tuple(filter(is_wanted, report.only_in_a)),
+        only_in_b=tuple(filter(is_wanted, report.only_in_b)),
+    )
 
 
 def _optimizer_text(report: DiffReport) -> str:

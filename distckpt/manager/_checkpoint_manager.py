@@ -156,7 +156,7 @@ class CheckpointManager(SaysOtherNames):
         self._of_all_ranks = {**vars(policy), "on_failure": on_failure, "async_save": async_save}
         self._root_steps = RootSteps(root, self._request, policy)
         self._place: RootSteps | Tiers = self._root_steps
-        tier_settings = {
+        tier_settings: dict[str, Any] = {
             "peers": peers,
             "keep_local": keep_local,
             "upload_every": upload_every,
@@ -166,9 +166,13 @@ class CheckpointManager(SaysOtherNames):
             "stall_timeout": stall_timeout,
         }
         if local is not None:
+            # Imported when it is needed: most programs save to one place.
+            from distckpt.manager._tiers._meeting import TierSettings
+            from distckpt.manager._tiers._tiers import Tiers
+
             self._of_all_ranks |= tier_settings
-            tiers = _tiers_of(os.fspath(local), tier_settings, self._request, self._root_steps)
-            self._place = tiers
+            settings = TierSettings(local=os.fspath(local), **tier_settings)
+            self._place = Tiers(settings, self._request, self._root_steps)
         elif peers or hosts or upload_every != 1:
             raise ValueError("peers, hosts and upload_every need the directory of each host: local")
         self._handles: list[SaveHandle] = []
@@ -398,11 +402,10 @@ class CheckpointManager(SaysOtherNames):
         `load`, which decides for all ranks. With `local`, this is a collective operation: all
         ranks must call it.
         """
-        newest, self.skipped = run_operation("look for steps", self._find)
+        newest, self.skipped = run_operation(
+            "look for steps", lambda: self._place.find(self._ranks())
+        )
         return newest
-
-    def _find(self) -> tuple[int | None, dict[int, str]]:
-        return self._place.find(self._ranks())
 
     def steps(self) -> list[int]:
         """Return the committed steps in ascending order, rejected ones too, without checks.
@@ -473,16 +476,6 @@ class CheckpointManager(SaysOtherNames):
 
     def _ranks(self) -> Ranks:
         return Ranks(self._request.process_group)
-
-
-def _tiers_of(
-    local: str, settings: Mapping[str, Any], request: SaveRequest, root_steps: RootSteps
-) -> Tiers:
-    # Imported when it is needed: most programs save to one place.
-    from distckpt.manager._tiers._meeting import TierSettings
-    from distckpt.manager._tiers._tiers import Tiers
-
-    return Tiers(TierSettings(local=local, **settings), request, root_steps)
 
 
 def _with_warnings(request: SaveRequest) -> SaveRequest:

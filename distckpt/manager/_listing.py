@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from distckpt._base.errors import (
     CheckpointingException,
@@ -18,7 +18,6 @@ from distckpt._checkpoint.consistent_read import MAX_READS
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._commit import posix
 from distckpt._commit.presence import absence
-from distckpt._format.chunk_table import Files
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -143,26 +142,12 @@ def _naming_newest(ordered: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     return [replace(info, is_newest=info in newest) for info in ordered]
 
 
-@dataclass(frozen=True)
-class _Files:
+class _Files(NamedTuple):
     """The facts in the files of a checkpoint: its marker, their size, a problem."""
 
     marker: Mapping[str, Any] | None
     num_bytes: int
     problem: str | None
-
-    @property
-    def seconds(self) -> float | None:
-        """The duration of the save in the marker, if it is there."""
-        seconds = (self.marker or {}).get("seconds")
-        with contextlib.suppress(TypeError, ValueError):
-            return float(seconds)  # type: ignore[arg-type]
-        return None
-
-    @property
-    def noted_step(self) -> Any:
-        """The step that the marker notes, if a manager saved it."""
-        return steps.note_in(self.marker).get("step")
 
 
 def _describe(
@@ -177,17 +162,21 @@ def _describe(
     if files is None or (files.problem is not None and not locations.exists(location)):
         # No checkpoint, or another program has removed it meanwhile.
         return None
-    step = files.noted_step
+    step: Any = steps.note_in(files.marker).get("step")
     saved_at = None
+    seconds = None
     if files.marker is not None:
         saved_at = locations.modified_time(locations.join(location, CONFIG_FNAME))
+        with contextlib.suppress(TypeError, ValueError):
+            seconds = float(files.marker.get("seconds"))  # type: ignore[arg-type]
+    number = re.search(r"\d{1,18}$", name)
     info = CheckpointInfo(
         name=name,
         location=location,
-        step=_number_in(name),
+        step=None if number is None else int(number[0]),
         num_bytes=files.num_bytes,
         saved_at=saved_at,
-        seconds=files.seconds,
+        seconds=seconds,
         metrics={},
         pinned=False,
         problem=files.problem,
@@ -218,26 +207,13 @@ def _look(location: str, step: int | None, is_of_host: bool) -> _Files | None:
         if not is_ours and not isinstance(error, CorruptCheckpointError):
             return None
         return _Files(marker, 0, f"{type(error).__name__}: {error}")
-    files = _Files(marker, _bytes_at(location, manifest.files, is_of_host), None)
-    if manifest.origin is not None and marker is None:
-        return files
-    expected = step
-    if step is None:
-        expected = files.noted_step
-    return replace(files, problem=steps.problem_at(location, expected, is_of_host))
-
-
-def _bytes_at(location: str, files: Files, is_of_host: bool) -> int:
-    """Return the size of the files of a checkpoint; a host has some of them."""
     num_bytes = 0
-    for file in files:
+    for file in manifest.files:
         if not is_of_host or locations.exists(locations.join(location, file.name)):
             num_bytes += file.num_bytes
-    return num_bytes
-
-
-def _number_in(name: str) -> int | None:
-    digits = re.search(r"\d{1,18}$", name)
-    if digits is None:
-        return None
-    return int(digits[0])
+    if manifest.origin is not None and marker is None:
+        return _Files(marker, num_bytes, None)
+    expected = step
+    if step is None:
+        expected = steps.note_in(marker).get("step")
+    return _Files(marker, num_bytes, steps.problem_at(location, expected, is_of_host))

@@ -32,6 +32,7 @@ class RootSteps:
     Attributes:
         location: of the root.
         not_removed: the reason why a step could not be removed, by step, on rank 0.
+        seen: the steps that it may remove.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class RootSteps:
         self._policy = policy
         # A save in which nothing happens for longer has lost a rank, and fails.
         patience = 2 * request.options.timeout
-        self._seen = SeenSteps(given, self.location, patience, not policy.keeps_all)
+        self.seen = SeenSteps(given, self.location, patience, not policy.keeps_all)
 
     def step(self, step: int) -> str:
         """Return the location of a step, whether it exists or not."""
@@ -68,7 +69,7 @@ class RootSteps:
 
     def begin(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
         """Return the request with all ranks' notes, after checking for the step."""
-        self._seen.warn_about_restart(step)
+        self.seen.warn_about_restart(step)
         overwrite = (
             request.overwrite
             or rejections.warn_of(self.location, step, "replaced when the new one is complete")
@@ -79,7 +80,7 @@ class RootSteps:
     def noted(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
         """Return the request with all ranks' notes."""
         note = united_note(notes)
-        name = self._seen.begin_save(step, note.names, self._policy.best_metric)
+        name = self.seen.begin_save(step, note.names, self._policy.best_metric)
         fields = {"step": step, "save": name, "metrics": note.metrics, "pinned": note.pinned}
         return replace(request, notes={steps.NOTE: fields})
 
@@ -101,7 +102,7 @@ class RootSteps:
     def clear_leftovers(self) -> None:
         """Remove leftovers of interrupted saves."""
         with locations.only_logging(f"clear up in {self.location}"):
-            removal.clear_leftovers(self.location, self._seen.is_abandoned)
+            removal.clear_leftovers(self.location, self.seen.is_abandoned)
 
     def after_commit(self, step: int) -> None:
         """Update the tracker file and remove surplus steps.
@@ -109,7 +110,7 @@ class RootSteps:
         An error here does not fail the save.
         """
         root = self.location
-        self._seen.note_saved(step)
+        self.seen.note_saved(step)
         with locations.only_logging(f"write {steps.TRACKER}"):
             steps.write_tracker(root, step, self._request.options.durable)
         with locations.only_logging(f"remove old checkpoints from {root}"):
@@ -117,7 +118,7 @@ class RootSteps:
                 return
             saved = steps.own_steps(root)
             surplus_steps = surplus(root, self._policy, saved, step)
-            known = [old for old in surplus_steps if self._seen.knows(old)]
+            known = [old for old in surplus_steps if self.seen.knows(old)]
             self.not_removed = removal.remove_steps(root, known)
             self._remove_optimizers([old for old in saved if old not in known], step)
 
@@ -125,7 +126,7 @@ class RootSteps:
         known = []
         for old in removal.with_surplus_optimizer(self.location, self._policy, saved, last):
             # Each is tried once: a reason in its keys or files does not go away.
-            if self._seen.knows(old) and old.save not in self._tried:
+            if self.seen.knows(old) and old.save not in self._tried:
                 known.append(old)
                 self._tried.add(old.save)
         self.not_removed |= removal.remove_optimizers(self.location, known)
@@ -156,11 +157,7 @@ class RootSteps:
     def look(self) -> None:
         """Note the steps that are there, which retention may remove later."""
         with locations.only_logging(f"look into {self.location}"):
-            self._seen.look()
-
-    def look_if_it_answers(self) -> None:
-        """Note the steps that are there; if the root does not answer, none is removed."""
-        self._seen.look_if_it_answers()
+            self.seen.look()
 
     def find(self, ranks: Ranks) -> tuple[int | None, dict[int, str]]:
         """Return the newest step that may load, and newer ones' problems."""

@@ -24,7 +24,6 @@ from distckpt._commit import hidden_directories, posix
 from distckpt._commit.presence import absence
 from distckpt._format.foreign_formats import MARKED
 from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
-from distckpt._operations.file_checks import Problem
 from distckpt._operations.verify import verify
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -238,20 +237,13 @@ def problem_at(location: str, step: int | None, is_of_host: bool = False) -> str
         found = verify(location, "fast").problems if backend == BACKEND else ()
     except (CheckpointingException, OSError) as error:
         return f"{type(error).__name__}: {error}"
-    return _summary(_without_missing_files(found) if is_of_host else found)
-
-
-def _without_missing_files(problems: Sequence[Problem]) -> list[Problem]:
-    return [problem for problem in problems if locations.exists(problem.file)]
-
-
-def _summary(problems: Sequence[Problem]) -> str | None:
-    if not problems:
-        return None
-    more = ""
+    problems = []
+    for problem in found:
+        if not is_of_host or locations.exists(problem.file):
+            problems.append(f"{problem.file}: {problem.message}")
     if len(problems) > 1:
-        more = f" (and {len(problems) - 1} more problems)"
-    return f"{problems[0].file}: {problems[0].message}{more}"
+        return f"{problems[0]} (and {len(problems) - 1} more problems)"
+    return problems[0] if problems else None
 
 
 def is_file(location: str) -> bool:

@@ -51,8 +51,9 @@ def facts_of(
     for name, value in options.items():
         if name in (*_UNIMPORTANT, *_PLANNED):
             continue
-        if name == "keys":
-            value = _sorted_patterns(value)
+        if name == "keys" and value is not None:
+            # Their order does not matter.
+            value = sorted({value} if isinstance(value, str) else set(value))
         option_texts[name] = _short(value)
     # Two versions may compute different values from the same input.
     versions = {
@@ -60,7 +61,8 @@ def facts_of(
         "the version of journals": f"{_VERSION}, format {FORMAT_VERSION}",
     }
     facts = {**versions, **option_texts, **facts_of_sources(checkpoints)}
-    return {**facts, "the plan (rules, names, shapes)": _digest_of_plan(outputs)}
+    plan = _digest(repr(tuple(output)).encode() for output in outputs)
+    return {**facts, "the plan (rules, names, shapes)": plan}
 
 
 def facts_of_extra_files(extra: ExtraFiles) -> dict[str, str]:
@@ -147,22 +149,11 @@ def _looks_of(stored: StoredCheckpoint) -> bytes:
     return json.dumps([state[:2] for state in states.values()]).encode()
 
 
-def _digest_of_plan(outputs: Iterable[OutputTensor]) -> str:
-    return _digest(repr(tuple(output)).encode() for output in outputs)
-
-
 def _digest(texts: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text)
     return digest.hexdigest()[:16]
-
-
-def _sorted_patterns(patterns: str | Sequence[str] | None) -> list[str] | None:
-    """Return the patterns in an order independent of the caller's."""
-    if patterns is None:
-        return None
-    return sorted({patterns} if isinstance(patterns, str) else set(patterns))
 
 
 def _short(value: Any) -> str:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from distckpt._commit.conditional_put import SAVE
 from distckpt._format.marker import marker_of
@@ -24,28 +24,6 @@ _NUM_ROOT_STEPS = 16
 """Newest steps of the root whose markers are read: each takes a request."""
 
 _Answer = TypeVar("_Answer")
-
-
-@dataclass
-class Known:
-    """The holders of a step: hosts with its files, and perhaps the root.
-
-    Attributes:
-        spread: the hosts that have its files.
-        root_suffix: suffix of the folders of its files in the root; None if it is not there.
-    """
-
-    spread: SpreadStep
-    root_suffix: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields for other ranks."""
-        return {"spread": vars(self.spread), "root_suffix": self.root_suffix}
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Known:
-        """Return the value of `as_json`."""
-        return cls(SpreadStep(**fields["spread"]), fields["root_suffix"])
 
 
 @dataclass
@@ -87,19 +65,18 @@ class Root:
             return default
 
 
-def known_steps(found: Sequence[SpreadStep], root: Root) -> list[Known]:
+def known_steps(found: Sequence[SpreadStep], root: Root) -> list[SpreadStep]:
     """Unite the steps of hosts and root; the newest one of the newest attempt comes first."""
-    known = {(spread.step, spread.save): Known(spread) for spread in found}
-    nothing: list[tuple[SpreadStep, str]] = []
-    for spread, suffix in root.ask(partial(_steps_in_root, root.location), nothing):
-        known.setdefault((spread.step, spread.save), Known(spread)).root_suffix = suffix
-    return sorted(
-        known.values(), key=lambda item: (item.spread.attempt, item.spread.step), reverse=True
-    )
+    known = {(spread.step, spread.save): spread for spread in found}
+    nothing: list[SpreadStep] = []
+    for in_root in root.ask(partial(_steps_in_root, root.location), nothing):
+        same = known.setdefault((in_root.step, in_root.save), in_root)
+        same.root_suffix = in_root.root_suffix
+    return sorted(known.values(), key=lambda item: (item.attempt, item.step), reverse=True)
 
 
-def _steps_in_root(root: str) -> list[tuple[SpreadStep, str]]:
-    """Return the newest steps in the root, with their folders' suffix."""
+def _steps_in_root(root: str) -> list[SpreadStep]:
+    """Return the newest steps in the root."""
     result = []
     for step in steps.all_steps(root)[-_NUM_ROOT_STEPS:]:
         marker = marker_of(steps.step_location(root, step))
@@ -112,13 +89,13 @@ def _steps_in_root(root: str) -> list[tuple[SpreadStep, str]]:
         save = str(note.get("save"))
         if steps.OPTIMIZER_REMOVED in note:
             save += " without optimizer"  # no copy of what hosts have
-        result.append((SpreadStep(step, save, attempt), suffix))
+        result.append(SpreadStep(step, save, attempt, root_suffix=suffix))
     return result
 
 
 def choose(
     found: Sequence[SpreadStep], root: Root, passed: Passed, wanted: int | None = None
-) -> tuple[Known | None, dict[int, str]]:
+) -> tuple[SpreadStep | None, dict[int, str]]:
     """Return the step to load, if any, and newer ones' problems.
 
     Args:
@@ -129,12 +106,12 @@ def choose(
     """
     problems: dict[int, str] = {}
     for item in known_steps(found, root):
-        step = item.spread.step
+        step = item.step
         if wanted not in (None, step):
             continue
-        if item.spread.save in passed.damaged_in_root:
+        if item.save in passed.damaged_in_root:
             item.root_suffix = None
-        problem = passed.reasons.get(item.spread.save)
+        problem = passed.reasons.get(item.save)
         if problem is None:
             problem = _rejection_of(item, root)
             if problem is not None and wanted is not None:
@@ -147,23 +124,21 @@ def choose(
     return None, problems
 
 
-def _rejection_of(item: Known, root: Root) -> str | None:
-    step = item.spread.step
-    if item.spread.rejection is not None or item.root_suffix is None:
-        return item.spread.rejection
-    rejection = root.ask(partial(rejections.rejection_of, root.location, step), None)
+def _rejection_of(item: SpreadStep, root: Root) -> str | None:
+    if item.rejection is not None or item.root_suffix is None:
+        return item.rejection
+    rejection = root.ask(partial(rejections.rejection_of, root.location, item.step), None)
     return None if rejection is None else str(rejection)
 
 
-def _problem_with(item: Known, root: Root) -> str | None:
-    spread = item.spread
-    if spread.hosts and spread.is_whole:
+def _problem_with(item: SpreadStep, root: Root) -> str | None:
+    if item.hosts and item.is_whole:
         return None
     if item.root_suffix is not None:
-        return steps.problem_with(root.location, spread.step)
+        return steps.problem_with(root.location, item.step)
     return (
-        f"the hosts that are left have {len(spread.sizes)} of its {spread.num_files} files "
-        f"({sum(spread.sizes.values())} of {spread.num_bytes} bytes), and it is not in the root"
+        f"the hosts that are left have {len(item.sizes)} of its {item.num_files} files "
+        f"({sum(item.sizes.values())} of {item.num_bytes} bytes), and it is not in the root"
         + (", which does not answer" * (not root.answers))
     )
 

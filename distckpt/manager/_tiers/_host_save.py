@@ -58,7 +58,11 @@ class HostSave:
                 details["bytes"] = save.prepared.num_bytes
                 directory = self._begin(ranks, save, cleaning)
                 with ranks.telling("save to the hosts") as told:
-                    self._make(directory)
+                    if self.is_leader:
+                        self.place.make()
+                    # Every rank makes them: the ones of a host do not wait for their leader.
+                    for name in posix.SUBDIRECTORIES:
+                        locations.make_directories(locations.join(directory, name))
                     own = save.prepared.write_own(directory, ranks)
                     if save.request.options.durable:
                         for name in posix.SUBDIRECTORIES:
@@ -88,13 +92,6 @@ class HostSave:
         if self.is_leader:
             cleaning.callback(self._give_up, directory)
         return directory
-
-    def _make(self, directory: str) -> None:
-        if self.is_leader:
-            self.place.make()
-        # Every rank makes them: the ones of a host do not wait for their leader.
-        for name in posix.SUBDIRECTORIES:
-            locations.make_directories(locations.join(directory, name))
 
     def _give_up(self, directory: str) -> None:
         """Remove the files of this host after a failure; another host may lack its own."""

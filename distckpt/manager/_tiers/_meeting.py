@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from distckpt._base.messages import check_count
@@ -26,18 +26,18 @@ from distckpt.manager._tiers._survey import SpreadStep, decide_from_held
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TierSettings:
     """Settings of the tiers of a manager, see `CheckpointManager`."""
 
     local: str
-    peers: int = 0
-    keep_local: int = 2
-    upload_every: int = 1
-    hosts: Mapping[str, str] = field(default_factory=dict)
-    peer_bandwidth: float | None = None
-    upload_bandwidth: float | None = None
-    stall_timeout: float = 120.0
+    peers: int
+    keep_local: int
+    upload_every: int
+    hosts: Mapping[str, str]
+    peer_bandwidth: float | None
+    upload_bandwidth: float | None
+    stall_timeout: float
 
     def __post_init__(self) -> None:
         check_count("keep_local", self.keep_local)
@@ -88,7 +88,9 @@ def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting
 
     def number_attempt(found: list[SpreadStep]) -> tuple[int, list[int]]:
         good = [spread.step for spread in found if spread.is_whole and not spread.rejection]
-        return _next_attempt(found, root), good
+        # Above those of all attempts: the time, unless a clock was wrong.
+        last = max((item.attempt for item in known_steps(found, root)), default=0)
+        return max(last + 1, int(time.time())), good
 
     attempt, whole = decide_from_held(ranks, hosts, place, number_attempt)
     lanes = []
@@ -96,12 +98,6 @@ def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting
         own = Ranks.in_background(request.process_group, request.options.timeout)
         lanes.append(Lane(name, own, request.options.exit_timeout))
     return Meeting(hosts, is_leader, place, attempt, frozenset(whole), *lanes)
-
-
-def _next_attempt(found: Sequence[SpreadStep], root: Root) -> int:
-    """Return a number above those of all attempts: the time, unless a clock was wrong."""
-    last = max((item.spread.attempt for item in known_steps(found, root)), default=0)
-    return max(last + 1, int(time.time()))
 
 
 def _run_of(root: Root, of_ranks: Sequence[Sequence[tuple[str, bool]]]) -> tuple[str, bool]:

@@ -13,7 +13,6 @@ from distckpt._io.write import in_folder
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
-from distckpt.manager._tiers._choice import Known
 from distckpt.manager._tiers._file_server import Address, FileServer, FilesOfHost
 from distckpt.manager._tiers._hosts import Hosts, decide_together
 from distckpt.manager._tiers._local_steps import LocalRoot
@@ -32,7 +31,7 @@ def served(
     ranks: Ranks,
     hosts: Hosts,
     place: LocalRoot,
-    known: Known,
+    spread: SpreadStep,
     in_root: str,
     contents: Mapping[str, bytes],
 ) -> Iterator[str]:
@@ -47,11 +46,10 @@ def served(
         ranks: the ranks of the job.
         hosts: the hosts of the job.
         place: the local directory of this host.
-        known: the step, and who has its files.
+        spread: the step, and who has its files.
         in_root: location of the step in the root.
         contents: marker and manifest.
     """
-    spread = known.spread
     directory = place.step(spread.step)
     own = hosts.of_rank[ranks.rank]
     with contextlib.ExitStack() as serving:
@@ -72,8 +70,8 @@ def served(
                     number = numbers[host][name]
                     sources.append(Source("peer", host=clients[host], number=number))
             files[name] = TieredFile(num_bytes, sources)
-        if known.root_suffix is not None:
-            _add_root(files, contents, in_root, known.root_suffix)
+        if spread.root_suffix is not None:
+            _add_root(files, contents, in_root, spread.root_suffix)
         tiered = TieredFiles(contents, files)
         yield serving.enter_context(mounted(tiered, steps.step_name(spread.step)))
         logger.info("%s", _describe(spread.step, tiered.bytes_of_tiers()))

@@ -20,7 +20,7 @@ from distckpt.manager._tiers._local_steps import (
 
 @dataclass
 class SpreadStep:
-    """A step whose files are spread over hosts.
+    """A step whose files are spread over hosts, and perhaps in the root.
 
     Attributes:
         step: its number.
@@ -31,6 +31,7 @@ class SpreadStep:
         hosts: the hosts that have each file, by name.
         sizes: sizes of the files.
         rejection: the reason why a host rejects the step, if one does.
+        root_suffix: suffix of the folders of its files in the root; None if it is not there.
     """
 
     step: int
@@ -41,6 +42,7 @@ class SpreadStep:
     hosts: dict[str, list[int]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     rejection: str | None = None
+    root_suffix: str | None = None
 
     @property
     def is_whole(self) -> bool:

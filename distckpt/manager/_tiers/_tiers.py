@@ -25,7 +25,7 @@ from distckpt.manager import _steps as steps
 from distckpt.manager._root_steps import RootSteps
 from distckpt.manager._tiers import _choice as choice
 from distckpt.manager._tiers import _survey as survey
-from distckpt.manager._tiers._choice import Known, Passed, Root, choose
+from distckpt.manager._tiers._choice import Passed, Root, choose
 from distckpt.manager._tiers._copies import copy_to_peers, deliveries
 from distckpt.manager._tiers._host_save import HostSave
 from distckpt.manager._tiers._lane import Pace, PassedOverError
@@ -112,7 +112,7 @@ class Tiers:
         # Files of a step that hosts do not have whole are no obstacle.
         request = replace(request, overwrite=True)
         # The root may not answer, and training goes on.
-        self._root_steps.look_if_it_answers()
+        self._root_steps.seen.look_if_it_answers()
         return self._root_steps.noted(step, notes, request)
 
     def write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
@@ -330,19 +330,19 @@ class Tiers:
                 message = choice.nothing_to_load(self._root, step, passed.problems)
                 raise CheckpointNotFoundError(message)
             try:
-                result = self._load_known(ranks, known, load_at)
+                result = self._load_spread(ranks, known, load_at)
             except BaseException as error:
                 if not steps.all_find(ranks, error, _is_damage):
                     raise
                 self._note_damage(ranks, known, passed, error)
                 continue
-            if known.spread.hosts:
+            if known.hosts:
                 self._resume(known)
             return result
 
     def _decide(
         self, ranks: Ranks, root: Root, passed: Passed, step: int | None = None
-    ) -> tuple[Known | None, dict[int, str]]:
+    ) -> tuple[SpreadStep | None, dict[int, str]]:
         def decide(found: list[SpreadStep]) -> list[Any]:
             known, problems = choose(found, root, passed, step)
             for number, problem in problems.items():
@@ -351,20 +351,21 @@ class Tiers:
             if known is None and not root.answers:
                 # Training would begin anew beside the steps in the root.
                 raise CheckpointingException(choice.unknown_steps(root.location, problems))
-            return [known and known.as_json(), list(problems.items())]
+            return [known and vars(known), list(problems.items())]
 
         met = self._meeting
         fields, problems = survey.decide_from_held(ranks, met.hosts, met.place, decide)
-        return fields and Known.from_json(fields), dict(problems)
+        return fields and SpreadStep(**fields), dict(problems)
 
-    def _load_known(self, ranks: Ranks, known: Known, load_at: Callable[[str], _Result]) -> _Result:
+    def _load_spread(
+        self, ranks: Ranks, spread: SpreadStep, load_at: Callable[[str], _Result]
+    ) -> _Result:
         met = self._meeting
-        in_root = steps.step_location(self._root, known.spread.step)
-        if not known.spread.hosts:
+        in_root = steps.step_location(self._root, spread.step)
+        if not spread.hosts:
             return load_at(in_root)
-        spread = known.spread
         contents = survey.fetch_small_files(ranks, met.hosts, met.place, spread.step, spread.save)
-        with served(ranks, met.hosts, met.place, known, in_root, contents) as url:
+        with served(ranks, met.hosts, met.place, spread, in_root, contents) as url:
             result = load_at(url)
         with ranks.phase("keep the manifest"):
             # Before copies and uploads begin: both need it.
@@ -374,27 +375,26 @@ class Tiers:
         return result
 
     def _note_damage(
-        self, ranks: Ranks, known: Known, passed: Passed, error: BaseException
+        self, ranks: Ranks, spread: SpreadStep, passed: Passed, error: BaseException
     ) -> None:
         """Remove damaged local files; without any, note that the step does not load."""
-        step = known.spread.step
-        if self._drop_damaged(ranks, step, known.spread.save):
+        if self._drop_damaged(ranks, spread.step, spread.save):
             return
-        if known.root_suffix is not None and known.spread.save not in passed.damaged_in_root:
-            passed.damaged_in_root.add(known.spread.save)
-            if known.spread.hosts:
+        if spread.root_suffix is not None and spread.save not in passed.damaged_in_root:
+            passed.damaged_in_root.add(spread.save)
+            if spread.hosts:
                 return
-        passed.reasons[known.spread.save] = f"{type(error).__name__}: {error}"
+        passed.reasons[spread.save] = f"{type(error).__name__}: {error}"
 
-    def _resume(self, known: Known) -> None:
+    def _resume(self, spread: SpreadStep) -> None:
         """Queue the copies and the upload that a loaded step lacks."""
-        step = known.spread.step
+        step = spread.step
         if self._settings.peers:
             self._safe = step
-        is_due = known.root_suffix is None
+        is_due = spread.root_suffix is None
         if step not in self.states:
             self._note(step, StepState(is_local=True, is_uploaded=not is_due))
-        self._queue(step, known.spread.save, is_due)
+        self._queue(step, spread.save, is_due)
 
     def find(self, ranks: Ranks) -> tuple[int | None, dict[int, str]]:
         """Return the newest step that may load, and newer ones' problems.
@@ -403,7 +403,7 @@ class Tiers:
         """
         self.meet(ranks)
         known, problems = self._decide(ranks, Root(self._root), Passed())
-        return None if known is None else known.spread.step, problems
+        return None if known is None else known.step, problems
 
     def list(self, ranks: Ranks) -> list[int]:
         """Return the steps that hosts have whole, or the root has, ascending.
