@@ -44,9 +44,7 @@ def _show(arguments: Namespace, report: DiffReport, output: Output) -> int:
         note = "; objects and common state were not compared"
     rate = size_text(report.num_bytes / report.seconds)
     output.line(f"{size_text(report.num_bytes)} read in {report.seconds:.2f} s, {rate}/s{note}")
-    if report.is_same:
-        return 0
-    return 1
+    return int(not report.is_same)
 
 
 def _as_json(report: DiffReport) -> dict[str, Any]:

@@ -82,9 +82,7 @@ def run(arguments: Namespace, output: Output) -> int:
     if not arguments.keep_last:
         all_are_kept = ": without --keep-last all are"
     output.line(f"{num_kept} of {num_saved} checkpoints kept in {pruning.root}{all_are_kept}")
-    if pruning.problems:
-        return 1
-    return 0
+    return int(bool(pruning.problems))
 
 
 def _origin_of(name: str) -> str:

@@ -23,7 +23,6 @@ from distckpt._operations.async_save import reserve_for
 from distckpt._operations.background_save import SaveHandle, release_staging_memory
 from distckpt._operations.load import Strict, load
 from distckpt._operations.planned_save import (
-    PlannedSave,
     SaveRequest,
     raise_unseen_error,
     raising_pending_errors,
@@ -306,22 +305,16 @@ class CheckpointManager(SaysOtherNames):
         request = replace(request, overwrite=bool(overwrite))
         if has_planned:
             request = _with_warnings(request)
-        write = partial(self._place.write, step)
         if self._is_async:
-            planned = self._plan(ranks, state_dict, background_save.in_background(request))
-            save = background_save.prepare(ranks, planned, write)
-            return background_save.start(ranks, save)
-        planned = self._plan(ranks, state_dict, request)
-        report = write(ranks, planned)
-        return background_save.finished_handle(report.location, lambda: report)
-
-    def _plan(
-        self, ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
-    ) -> PlannedSave:
+            request = background_save.in_background(request)
         planned = plan_save(ranks, state_dict, request)
         self._place.check_planned(planned)
         self._has_planned = True
-        return planned
+        write = partial(self._place.write, step)
+        if self._is_async:
+            return background_save.start(ranks, background_save.prepare(ranks, planned, write))
+        report = write(ranks, planned)
+        return background_save.finished_handle(report.location, lambda: report)
 
     def _note_failure(self, step: int, handle: Future[SaveReport]) -> None:
         # `exception` of the handle itself would count as asking.

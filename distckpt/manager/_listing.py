@@ -94,7 +94,12 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
         raise CheckpointNotFoundError(absence(root))
     reasons = {steps.step_name(step): found.reason for step, found in rejections(root).items()}
     infos = [replace(info, rejected=reasons.get(info.name)) for info in infos]
-    return _naming_newest(sorted(infos, key=_order))
+    infos.sort(key=_order)
+    good = [info for info in infos if info.problem is None and info.rejected is None]
+    # To a manager other names are not steps, whatever their number.
+    managed = [info for info in good if steps.parse_step(info.name) is not None]
+    newest = (managed or good)[-1:]
+    return [replace(info, is_newest=info in newest) for info in infos]
 
 
 def _describe_all(root: str) -> tuple[list[str], list[CheckpointInfo]]:
@@ -132,14 +137,6 @@ def _order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
     if info.step is None:
         return False, 0, info.saved_at or 0.0, info.name
     return True, info.step, 0.0, info.name
-
-
-def _naming_newest(ordered: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    good = [info for info in ordered if info.problem is None and info.rejected is None]
-    # To a manager other names are not steps, whatever their number.
-    managed = [info for info in good if steps.parse_step(info.name) is not None]
-    newest = (managed or good)[-1:]
-    return [replace(info, is_newest=info in newest) for info in ordered]
 
 
 class _Files(NamedTuple):

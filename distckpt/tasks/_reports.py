@@ -65,29 +65,12 @@ from distckpt._tools.stats import (
 )
 from distckpt._tools.tensor_differences import Change, compare_window
 from distckpt.tasks._facts import facts_of, facts_of_copies
-from distckpt.tasks._work import AddBytes, Piece, Work, cut_files, piece_bytes
+from distckpt.tasks._work import AddBytes, Piece, Work, cut_files, runs_of
 
 
 def place_of(verb: str, journal: str) -> str:
     """Return the location next to a verb's journal in a directory."""
     return locations.join(posix.resolve(journal), verb)
-
-
-def runs_of(sizes: Sequence[int]) -> list[range]:
-    """Divide a sequence of items into runs of about a piece's size."""
-    limit = piece_bytes(sum(sizes))
-    runs = []
-    first = 0
-    filled = 0
-    for number, size in enumerate(sizes):
-        if filled and filled + size > limit:
-            runs.append(range(first, number))
-            first = number
-            filled = 0
-        filled += size
-    if sizes:
-        return [*runs, range(first, len(sizes))]
-    return runs
 
 
 def pieces_of(

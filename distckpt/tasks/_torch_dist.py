@@ -11,12 +11,11 @@ from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings
 from distckpt._foreign.torch_dist.reader import COMMON_NAME, METADATA_NAME
 from distckpt._format.marker import CONFIG_FNAME
-from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.tasks._facts import facts_of
 from distckpt.tasks._outputs import OutputWork
-from distckpt.tasks._work import AddBytes, Piece, piece_bytes
+from distckpt.tasks._work import AddBytes, Piece, runs_of
 from distckpt.torch_dist._export import (
     check_place,
     chunks_to_write,
@@ -42,14 +41,17 @@ class TorchDistWork(OutputWork):
         stored = open_undisturbed(Ranks.alone(), checkpoint_dir)
         self._stored = stored
         self.checkpoints = [stored]
-        self._chunks = _groups(stored)
+        chunks = chunks_to_write(stored)
+        sizes = stored.manifest.num_bytes[chunks].tolist()
+        self._chunks = []
         pieces = []
-        for number, group in enumerate(self._chunks):
-            size = sum(int(stored.manifest.num_bytes[chunk]) for chunk in group)
+        # Without chunks, an empty file.
+        for number, run in enumerate(runs_of(sizes) or [range(0)]):
+            self._chunks.append(chunks[run.start : run.stop])
+            size = sum(sizes[run.start : run.stop])
             pieces.append(Piece(f"__{number}_0.distcp", 0, size))
         self.pieces = pieces
-        num_bytes = sum(piece.num_bytes for piece in pieces)
-        self.settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
+        self.settings = OutputSettings(num_bytes=sum(sizes), overwrite=overwrite)
         self.facts = facts_of({"overwrite": overwrite, "format": "torch_dist"}, [stored])
 
     @functools.cached_property
@@ -88,18 +90,3 @@ class TorchDistWork(OutputWork):
 
     def report(self, results: Sequence[Any], seconds: float) -> None:
         return None
-
-
-def _groups(stored: StoredCheckpoint) -> list[list[int]]:
-    """Divide chunks into runs of a piece's size, or of one chunk."""
-    limit = piece_bytes(int(stored.manifest.sums.bytes_of_keys.sum()))
-    groups: list[list[int]] = [[]]
-    room = limit
-    for chunk in chunks_to_write(stored):
-        size = int(stored.manifest.num_bytes[chunk])
-        if size > room and groups[-1]:
-            groups.append([])
-            room = limit
-        groups[-1].append(chunk)
-        room -= size
-    return groups

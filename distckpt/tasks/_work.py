@@ -196,6 +196,23 @@ def cut_files(sizes: Mapping[str, int], *, divides: bool) -> list[Piece]:
     return pieces
 
 
+def runs_of(sizes: Sequence[int]) -> list[range]:
+    """Divide a sequence of items into runs of about a piece's size."""
+    limit = piece_bytes(sum(sizes))
+    runs = []
+    first = 0
+    filled = 0
+    for number, size in enumerate(sizes):
+        if filled and filled + size > limit:
+            runs.append(range(first, number))
+            first = number
+            filled = 0
+        filled += size
+    if sizes:
+        return [*runs, range(first, len(sizes))]
+    return runs
+
+
 def share(costs: Sequence[int], part: Part) -> list[int]:
     """Return the numbers of the pieces of a part.
 
