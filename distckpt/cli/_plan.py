@@ -9,13 +9,12 @@ from typing import Any
 
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.messages import summarize_keys
-from distckpt._base.options import LoadOptions
 from distckpt._plan.decoded import decoded
 from distckpt._tools.layouts import Layout, divide_tensors, layout_of, whole_keys
 from distckpt._tools.planned_costs import (
     Job,
-    LoadCosts,
-    load_costs,
+    LoadingRanks,
+    NodeLoad,
     save_costs,
     tensors_in_memory,
 )
@@ -40,9 +39,11 @@ def run(arguments: Namespace, output: Output) -> int:
             "layout": {**layout._asdict(), "num_replicas": layout.num_replicas},
             "whole": whole_keys(tensors) if layout.tp > 1 else [],
         }
-        costs = load_costs(view, job, LoadOptions(), rules)
-        for share_reads, of_load in zip(("off", "on"), costs, strict=True):
-            facts[f"load_share_reads_{share_reads}"] = _load_facts(of_load, arguments.storage)
+        loading = LoadingRanks(view, job, rules)
+        alone = list(loading.nodes_alone())
+        facts["load_share_reads_off"] = _load_facts(loading, alone, arguments.storage)
+        together = list(loading.nodes_together())
+        facts["load_share_reads_on"] = _load_facts(loading, together, arguments.storage)
         facts["save"] = _save_facts(save_costs(job), job.nodes, arguments.storage)
     output.json(facts)
     _show(facts, layout, arguments.nodes, output)
@@ -52,11 +53,13 @@ def run(arguments: Namespace, output: Output) -> int:
 # --- Facts ----------------------------------------------------------------------------------------
 
 
-def _load_facts(costs: LoadCosts, storage: tuple[int, float] | None) -> dict[str, Any]:
+def _load_facts(
+    loading: LoadingRanks, reads: Sequence[NodeLoad], storage: tuple[int, float] | None
+) -> dict[str, Any]:
     nodes = []
     sizes = Counter[int]()
     ranks: list[tuple[int, int]] = []
-    for node in costs.nodes:
+    for node in reads:
         sizes.update(node.sizes)
         ranks += node.ranks
         nodes.append(
@@ -66,14 +69,14 @@ def _load_facts(costs: LoadCosts, storage: tuple[int, float] | None) -> dict[str
                 "requests": node.sizes.total(),
             }
         )
-    tensor_bytes = max(costs.tensor_bytes)
+    tensor_bytes = max(loading.tensor_bytes)
     of_rank = {
         "read_bytes": max(num_bytes for num_bytes, _ in ranks),
         "requests": max(num_requests for _, num_requests in ranks),
         "tensor_bytes": tensor_bytes,
-        "memory_bytes": tensor_bytes + costs.inflight_bytes,
+        "memory_bytes": tensor_bytes + loading.inflight_bytes,
     }
-    waiting = of_rank["requests"] / costs.num_parallel
+    waiting = of_rank["requests"] / loading.num_parallel
     return {
         **_of_nodes(nodes),
         "median_request_bytes": _median(sizes),

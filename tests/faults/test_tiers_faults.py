@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from distckpt import CheckpointManager, CheckpointNotFoundError, PreemptionGuard, ShardedObject
-from distckpt.manager._tiers import _choice, _copies, _meeting, _served, _tier_files
+from distckpt.manager._tiers import _choice, _copies, _meeting, _tier_files
 from tests.support.disk import flip
 from tests.support.disks import mounted_read_only, small_disk
 from tests.support.flaky_store import FlakyFileSystem, failing
@@ -398,7 +398,7 @@ def load_beside_a_stopped_host(rank: int, base: str) -> int:
 
     asked: list[object] = []
     with (
-        mock.patch.object(_served, "_ANSWER_SECONDS", 0.5),
+        mock.patch.object(_tier_files, "_ANSWER_SECONDS", 0.5),
         mock.patch.object(_tier_files, "_fill", fill_later),
         manager_of(rank, base, 1) as manager,
     ):

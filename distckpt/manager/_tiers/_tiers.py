@@ -32,9 +32,8 @@ from distckpt.manager._tiers._lane import Pace, PassedOverError
 from distckpt.manager._tiers._local_steps import ATTEMPT, LocalRoot
 from distckpt.manager._tiers._meeting import Meeting, TierSettings, agree
 from distckpt.manager._tiers._run_files import RUN, StepState, write_state
-from distckpt.manager._tiers._served import served
 from distckpt.manager._tiers._survey import SpreadStep
-from distckpt.manager._tiers._tier_files import SCHEME
+from distckpt.manager._tiers._tier_files import SCHEME, served
 from distckpt.manager._tiers._uploads import Progress, planned_upload
 
 logger = logging.getLogger(__name__)
