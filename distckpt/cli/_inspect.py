@@ -122,9 +122,7 @@ def _show_writers(writers: Sequence[dict[str, Any]], output: Output) -> None:
     A file whose name contains no rank has a bar of its own. A single writer is only named.
     """
     if len(writers) == 1:
-        rank = writers[0]["rank"]
-        how = "in" if rank is None else "written by"
-        output.line(f"all {how} {owner_of(rank, writers[0]['file'])}")
+        output.line(_only_writer(writers[0]))
         return
     shown = writers[:_MAX_WRITERS]
     largest = max((writer["data_bytes"] for writer in writers), default=0) or 1
@@ -145,6 +143,13 @@ def _show_writers(writers: Sequence[dict[str, Any]], output: Output) -> None:
         output.line(f"... and {len(writers) - len(shown)} more (all with --json)")
     if balance := balance_text(writers):
         output.line(balance)
+
+
+def _only_writer(writer: dict[str, Any]) -> str:
+    owner = owner_of(writer["rank"], writer["file"])
+    if writer["rank"] is None:
+        return f"all in {owner}"
+    return f"all written by {owner}"
 
 
 # --- One key --------------------------------------------------------------------------------------

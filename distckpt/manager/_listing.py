@@ -18,6 +18,7 @@ from distckpt._checkpoint.consistent_read import MAX_READS
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._commit import posix
 from distckpt._commit.presence import absence
+from distckpt._format.chunk_table import Files
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -94,12 +95,7 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
         raise CheckpointNotFoundError(absence(root))
     reasons = {steps.step_name(step): found.reason for step, found in rejections(root).items()}
     infos = [replace(info, rejected=reasons.get(info.name)) for info in infos]
-    infos.sort(key=_order)
-    good = [info for info in infos if info.problem is None and info.rejected is None]
-    # To a manager other names are not steps, whatever their number.
-    managed = [info for info in good if steps.parse_step(info.name) is not None]
-    newest = (managed or good)[-1:]
-    return [replace(info, is_newest=info in newest) for info in infos]
+    return _naming_newest(sorted(infos, key=_order))
 
 
 def _describe_all(root: str) -> tuple[list[str], list[CheckpointInfo]]:
@@ -139,6 +135,14 @@ def _order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
     return True, info.step, 0.0, info.name
 
 
+def _naming_newest(ordered: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    good = [info for info in ordered if info.problem is None and info.rejected is None]
+    # To a manager other names are not steps, whatever their number.
+    managed = [info for info in good if steps.parse_step(info.name) is not None]
+    newest = (managed or good)[-1:]
+    return [replace(info, is_newest=info in newest) for info in ordered]
+
+
 class _Files(NamedTuple):
     """The facts in the files of a checkpoint: its marker, their size, a problem."""
 
@@ -166,11 +170,10 @@ def _describe(
         saved_at = locations.modified_time(locations.join(location, CONFIG_FNAME))
         with contextlib.suppress(TypeError, ValueError):
             seconds = float(files.marker.get("seconds"))  # type: ignore[arg-type]
-    number = re.search(r"\d{1,18}$", name)
     info = CheckpointInfo(
         name=name,
         location=location,
-        step=None if number is None else int(number[0]),
+        step=_number_in(name),
         num_bytes=files.num_bytes,
         saved_at=saved_at,
         seconds=seconds,
@@ -204,13 +207,26 @@ def _look(location: str, step: int | None, is_of_host: bool) -> _Files | None:
         if not is_ours and not isinstance(error, CorruptCheckpointError):
             return None
         return _Files(marker, 0, f"{type(error).__name__}: {error}")
-    num_bytes = 0
-    for file in manifest.files:
-        if not is_of_host or locations.exists(locations.join(location, file.name)):
-            num_bytes += file.num_bytes
+    num_bytes = _bytes_at(location, manifest.files, is_of_host)
     if manifest.origin is not None and marker is None:
         return _Files(marker, num_bytes, None)
     expected = step
     if step is None:
         expected = steps.note_in(marker).get("step")
     return _Files(marker, num_bytes, steps.problem_at(location, expected, is_of_host))
+
+
+def _bytes_at(location: str, files: Files, is_of_host: bool) -> int:
+    """Return the size of the files of a checkpoint; a host has some of them."""
+    num_bytes = 0
+    for file in files:
+        if not is_of_host or locations.exists(locations.join(location, file.name)):
+            num_bytes += file.num_bytes
+    return num_bytes
+
+
+def _number_in(name: str) -> int | None:
+    digits = re.search(r"\d{1,18}$", name)
+    if digits is None:
+        return None
+    return int(digits[0])

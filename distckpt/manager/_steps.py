@@ -24,6 +24,7 @@ from distckpt._commit import hidden_directories, posix
 from distckpt._commit.presence import absence
 from distckpt._format.foreign_formats import MARKED
 from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
+from distckpt._operations.file_checks import Problem
 from distckpt._operations.verify import verify
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -234,16 +235,23 @@ def problem_at(location: str, step: int | None, is_of_host: bool = False) -> str
         note = marker.get(NOTE)
         if isinstance(note, dict) and note.get("step") != step:
             return f"the marker says that this is step {note.get('step')!r}"
-        found = verify(location, "fast").problems if backend == BACKEND else ()
+        found: Sequence[Problem] = ()
+        if backend == BACKEND:
+            found = verify(location, "fast").problems
     except (CheckpointingException, OSError) as error:
         return f"{type(error).__name__}: {error}"
-    problems = []
-    for problem in found:
-        if not is_of_host or locations.exists(problem.file):
-            problems.append(f"{problem.file}: {problem.message}")
+    if is_of_host:
+        found = [problem for problem in found if locations.exists(problem.file)]
+    return _summary(found)
+
+
+def _summary(problems: Sequence[Problem]) -> str | None:
+    if not problems:
+        return None
+    more = ""
     if len(problems) > 1:
-        return f"{problems[0]} (and {len(problems) - 1} more problems)"
-    return problems[0] if problems else None
+        more = f" (and {len(problems) - 1} more problems)"
+    return f"{problems[0].file}: {problems[0].message}{more}"
 
 
 def is_file(location: str) -> bool:

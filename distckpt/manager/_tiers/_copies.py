@@ -54,15 +54,14 @@ def deliveries(step: SpreadStep, hosts: Hosts) -> list[Delivery]:
     """
     sent = [0] * len(hosts.of_rank)
     received = [0] * len(hosts.of_rank)
-    members = [hosts.ranks_of(host) for host in range(len(hosts.names))]
     result = []
     for tag, name in enumerate(sorted(step.sizes)):
         (host, *others) = step.hosts[name]
         peer = hosts.peers[host]
         if others or peer < 0:
             continue
-        sender = min(members[host], key=sent.__getitem__)
-        receiver = min(members[peer], key=received.__getitem__)
+        sender = min(hosts.members[host], key=sent.__getitem__)
+        receiver = min(hosts.members[peer], key=received.__getitem__)
         sent[sender] += step.sizes[name]
         received[receiver] += step.sizes[name]
         result.append(Delivery(name, step.sizes[name], sender, receiver, tag))
@@ -147,7 +146,7 @@ def _receive(
     # One thread, which takes the bytes in their order.
     settings = WriteSettings(durable=durable, direct=False, block_bytes=block_bytes, num_threads=1)
     try:
-        rewrite({temporary: file}, {temporary: arriving.read}, block_bytes, settings)
+        rewrite(temporary, file, arriving.read, settings)
         locations.rename(temporary, path, durable)
     finally:
         locations.remove_file(temporary)

@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,17 @@ class Hosts:
     names: Sequence[str]
     peers: Sequence[int]
 
-    def ranks_of(self, host: int) -> list[int]:
-        """Return the ranks of a host, ascending; the first one leads."""
-        return [rank for rank, other in enumerate(self.of_rank) if other == host]
+    @cached_property
+    def members(self) -> list[list[int]]:
+        """The ranks of each host, ascending; the first one leads."""
+        members: list[list[int]] = [[] for _ in self.names]
+        for rank, host in enumerate(self.of_rank):
+            members[host].append(rank)
+        return members
 
     def leads(self, rank: int) -> bool:
         """Whether a rank is the lowest one of its host."""
-        return self.of_rank.index(self.of_rank[rank]) == rank
+        return self.members[self.of_rank[rank]][0] == rank
 
 
 def decide_together(

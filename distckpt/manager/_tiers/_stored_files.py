@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -86,38 +86,19 @@ def stored_files(stored: StoredCheckpoint, names: Sequence[str]) -> dict[str, St
     return found
 
 
-def rewrite(
-    files: Mapping[str, StoredFile],
-    reads: Mapping[str, Read],
-    block_bytes: int,
-    settings: WriteSettings,
-) -> None:
-    """Write files again, and compare all their bytes with their checksums.
-
-    Args:
-        files: the files by new location.
-        reads: functions that read them, by new location.
-        block_bytes: bytes per checksum.
-        settings: how to write.
+def rewrite(location: str, file: StoredFile, read: Read, settings: WriteSettings) -> None:
+    """Write a file again at a location, and compare all its bytes with their checksums.
 
     Raises:
         CorruptCheckpointError: bytes are not the ones that were saved.
     """
-    new = []
-    for location, file in files.items():
-        header = np.empty(file.header_bytes, np.uint8)
-        reads[location](0, header)
-        if checksum(header) != file.header_checksum:
-            raise _damaged(file, "its header")
-        new.append(_new_file(location, file, header.tobytes(), reads[location]))
-    actual = write_files(new, settings)
-    first = 0
-    for file in files.values():
-        num_blocks = sum(-(-size // block_bytes) for size in file.chunk_bytes)
-        own = actual[first : first + num_blocks]
-        first += num_blocks
-        if len(own) != len(file.checksums) or (own != file.checksums).any():
-            raise _damaged(file, "a block")
+    header = np.empty(file.header_bytes, np.uint8)
+    read(0, header)
+    if checksum(header) != file.header_checksum:
+        raise _damaged(file, "its header")
+    actual = write_files([_new_file(location, file, header.tobytes(), read)], settings)
+    if not np.array_equal(actual, file.checksums):
+        raise _damaged(file, "a block")
 
 
 def problems_of(stored: StoredCheckpoint, names: Collection[str]) -> list[Problem]:

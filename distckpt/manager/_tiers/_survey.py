@@ -150,15 +150,14 @@ def fetch_small_files(
     return result
 
 
-def shared_out(files: Sequence[str], step: SpreadStep, hosts: Hosts) -> dict[str, int]:
+def shared_out(step: SpreadStep, hosts: Hosts) -> dict[str, int]:
     """Choose a rank for each file, on a host that has it; each gets about the same bytes."""
     loads = [0] * len(hosts.of_rank)
-    members = [hosts.ranks_of(host) for host in range(len(hosts.names))]
     chosen = {}
-    for name in sorted(files, key=lambda name: -step.sizes[name]):
+    for name in sorted(step.sizes, key=lambda name: -step.sizes[name]):
         candidates = []
         for host in step.hosts[name]:
-            candidates += members[host]
+            candidates += hosts.members[host]
         rank = min(candidates, key=loads.__getitem__)
         loads[rank] += step.sizes[name]
         chosen[name] = rank

@@ -323,7 +323,7 @@ def _connected(
     addresses = decide_together(ranks, "serve files to other hosts", serve, list)
     clients = {}
     for host in range(len(hosts.names)):
-        address = addresses[hosts.ranks_of(host)[0]]
+        address = addresses[hosts.members[host][0]]
         if host != own and address is not None:
             clients[host] = FilesOfHost(tuple(address), token, _ANSWER_SECONDS)
             serving.callback(clients[host].close)

@@ -269,7 +269,7 @@ class Tiers:
         if spread.rejection is not None:
             raise PassedOverError(f"it was {spread.rejection}")
         stored = self._opened(ranks, spread)
-        chosen = survey.shared_out(list(spread.sizes), spread, met.hosts)
+        chosen = survey.shared_out(spread, met.hosts)
         own = [name for name, rank in chosen.items() if rank == ranks.rank]
         note_stall = partial(self._note_problem, step, "uploads", is_seen_here_only=True)
         with Progress(step, self._settings.stall_timeout, note_stall) as progress:

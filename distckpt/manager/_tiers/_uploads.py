@@ -117,7 +117,7 @@ class StoredFiles(PreparedSave):
             location = locations.join(checkpoint_dir, in_folder(name, self.folder_suffix or ""))
             self.progress.location = location
             source = self._paced(locations.join(self.stored.location, name))
-            rewrite({location: file}, {location: source}, block_bytes, settings)
+            rewrite(location, file, source, settings)
         # Now it waits for others, each of which watches itself.
         self.progress.location = ""
         return b""
