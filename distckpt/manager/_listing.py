@@ -93,7 +93,7 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     names, infos = _describe_all(root)
     if _is_unfinished(names, infos) or not (names or locations.isdir(root)):
         raise CheckpointNotFoundError(absence(root))
-    reasons = {steps.step_name(step): found.reason for step, found in rejections(root).items()}
+    reasons = {steps.step_name(step): reason for step, reason in rejections(root).items()}
     infos = [replace(info, rejected=reasons.get(info.name)) for info in infos]
     return _naming_newest(sorted(infos, key=_order))
 

@@ -125,10 +125,10 @@ def choose(
 
 
 def _rejection_of(item: SpreadStep, root: Root) -> str | None:
-    if item.rejection is not None or item.root_suffix is None:
-        return item.rejection
-    rejection = root.ask(partial(rejections.rejection_of, root.location, item.step), None)
-    return None if rejection is None else str(rejection)
+    reason = item.rejection
+    if reason is None and item.root_suffix is not None:
+        reason = root.ask(partial(rejections.rejection_of, root.location, item.step), None)
+    return reason and f"rejected: {reason}"
 
 
 def _problem_with(item: SpreadStep, root: Root) -> str | None:

@@ -103,10 +103,9 @@ class LocalRoot:
                 return None
             if isinstance(attempt, int) and isinstance(num_files, int):
                 rejection = rejections.rejection_of(self.location, step)
-                reason = None if rejection is None else str(rejection)
                 size = int(num_bytes or 0)
                 files = files_in(directory)
-                return HeldStep(step, name, attempt, num_files, size, files, reason)
+                return HeldStep(step, name, attempt, num_files, size, files, rejection)
         return None
 
     def small_files(self, step: int, save: str | None = None) -> dict[str, bytes]:

@@ -267,7 +267,7 @@ class Tiers:
         if spread is None or not spread.is_whole:
             raise PassedOverError("its local files are gone")
         if spread.rejection is not None:
-            raise PassedOverError(f"it was {spread.rejection}")
+            raise PassedOverError(f"it was rejected: {spread.rejection}")
         stored = self._opened(ranks, spread)
         chosen = survey.shared_out(spread, met.hosts)
         own = [name for name, rank in chosen.items() if rank == ranks.rank]

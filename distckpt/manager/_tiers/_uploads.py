@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distckpt._base.options import SaveOptions
@@ -96,10 +96,8 @@ class StoredFiles(PreparedSave):
     progress: Progress
     pace: Pace
     durable: bool = True
-    num_bytes: int = 0
     folder_suffix: str | None = ""
     exchanges_in_write = False
-    written: Sequence[tuple[str, int]] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
         own = set(self.own)
