@@ -242,24 +242,18 @@ def _counted(counts: Mapping[str, int]) -> list[str]:
     return [f"{count:,} {name}" for name, count in counts.items() if count]
 
 
-def _number_that_differ(number: int) -> str:
-    """Format how many differ: `1 differs`, `2 differ`."""
-    if number == 1:
-        return "1 differs"
-    return f"{number:,} differ"
-
-
 def _outcome(report: DiffReport) -> str:
     """Format how the checkpoints compare as one line."""
     counts = _counts_of(report)
     num_equal = counts.pop("equal")
-    differing = _number_that_differ(counts.pop("differ"))
+    num_different = counts.pop("differ")
+    verb = "differs" if num_different == 1 else "differ"
     rest = _counted(counts)
     if report.objects:
         differences = count_text(len(report.objects), "difference")
         rest.append(f"{differences} in common state and objects")
     compared = count_text(report.num_compared, "tensor")
-    text = f"{compared} compared: {num_equal:,} equal, {differing}"
+    text = f"{compared} compared: {num_equal:,} equal, {num_different:,} {verb}"
     if rest:
         return "; ".join([text, ", ".join(rest)])
     return text
@@ -318,11 +312,11 @@ def _title(report: DiffReport) -> str:
     counts = _counts_of(report)
     del counts["equal"]
     num_different = counts.pop("differ")
+    verb = "differs" if num_different == 1 else "differ"
     parts = _counted(counts)
     if num_different:
-        number, verb = _number_that_differ(num_different).split(" ")
         compared = count_text(report.num_compared, "tensor")
-        parts.insert(0, f"{number} of {compared} {verb}")
+        parts.insert(0, f"{num_different:,} of {compared} {verb}")
     return ", ".join(parts) or "All tensors are equal, but not all objects or common state"
 
 

@@ -112,7 +112,8 @@ class RootSteps:
         root = self.location
         self.seen.note_saved(step)
         with locations.only_logging(f"write {steps.TRACKER}"):
-            steps.write_tracker(root, step, self._request.options.durable)
+            path = locations.join(root, steps.TRACKER)
+            steps.write_file(path, str(step).encode(), self._request.options.durable)
         with locations.only_logging(f"remove old checkpoints from {root}"):
             if self._policy.keeps_all:
                 return

@@ -143,11 +143,6 @@ def is_free_to_remove(name: str) -> bool:
     return is_leftover(name) and ".tmp-" not in name
 
 
-def write_tracker(root: str, step: int, durable: bool) -> None:
-    """Write the number of a step into the tracker file."""
-    write_file(locations.join(root, TRACKER), str(step).encode(), durable)
-
-
 def write_file(path: str, content: bytes, durable: bool) -> None:
     """Write a small file beside the steps."""
     try:

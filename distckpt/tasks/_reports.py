@@ -21,7 +21,6 @@ import torch
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.messages import check_choice, check_count
-from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._checkpoint.stored_values import StoredTensor
@@ -108,15 +107,9 @@ class _Windows:
     def results(self, number: int, compute: Callable[..., Any], add_bytes: AddBytes) -> list[Any]:
         """Return what `compute(window, *values)` returns for the windows of a piece."""
 
-        def computed(window: Window, *values: torch.Tensor) -> Any:
-            result = compute(window, *values)
-            add_bytes(sum(part.nbytes for part in values))
-            return result
-
         run = self._runs[number]
         windows = self._windows[run.start : run.stop]
-        uncounted = ProgressCounter(None, 0)
-        results = map_some_windows(self._sides, windows, computed, uncounted)
+        results = map_some_windows(self._sides, windows, compute, add_bytes)
         return [result for _, result in results]
 
     def by_tensor(self, results: Iterable[Iterable[Any]]) -> list[list[Any]]:
@@ -194,11 +187,12 @@ class _VerifyWork(Work):
             keys = keys_with_fingerprints(stored)
         # Pieces follow one another within a range.
         self._blocks_of = functools.lru_cache(maxsize=1)(self._list_blocks)
-        names = []
-        for file_ids in self._ranges:
-            names += [manifest.files[file_id].name for file_id in file_ids]
-        self._file_ids = {name: file_id for file_id, name in enumerate(names)}
-        sizes = {name: manifest.files[self._file_ids[name]].num_bytes for name in names}
+        self._file_ids: dict[str, int] = {}
+        sizes = {}
+        for file_id in itertools.chain(*self._ranges):
+            file = manifest.files[file_id]
+            self._file_ids[file.name] = file_id
+            sizes[file.name] = file.num_bytes
         self._spans = cut_files(sizes, divides=True)
         span_bytes = [span.num_bytes for span in self._spans]
         self._windows = _Windows([[StoredTensor(stored, key) for key in keys]])
