@@ -30,8 +30,8 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt._tools.reshard import ReshardReport, report_of_reshard, tensor_file
 from distckpt._tools.reshard_plan import plan_reshard, request_of
-from distckpt.tasks._facts import facts_of
 from distckpt.tasks._outputs import FileWork, overflows_of
+from distckpt.tasks._work import facts_of
 
 
 class ReshardWork(FileWork):

@@ -28,9 +28,8 @@ from distckpt._operations.export_request import (
 from distckpt._operations.export_write import ExportReport, complete_export, report_of_export
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt.tasks._facts import facts_of, facts_of_extra_files
 from distckpt.tasks._outputs import FileWork, overflows_of
-from distckpt.tasks._work import Work
+from distckpt.tasks._work import Work, facts_of, facts_of_extra_files
 
 
 def consolidation(

@@ -26,14 +26,17 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.options import sealed, unsealed
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._commit import hidden_directories
 from distckpt._storage import locations
-from distckpt.tasks._work import Part, Piece, Work
+from distckpt.tasks._pieces import Part, Piece
+
+if TYPE_CHECKING:
+    from distckpt.tasks._work import Work
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from distckpt._io.tensor_source import TensorSource
 from distckpt._io.write import Fill, NewFile, WriteSettings, write_files, write_span
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
-from distckpt.tasks._work import AddBytes, Work, cut_files
+from distckpt.tasks._pieces import cut_files
+from distckpt.tasks._work import AddBytes, Work
 
 
 class OutputWork(Work):

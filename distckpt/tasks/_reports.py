@@ -63,8 +63,8 @@ from distckpt._tools.stats import (
     tensors_to_measure,
 )
 from distckpt._tools.tensor_differences import Change, compare_window
-from distckpt.tasks._facts import facts_of, facts_of_copies
-from distckpt.tasks._work import AddBytes, Piece, Work, cut_files, runs_of
+from distckpt.tasks._pieces import Piece, cut_files, runs_of
+from distckpt.tasks._work import AddBytes, Work, facts_of, facts_of_copies
 
 
 def place_of(verb: str, journal: str) -> str:

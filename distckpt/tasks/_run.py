@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import operation
@@ -19,7 +19,10 @@ from distckpt._base.threads import ProgressCounter
 from distckpt._commit import hidden_directories
 from distckpt._storage import locations, object_store
 from distckpt.tasks._journal import LOCK, Journal, Note, journals_beside, other_owner
-from distckpt.tasks._work import Part, Work, share
+from distckpt.tasks._pieces import Part, share
+
+if TYPE_CHECKING:
+    from distckpt.tasks._work import Work
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from distckpt._foreign.torch_dist.reader import COMMON_NAME, METADATA_NAME
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt.tasks._facts import facts_of
 from distckpt.tasks._outputs import OutputWork
-from distckpt.tasks._work import AddBytes, Piece, runs_of
+from distckpt.tasks._pieces import Piece, runs_of
+from distckpt.tasks._work import AddBytes, facts_of
 from distckpt.torch_dist._export import (
     check_place,
     chunks_to_write,

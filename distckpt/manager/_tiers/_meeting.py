@@ -17,11 +17,10 @@ from distckpt._commit import posix
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt.manager._tiers._choice import Root, known_steps
 from distckpt.manager._tiers._hosts import Hosts, decide_together, meet
 from distckpt.manager._tiers._lane import Lane
 from distckpt.manager._tiers._local_steps import LocalRoot, run_of_root, runs_in
-from distckpt.manager._tiers._survey import SpreadStep, decide_from_held
+from distckpt.manager._tiers._survey import Root, SpreadStep, decide_from_held, known_steps
 
 logger = logging.getLogger(__name__)
 

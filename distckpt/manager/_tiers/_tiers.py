@@ -23,16 +23,14 @@ from distckpt._storage import locations
 from distckpt.manager import _rejections as rejections
 from distckpt.manager import _steps as steps
 from distckpt.manager._root_steps import RootSteps
-from distckpt.manager._tiers import _choice as choice
 from distckpt.manager._tiers import _survey as survey
-from distckpt.manager._tiers._choice import Passed, Root, choose
 from distckpt.manager._tiers._copies import copy_to_peers, deliveries
 from distckpt.manager._tiers._host_save import HostSave
 from distckpt.manager._tiers._lane import Pace, PassedOverError
 from distckpt.manager._tiers._local_steps import ATTEMPT, LocalRoot
 from distckpt.manager._tiers._meeting import Meeting, TierSettings, agree
 from distckpt.manager._tiers._run_files import RUN, StepState, write_state
-from distckpt.manager._tiers._survey import SpreadStep
+from distckpt.manager._tiers._survey import Passed, Root, SpreadStep, choose
 from distckpt.manager._tiers._tier_files import SCHEME, served
 from distckpt.manager._tiers._uploads import Progress, planned_upload
 
@@ -326,7 +324,7 @@ class Tiers:
             known, problems = self._decide(ranks, root, passed, step)
             skipped |= problems
             if known is None:
-                message = choice.nothing_to_load(self._root, step, passed.problems)
+                message = survey.nothing_to_load(self._root, step, passed.problems)
                 raise CheckpointNotFoundError(message)
             try:
                 result = self._load_spread(ranks, known, load_at)
@@ -349,7 +347,7 @@ class Tiers:
                     logger.warning("step %d is passed over: %s", number, problem)
             if known is None and not root.answers:
                 # Training would begin anew beside the steps in the root.
-                raise CheckpointingException(choice.unknown_steps(root.location, problems))
+                raise CheckpointingException(survey.unknown_steps(root.location, problems))
             return [known and vars(known), list(problems.items())]
 
         met = self._meeting
@@ -417,7 +415,7 @@ class Tiers:
             root = Root(self._root)
             in_root = root.ask(partial(steps.committed_steps, self._root), none)
             if not whole and not root.answers:
-                raise CheckpointingException(choice.unknown_steps(self._root, {}))
+                raise CheckpointingException(survey.unknown_steps(self._root, {}))
             return sorted(whole.union(in_root))
 
         result: list[int] = survey.decide_from_held(ranks, met.hosts, met.place, numbers)
