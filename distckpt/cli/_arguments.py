@@ -29,10 +29,7 @@ from distckpt.cli._argument_types import (
 
 
 def inspect(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "path", help="a checkpoint, or a folder of safetensors files: a path or URL"
-    )
-    _add_shared(parser, "--html")
+    _add_shared(parser, "path", "--html")
     parser.add_argument(
         "--key", metavar="K", help="show the chunks of this tensor and which ranks wrote them"
     )
@@ -61,9 +58,7 @@ def ls(parser: ArgumentParser) -> None:
 
 
 def cat(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "path", help="a checkpoint, or a folder of safetensors files: a path or URL"
-    )
+    _add_shared(parser, "path")
     parser.add_argument(
         "key",
         metavar="KEY[SLICE]",
@@ -93,9 +88,7 @@ def seal(parser: ArgumentParser) -> None:
 
 
 def stats(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "path", help="a checkpoint, or a folder of safetensors files: a path or URL"
-    )
+    _add_shared(parser, "path")
     _add_flag(parser, "--tree", "list each tensor, layers one by one")
     _add_shared(parser, "--keys", "--recompute")
     _add_parts(parser)
@@ -264,7 +257,7 @@ def completion(parser: ArgumentParser) -> None:
 
 def import_hf(parser: ArgumentParser) -> None:
     parser.add_argument("hf_dir", help="a Hugging Face directory: a path or URL")
-    parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
+    _add_shared(parser, "checkpoint")
     _add_shared(parser, "--keys", "--rename", "--dtype")
     _add_shared(parser, "--ranks", "--overwrite", "--max-inflight-bytes")
     _add_parts(parser)
@@ -275,7 +268,7 @@ def convert(parser: ArgumentParser) -> None:
         "source",
         help="a checkpoint, a directory with a .metadata file, or a Hugging Face directory",
     )
-    parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
+    _add_shared(parser, "checkpoint")
     to = (
         "format of the new checkpoint; torch_dist is Megatron Core's, which PyTorch reads as well, "
         "fsdp_dtensor Megatron-FSDP's"
@@ -304,7 +297,7 @@ def convert(parser: ArgumentParser) -> None:
 
 def reshard(parser: ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint: a path or URL")
-    parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
+    _add_shared(parser, "checkpoint")
     grid = "divide matching tensors into A x B parts, part i written by rank i; can be repeated"
     parser.add_argument(
         "--grid", action="append", metavar="PATTERN=AxB", type=parse_grid, default=[], help=grid
@@ -412,6 +405,8 @@ def trace(parser: ArgumentParser) -> None:
 
 
 _SHARED: Mapping[str, Mapping[str, Any]] = {
+    "path": {"help": "a checkpoint, or a folder of safetensors files: a path or URL"},
+    "checkpoint": {"help": "the new checkpoint: a path or URL"},
     "--keys": {
         "action": "append",
         "metavar": "PATTERN",
@@ -458,7 +453,7 @@ _SHARED: Mapping[str, Mapping[str, Any]] = {
         "help": "with --part: a directory, which is made, for the findings of the parts",
     },
 }
-"""Options that several verbs share."""
+"""Arguments and options that several verbs share."""
 
 
 def _add_shared(parser: _ActionsContainer, *names: str) -> None:

@@ -248,7 +248,16 @@ class CheckpointManager(SaysOtherNames):
                     self._request, overwrite=overwrite, content_metadata=content_metadata
                 )
                 request = self._place.aimed(request, step)
-            handle = self._start_or_log(ranks, state_dict, step, note, request)
+            try:
+                handle = self._start(ranks, state_dict, step, note, request)
+            except BaseException as error:
+                is_logged = self._logs_failures
+                if not (is_logged and steps.all_find(ranks, error, steps.is_of_the_storage)):
+                    raise
+                text = "step %d is not saved to %s: %s: %s"
+                logger.error(text, step, self.root, type(error).__name__, error)
+                location = os.fspath(request.path)
+                handle = background_save.finished_handle(location, partial(_raise, error))
             handle.was_asked = handle.was_asked or self._logs_failures
             handle.add_done_callback(partial(self._note_failure, step))
             self._handles.append(handle)
@@ -265,26 +274,6 @@ class CheckpointManager(SaysOtherNames):
         """
         request = self._request
         return reserve_for(state_dict, _with_warnings(request) if self._has_planned else request)
-
-    def _start_or_log(
-        self,
-        ranks: Ranks,
-        state_dict: ShardedStateDict,
-        step: int,
-        note: bytes,
-        request: SaveRequest,
-    ) -> SaveHandle:
-        try:
-            return self._start(ranks, state_dict, step, note, request)
-        except BaseException as error:
-            if not self._logs_failures:
-                raise
-            if not steps.all_find(ranks, error, steps.is_of_the_storage):
-                raise
-            logger.error(
-                "step %d is not saved to %s: %s: %s", step, self.root, type(error).__name__, error
-            )
-            return background_save.finished_handle(os.fspath(request.path), partial(_raise, error))
 
     def _start(
         self,
