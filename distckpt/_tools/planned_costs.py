@@ -152,7 +152,7 @@ class Job:
 
 
 class LoadingRanks:
-    """The ranks of a job that load from a view, imitated one after the other.
+    """The ranks of a job that load, imitated one after the other.
 
     Attributes:
         tensor_bytes: the memory of each rank's tensors.

@@ -45,7 +45,7 @@ class OutputWork(Work):
 
     def output(self) -> Output:
         """Return the output, in its place before it appears."""
-        return continued_output(self.place, self.nonce, self.journal, self.settings)
+        return continued_output(self.place, self.nonce, self.journal.location, self.settings)
 
     def directory(self) -> str:
         return self.output().location

@@ -26,6 +26,7 @@ from distckpt._plan.export import OutputTensor
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
+from distckpt.tasks._journal import Journal
 from distckpt.tasks._pieces import Piece
 
 _VERSION = 3
@@ -77,11 +78,11 @@ class Work(ABC):
         text = json.dumps({"facts": dict(self.facts), "pieces": pieces})
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    @property
-    def journal(self) -> str:
-        """The location of the journal, which need not exist."""
+    @functools.cached_property
+    def journal(self) -> Journal:
+        """The journal, which need not exist."""
         parent, name = locations.split(self.place)
-        return locations.join(parent, f".{name}.parts-{self.nonce}")
+        return Journal(locations.join(parent, f".{name}.parts-{self.nonce}"))
 
     def run(self, assigned: Iterable[int], add_bytes: AddBytes) -> Iterator[tuple[int, Any]]:
         """Do pieces one after the other.
@@ -97,7 +98,7 @@ class Work(ABC):
                 yield number, self.do(number, add_bytes)
 
     def use(self, files: OpenFiles) -> None:
-        """Read through files that stay open until all pieces of a run are done."""
+        """Read through files that stay open during a run."""
         del files
 
     @abstractmethod
@@ -135,7 +136,7 @@ class Work(ABC):
         return True
 
     def complete(self, results: Sequence[Any]) -> None:
-        """Check the sources and the output of the pieces, and add the rest.
+        """Check sources and the output of the pieces; add the rest.
 
         May be called again.
         """

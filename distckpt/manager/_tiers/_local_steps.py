@@ -138,9 +138,9 @@ class LocalRoot:
     def commit(
         self, step: int, directory: str, contents: Mapping[str, bytes], durable: bool
     ) -> None:
-        """Add marker and manifest to a directory, which becomes that of a step.
+        """Complete the directory of a step with marker and manifest.
 
-        An earlier one of the same step is replaced.
+        It gets its name. An earlier one of the same step is replaced.
         """
         for name, content in contents.items():
             locations.write_bytes(locations.join(directory, name), content, durable)

@@ -87,7 +87,7 @@ def stored_files(stored: StoredCheckpoint, names: Sequence[str]) -> dict[str, St
 
 
 def rewrite(location: str, file: StoredFile, read: Read, settings: WriteSettings) -> None:
-    """Write a file again at a location, and compare all its bytes with their checksums.
+    """Write a file again, and compare its bytes with their checksums.
 
     Raises:
         CorruptCheckpointError: bytes are not the ones that were saved.

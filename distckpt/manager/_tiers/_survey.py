@@ -1,4 +1,4 @@
-"""Search for steps over all hosts, and the choice of one over hosts and root."""
+"""Search for steps over hosts and root, and the choice of one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _Answer = TypeVar("_Answer")
 
 @dataclass
 class SpreadStep:
-    """A step whose files are spread over hosts, and perhaps in the root.
+    """A step with files on hosts, and perhaps in the root.
 
     Attributes:
         step: its number.
@@ -74,9 +74,9 @@ class SpreadStep:
 def decide_from_held(
     ranks: Ranks, hosts: Hosts, place: LocalRoot, decide: Callable[[list[SpreadStep]], Any]
 ) -> Any:
-    """Return on all ranks the coordinator's decision, for JSON, about the steps of all hosts.
+    """Return on all ranks the coordinator's decision about the steps of hosts.
 
-    The newest of them comes last.
+    It is for JSON. The newest step comes last.
 
     Collective operation: all ranks must call it.
     """
