@@ -82,9 +82,9 @@ class RootSteps:
 
     def noted(self, step: int, notes: Sequence[bytes], request: SaveRequest) -> SaveRequest:
         """Return the request with all ranks' notes."""
-        note = united_note(notes)
-        name = self.seen.begin_save(step, note.names, self._policy.best_metric)
-        fields = {"step": step, "save": name, "metrics": note.metrics, "pinned": note.pinned}
+        metrics, names, pinned = united_note(notes)
+        name = self.seen.begin_save(step, names, self._policy.best_metric)
+        fields = {"step": step, "save": name, "metrics": metrics, "pinned": pinned}
         return replace(request, notes={steps.NOTE: fields})
 
     def check_planned(self, save: PlannedSave) -> None:

@@ -447,21 +447,6 @@ def _is_each(error: RankFailedError, judge: Callable[[BaseException], bool]) -> 
 # --- Step notes -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepNote:
-    """The facts of a rank, or of all ranks, about a step.
-
-    Attributes:
-        metrics: the metrics that are finite numbers.
-        names: names of all metrics.
-        pinned: whether the step is never removed.
-    """
-
-    metrics: Mapping[str, float]
-    names: frozenset[str]
-    pinned: bool
-
-
 def encode_note(metrics: Mapping[str, Any], pinned: bool) -> bytes:
     """Encode the facts of this rank about a step.
 
@@ -472,8 +457,12 @@ def encode_note(metrics: Mapping[str, Any], pinned: bool) -> bytes:
     return json.dumps([finite_numbers(metrics), names, bool(pinned)]).encode()
 
 
-def united_note(encoded: Sequence[bytes]) -> StepNote:
-    """Unite the facts of all ranks; the lowest rank with a metric counts."""
+def united_note(encoded: Sequence[bytes]) -> tuple[dict[str, float], set[str], bool]:
+    """Unite the facts of all ranks; the lowest rank with a metric counts.
+
+    Return the metrics that are finite numbers, the names of all metrics, and whether the step is
+    never removed.
+    """
     metrics: dict[str, float] = {}
     names: set[str] = set()
     is_pinned = False
@@ -482,4 +471,4 @@ def united_note(encoded: Sequence[bytes]) -> StepNote:
         metrics |= numbers
         names.update(names_of_rank)
         is_pinned = is_pinned or pinned
-    return StepNote(metrics, frozenset(names), is_pinned)
+    return metrics, names, is_pinned

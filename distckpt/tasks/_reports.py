@@ -366,10 +366,7 @@ class _WindowWork(Work):
 
     def decoded_by_tensor(self, results: Sequence[Any]) -> list[list[Any]]:
         """Return the results of the windows of each tensor."""
-        decoded = []
-        for tensor_results in self.windows.by_tensor(results):
-            decoded.append([self.decoded(result) for result in tensor_results])
-        return decoded
+        return self.windows.by_tensor(map(self.decoded, of_piece) for of_piece in results)
 
 
 # --- stats ----------------------------------------------------------------------------------------
@@ -431,9 +428,8 @@ class DiffWork(_WindowWork):
     def decoded(self, result: Any) -> Change | None:
         if result is None:
             return None
-        num_different, largest, first_index, spans, norms = result
-        pairs = [(start, stop) for start, stop in spans]
-        return Change(num_different, largest, tuple(first_index), pairs, tuple(norms))
+        num_different, largest, first_index, *rest = result
+        return Change(num_different, largest, tuple(first_index), *rest)
 
     def report(self, results: Sequence[Any], seconds: float) -> DiffReport:
         changes = dict(zip(self._compared.comparable, self.decoded_by_tensor(results), strict=True))

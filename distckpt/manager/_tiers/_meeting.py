@@ -113,7 +113,7 @@ def _run_of(root: Root, of_ranks: Sequence[Sequence[tuple[str, bool]]]) -> tuple
     guess = max(known, key=known.count, default=secrets.token_hex(8))
     # Other runs that the root has forgotten are not believed.
     name = secrets.token_hex(8) if guess in old else guess
-    run = root.ask(partial(run_of_root, root.location, name), guess)
+    run = root.ask(run_of_root, name, default=guess)
     if known and run not in known:
         text = "steps of run %s on hosts are ignored: run.json in %s is of run %s"
         logger.warning(text, guess, root.location, run)

@@ -96,7 +96,16 @@ def rewrite(location: str, file: StoredFile, read: Read, settings: WriteSettings
     read(0, header)
     if checksum(header) != file.header_checksum:
         raise _damaged(file, "its header")
-    actual = write_files([_new_file(location, file, header.tobytes(), read)], settings)
+    starts = np.cumsum([file.header_bytes, *file.chunk_bytes])
+
+    def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
+        # The spans of a unit follow one another in the file.
+        num_bytes = sum(span.num_bytes for span in unit)
+        read(int(starts[unit[0].chunk]) + unit[0].start, scratch[:num_bytes])
+        return [scratch[:num_bytes]]
+
+    new_file = NewFile(location, header.tobytes(), file.chunk_bytes, fill)
+    actual = write_files([new_file], settings)
     if not np.array_equal(actual, file.checksums):
         raise _damaged(file, "a block")
 
@@ -108,38 +117,20 @@ def problems_of(stored: StoredCheckpoint, names: Collection[str]) -> list[Proble
     problems = check_files(stored, file_ids, None)
     with OpenFiles() as opened:
         stored = stored.with_files(opened)
-        return problems + _damaged_blocks(stored, file_ids)
-
-
-def _damaged_blocks(stored: StoredCheckpoint, file_ids: Sequence[int]) -> list[Problem]:
-    manifest = stored.manifest
-    problems: list[Problem] = []
-    for some in manifest.ranges_of_files():
-        blocks = list_blocks(stored, some, None, keeps_checksums=False)
-        mine = np.isin(blocks.file_ids, file_ids)
-        blocks = Blocks(
-            blocks.chunks[mine],
-            blocks.file_ids[mine],
-            blocks.starts[mine],
-            blocks.stops[mine],
-            blocks.expected[mine],
-        )
-        units = units_of_blocks(blocks, stored.location)
-        bad, _ = check_units(stored, blocks, units, None, lambda num_bytes: None)
-        problems += describe_blocks(stored, blocks, bad)
+        for some in manifest.ranges_of_files():
+            blocks = list_blocks(stored, some, None, keeps_checksums=False)
+            mine = np.isin(blocks.file_ids, file_ids)
+            blocks = Blocks(
+                blocks.chunks[mine],
+                blocks.file_ids[mine],
+                blocks.starts[mine],
+                blocks.stops[mine],
+                blocks.expected[mine],
+            )
+            units = units_of_blocks(blocks, stored.location)
+            bad, _ = check_units(stored, blocks, units, None, lambda num_bytes: None)
+            problems += describe_blocks(stored, blocks, bad)
     return problems
-
-
-def _new_file(location: str, file: StoredFile, header: bytes, read: Read) -> NewFile:
-    starts = np.cumsum([file.header_bytes, *file.chunk_bytes])
-
-    def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
-        # The spans of a unit follow one another in the file.
-        num_bytes = sum(span.num_bytes for span in unit)
-        read(int(starts[unit[0].chunk]) + unit[0].start, scratch[:num_bytes])
-        return [scratch[:num_bytes]]
-
-    return NewFile(location, header, file.chunk_bytes, fill)
 
 
 def _damaged(file: StoredFile, part: str) -> CorruptCheckpointError:

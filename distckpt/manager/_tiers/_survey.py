@@ -211,12 +211,15 @@ class Root:
         self.location = location
         self.answers = True
 
-    def ask(self, question: Callable[[], _Answer], default: _Answer) -> _Answer:
-        """Return an answer, or the default if none comes soon; then it is not asked again."""
+    def ask(self, question: Callable[..., _Answer], *details: Any, default: _Answer) -> _Answer:
+        """Return an answer, or the default if none comes soon; then it is not asked again.
+
+        The question is called with the location and the details.
+        """
         if not self.answers:
             return default
         try:
-            return answer_of(question, ROOT_SECONDS)
+            return answer_of(partial(question, self.location, *details), ROOT_SECONDS)
         except (OSError, RuntimeError) as error:
             logger.warning("%s does not answer (%s): going on without it", self.location, error)
             self.answers = False
@@ -227,7 +230,7 @@ def known_steps(found: Sequence[SpreadStep], root: Root) -> list[SpreadStep]:
     """Unite the steps of hosts and root; the newest one of the newest attempt comes first."""
     known = {(spread.step, spread.save): spread for spread in found}
     nothing: list[SpreadStep] = []
-    for in_root in root.ask(partial(_steps_in_root, root.location), nothing):
+    for in_root in root.ask(_steps_in_root, default=nothing):
         same = known.setdefault((in_root.step, in_root.save), in_root)
         same.root_suffix = in_root.root_suffix
     return sorted(known.values(), key=lambda item: (item.attempt, item.step), reverse=True)
@@ -285,7 +288,7 @@ def choose(
 def _rejection_of(item: SpreadStep, root: Root) -> str | None:
     reason = item.rejection
     if reason is None and item.root_suffix is not None:
-        reason = root.ask(partial(rejections.rejection_of, root.location, item.step), None)
+        reason = root.ask(rejections.rejection_of, item.step, default=None)
     return reason and f"rejected: {reason}"
 
 

@@ -413,7 +413,7 @@ class Tiers:
             whole = {spread.step for spread in found if spread.is_whole}
             none: list[int] = []
             root = Root(self._root)
-            in_root = root.ask(partial(steps.committed_steps, self._root), none)
+            in_root = root.ask(steps.committed_steps, default=none)
             if not whole and not root.answers:
                 raise CheckpointingException(survey.unknown_steps(self._root, {}))
             return sorted(whole.union(in_root))

@@ -131,21 +131,17 @@ class StoredFiles(PreparedSave):
 
     def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
         del told
-        data, name, files = self._manifest()
-        self.progress.location = locations.join(checkpoint_dir, name)
-        locations.write_bytes(locations.join(checkpoint_dir, name), data, self.durable)
-        self.written = [*files, (name, len(data))]
-        return marker_fields(data, name, version_of(self.stored.manifest.files))
-
-    def _manifest(self) -> tuple[bytes, str, list[tuple[str, int]]]:
-        """Return the manifest's content and name, and its files."""
         suffix = self.folder_suffix or ""
         name = self.stored.marker["manifest"]["name"]
         data = locations.read_bytes(locations.join(self.stored.location, name))
         if suffix:
             data = _with_suffix(data, suffix)
             name = f"manifest{suffix}.safetensors"
-        return data, name, [(file.name, file.num_bytes) for file in files_of_manifest(data)]
+        self.progress.location = locations.join(checkpoint_dir, name)
+        locations.write_bytes(locations.join(checkpoint_dir, name), data, self.durable)
+        files = [(file.name, file.num_bytes) for file in files_of_manifest(data)]
+        self.written = [*files, (name, len(data))]
+        return marker_fields(data, name, version_of(self.stored.manifest.files))
 
 
 def files_of_manifest(data: bytes) -> Files:
