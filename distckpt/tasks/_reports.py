@@ -433,8 +433,6 @@ class DiffWork(_WindowWork):
 
     def report(self, results: Sequence[Any], seconds: float) -> DiffReport:
         changes = dict(zip(self._compared.comparable, self.decoded_by_tensor(results), strict=True))
-        started = time.perf_counter()
+        started = time.perf_counter() - seconds
         with reading(Ranks.alone(), self.checkpoints):
-            return report_of_diff(
-                self._compared, changes, lambda: seconds + time.perf_counter() - started
-            )
+            return report_of_diff(self._compared, changes, started)
