@@ -71,7 +71,7 @@ class Bar(NamedTuple):
     stop: float
     kind: str
     text: str
-    is_bad: bool = False
+    is_bad: bool
 
 
 def write_static_page(

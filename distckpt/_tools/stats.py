@@ -143,9 +143,7 @@ def _histogram(
 # --- Saved stats ----------------------------------------------------------------------------------
 
 
-def saved_stats(
-    stored: StoredCheckpoint, keys: Sequence[str] | None = None
-) -> list[TensorStats] | None:
+def saved_stats(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[TensorStats] | None:
     """Return the stored statistics of each tensor that matches.
 
     Return None if some of them have none.

@@ -96,7 +96,7 @@ class StoredFiles(PreparedSave):
     progress: Progress
     pace: Pace
     durable: bool = True
-    folder_suffix: str | None = ""
+    folder_suffix: str = ""
     exchanges_in_write = False
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class StoredFiles(PreparedSave):
         block_bytes = self.stored.manifest.block_bytes
         settings = WriteSettings(self.durable, block_bytes=block_bytes, progress=self.progress.add)
         for name, file in stored_files(self.stored, self.own).items():
-            location = locations.join(checkpoint_dir, in_folder(name, self.folder_suffix or ""))
+            location = locations.join(checkpoint_dir, in_folder(name, self.folder_suffix))
             self.progress.location = location
             source = self._paced(locations.join(self.stored.location, name))
             rewrite(location, file, source, settings)
@@ -131,7 +131,7 @@ class StoredFiles(PreparedSave):
 
     def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
         del told
-        suffix = self.folder_suffix or ""
+        suffix = self.folder_suffix
         name = self.stored.marker["manifest"]["name"]
         data = locations.read_bytes(locations.join(self.stored.location, name))
         if suffix:
