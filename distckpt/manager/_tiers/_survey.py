@@ -140,19 +140,15 @@ def fetch_small_files(
 
     Collective operation: all ranks must call it.
     """
-    contents: Mapping[str, bytes] = {}
-
-    def look() -> bool:
-        nonlocal contents
-        contents = place.small_files(step, save)
-        return bool(contents)
+    # It only logs errors: another host may have them whole.
+    contents = place.small_files(step, save)
 
     def choose(have: list[bool]) -> int:
         if not any(have):
             raise CorruptCheckpointError(f"No host has a whole manifest of step {step}.")
         return -1 if all(have) else have.index(True)
 
-    holder = decide_together(ranks, "find the manifest", look, choose)
+    holder = decide_together(ranks, "find the manifest", lambda: bool(contents), choose)
     if holder < 0:
         return contents
     with ranks.telling("fetch the manifest") as told:
