@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,7 @@ from distckpt._format.hf_names import INDEX_NAME, SINGLE_NAME, belongs_to_export
 from distckpt._io.export import export_settings, num_export_threads, output_file
 from distckpt._io.write import NewFile
 from distckpt._operations.consolidate import plan_opened
-from distckpt._operations.export_plan import ExportPlan
 from distckpt._operations.export_request import (
-    OpenedSources,
-    SourceLocations,
     check_export_options,
     check_target,
     locate_sources,
@@ -36,11 +33,7 @@ def consolidation(
     checkpoint: str, output_dir: str, *, overwrite: bool = False, options: ExportOptions
 ) -> Work:
     """Return the work of `consolidate` with these arguments."""
-    check_export_options(options)
-    located = locate_sources([checkpoint], options)
-    opened = open_sources(Ranks.alone(), located, options.verify)
-    plan = plan_opened(Ranks.alone(), opened, options)
-    return _ExportWork("consolidate", output_dir, overwrite, located, opened, plan, options)
+    return _ExportWork([checkpoint], output_dir, overwrite, options)
 
 
 def merger(
@@ -53,34 +46,37 @@ def merger(
     options: ExportOptions,
 ) -> Work:
     """Return the work of `merge` with these arguments."""
-    check_export_options(options)
     sources, factors = check_terms(checkpoints, weights, ema)
-    located = locate_sources(sources, options)
-    opened = open_sources(Ranks.alone(), located, options.verify)
-    plan = plan_opened_sum(Ranks.alone(), opened, factors, ema, options)
-    more = {"weights": factors, "ema": ema}
-    return _ExportWork("merge", output_dir, overwrite, located, opened, plan, options, more)
+    return _ExportWork(sources, output_dir, overwrite, options, factors, ema)
 
 
 class _ExportWork(FileWork):
-    """An export that is planned."""
+    """An export, with `factors` of the sum of several checkpoints."""
 
     def __init__(
         self,
-        verb: str,
+        checkpoints: Sequence[str],
         output_dir: str,
         overwrite: bool,
-        located: SourceLocations,
-        opened: OpenedSources,
-        plan: ExportPlan,
         options: ExportOptions,
-        more: Mapping[str, Any] | None = None,
+        factors: Sequence[float] | None = None,
+        ema: float | None = None,
     ) -> None:
+        check_export_options(options)
+        ranks = Ranks.alone()
+        self._located = locate_sources(checkpoints, options)
+        opened = open_sources(ranks, self._located, options.verify)
+        more: dict[str, Any] = {}
+        if factors is None:
+            self.verb = "consolidate"
+            plan = plan_opened(ranks, opened, options)
+        else:
+            self.verb = "merge"
+            plan = plan_opened_sum(ranks, opened, factors, ema, options)
+            more = {"weights": factors, "ema": ema}
         self._plan = plan
         self._overwrite = overwrite
-        self._located = located
         self._files = {file.name: file for file in plan.files}
-        self.verb = verb
         self.place = posix.resolve(output_dir)
         self.checkpoints = opened.all
         self.source = plan.source
@@ -96,7 +92,7 @@ class _ExportWork(FileWork):
         if [*self._files] == [SINGLE_NAME]:
             self.last_file = SINGLE_NAME
         self.facts = {
-            **facts_of({**vars(options), **(more or {})}, self.checkpoints, plan.outputs),
+            **facts_of({**vars(options), **more}, self.checkpoints, plan.outputs),
             **facts_of_extra_files(plan.extra_files),
         }
 
