@@ -150,18 +150,15 @@ class RootSteps:
         gets the problems of newer ones.
         """
         if ranks.is_coordinator:
-            self.look()
+            # Retention may remove the steps that are there.
+            with locations.only_logging(f"look into {self.location}"):
+                self.seen.look()
             if step is not None:
                 with locations.only_logging(f"look for a rejection of step {step}"):
                     rejections.warn_of(self.location, step, "loaded because it was named")
         if step is not None:
             return read(self.step(step))
         return load_newest(ranks, self.location, skipped, read)
-
-    def look(self) -> None:
-        """Note the steps that are there, which retention may remove later."""
-        with locations.only_logging(f"look into {self.location}"):
-            self.seen.look()
 
     def find(self, ranks: Ranks) -> tuple[int | None, dict[int, str]]:
         """Return the newest step that may load, and newer ones' problems."""
