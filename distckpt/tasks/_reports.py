@@ -106,7 +106,6 @@ class _Windows:
 
     def results(self, number: int, compute: Callable[..., Any], add_bytes: AddBytes) -> list[Any]:
         """Return what `compute(window, *values)` returns for the windows of a piece."""
-
         run = self._runs[number]
         windows = self._windows[run.start : run.stop]
         results = map_some_windows(self._sides, windows, compute, add_bytes)
