@@ -76,11 +76,8 @@ def meet(ranks: Ranks, directory: str, domains: Mapping[str, str], num_peers: in
         domains: failure domains of hosts by name; a host without one is a domain of its own.
         num_peers: number of hosts that keep copies of another one's files, 0 or 1.
     """
-
-    def group(identities: list[Any]) -> tuple[list[int], list[str], list[int]]:
-        return _grouped(identities, domains, num_peers)
-
     own = partial(_identity_of, directory)
+    group = partial(_grouped, domains=domains, num_peers=num_peers)
     hosts = Hosts(*decide_together(ranks, "find the hosts", own, group))
     if num_peers and ranks.is_coordinator and min(hosts.peers) < 0:
         alone = [name for name, peer in zip(hosts.names, hosts.peers, strict=True) if peer < 0]
