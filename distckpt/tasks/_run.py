@@ -198,7 +198,7 @@ def _open(work: Work) -> None:
     is_new = not work.journal.is_begun()
     if is_new:
         work.check()
-        work.journal.begin(work)
+        work.journal.begin(work.header())
     elif work.journal.recorded() and not work.is_begun():
         if is_complete(work):
             return

@@ -78,6 +78,16 @@ class Work(ABC):
         text = json.dumps({"facts": dict(self.facts), "pieces": pieces})
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def header(self) -> dict[str, Any]:
+        """Return the description of the work, for its journal."""
+        return {
+            "verb": self.verb,
+            "sources": self.sources,
+            "facts": dict(self.facts),
+            "pieces": [[piece.name, piece.start, piece.stop] for piece in self.pieces],
+            "files": self.files(),
+        }
+
     @functools.cached_property
     def journal(self) -> Journal:
         """The journal, which need not exist."""
