@@ -292,12 +292,12 @@ class _Divided:
             lambda rank, data: plannings[rank].finish(owners.CutPoints(**owners.columns_of(data))),
         )
         plannings.clear()
-        self._step(COORDINATOR, lambda: coordinator.gather_shares(finished), finished)
-        shares = self._step(COORDINATOR, coordinator.shares_by_rank, [])
+        shares = self._step(COORDINATOR, lambda: coordinator.join_shares(finished), finished)
         self.plan.sent[COORDINATOR] += sum(map(len, shares)) + sum(map(len, cuts))
 
         def join(rank: int) -> tuple[Pieces, IntArray]:
-            pairs = zip(unpack_parts(shares[rank]), self._rows[rank], strict=True)
+            _, *answers = unpack_parts(shares[rank])
+            pairs = zip(answers, self._rows[rank], strict=True)
             planned = [owners.PlannedRows.from_bytes(*each) for each in pairs]
             table, own = self._tables[rank], self._own_keys[rank]
             pieces = owners.join_pieces(table, planned, own.ids, self._aliases)
@@ -324,9 +324,9 @@ class _Divided:
         ndim = max(map(len, manifest.global_shapes), default=0)
         rests, messages = [], []
         for rank in range(len(self._tables)):
-            rest, encoded = descriptions.split_chunks(self.plan.laid_out(rank), edges, ndim)
+            rest, message = descriptions.split_chunks(self.plan.laid_out(rank), edges, ndim)
             rests.append(rest)
-            messages.append(descriptions.chunks_message(rest, encoded))
+            messages.append(message)
         bundles = self._step(
             COORDINATOR,
             lambda: descriptions.chunks_by_planner(messages),

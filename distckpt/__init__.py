@@ -42,11 +42,14 @@ if TYPE_CHECKING:
     from distckpt._move.record_loader import record_loader
     from distckpt._move.redistribute import redistribute
     from distckpt._move.route import Route
-    from distckpt._operations.async_save import async_save, reserve_staging_memory
-    from distckpt._operations.background_save import SaveHandle, release_staging_memory
+    from distckpt._operations.background_save import (
+        SaveHandle,
+        async_save,
+        release_staging_memory,
+        reserve_staging_memory,
+    )
     from distckpt._operations.checkpoint import Checkpoint, TensorInfo, open
-    from distckpt._operations.consolidate import consolidate
-    from distckpt._operations.export_write import ExportReport
+    from distckpt._operations.consolidate import ExportReport, consolidate
     from distckpt._operations.fingerprint import fingerprint
     from distckpt._operations.load import load
     from distckpt._operations.save import save
@@ -151,14 +154,14 @@ _HOMES = {
     "ShardedTensorFactory": "mapping._wrappers",
     "PerRank": "_models.per_rank",
     "RngState": "_models.per_rank",
-    "async_save": "_operations.async_save",
-    "reserve_staging_memory": "_operations.async_save",
+    "async_save": "_operations.background_save",
+    "reserve_staging_memory": "_operations.background_save",
     "SaveHandle": "_operations.background_save",
     "release_staging_memory": "_operations.background_save",
     "Checkpoint": "_operations.checkpoint",
     "TensorInfo": "_operations.checkpoint",
     "open": "_operations.checkpoint",
-    "ExportReport": "_operations.export_write",
+    "ExportReport": "_operations.consolidate",
     "consolidate": "_operations.consolidate",
     "DiffReport": "_tools.diff",
     "diff": "_tools.diff",

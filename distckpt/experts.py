@@ -25,7 +25,8 @@ from distckpt._base.errors import InvalidShardingError
 from distckpt._base.tree import Position, map_leaves
 from distckpt._geometry.region import with_item
 from distckpt._models.fused import FusedPart, fail, parts_factory
-from distckpt._state.adopted import adopt
+from distckpt._models.layers import prepended_axes
+from distckpt._state.flatten import adopt
 from distckpt.mapping._base import ReplicaId
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import ShardedObject, ShardedStateDict, ShardedTensorFactory
@@ -156,24 +157,9 @@ def grouped_mlp_sharded_state_dict(
         )
     hidden = weight1.shape[0]
     features = weight2.shape[0] // num_local_experts
-    layers = sorted(sharded_offsets)
-    layer = tuple(position for _, position, _ in layers)
-    num_layers = tuple(size for _, _, size in layers)
-
-    def factory(
-        name: str, weight: torch.Tensor, num_in: int, num_out: int, parts: list[FusedPart]
-    ) -> Any:
-        # Viewed as [experts, in, out], stored as [experts, out, in].
-        return parts_factory(
-            f"{prefix}experts.{name}.weight",
-            weight,
-            parts,
-            local_shape=weight.shape,
-            view_shape=(num_local_experts, num_in, num_out),
-            axes=(0, 2, 1),
-            prepend_axis_num=len(layers),
-            replica_id=(0, 0, 0),
-        )
+    layers = prepended_axes(sharded_offsets, "sharded_offsets")
+    layer = tuple(position for position, _ in layers)
+    num_layers = tuple(size for _, size in layers)
 
     stored = (*num_layers, num_local_experts, num_projections * features * tp_size, hidden)
     local = (num_local_experts, hidden, features)
@@ -184,12 +170,22 @@ def grouped_mlp_sharded_state_dict(
     stored = (*num_layers, num_local_experts, hidden, features * tp_size)
     local = (num_local_experts, features, hidden)
     part = FusedPart((0, 0, 0), local, (*layer, 0, 0, tp_rank * features), stored)
-    state = {
-        f"{prefix}weight1": factory(
-            "linear_fc1", weight1, hidden, num_projections * features, projections
-        ),
-        f"{prefix}weight2": factory("linear_fc2", weight2, features, hidden, [part]),
-    }
+    state = {}
+    for own, name, weight, num_in, num_out, parts in (
+        ("weight1", "linear_fc1", weight1, hidden, num_projections * features, projections),
+        ("weight2", "linear_fc2", weight2, features, hidden, [part]),
+    ):
+        # Viewed as [experts, in, out], stored as [experts, out, in].
+        state[f"{prefix}{own}"] = parts_factory(
+            f"{prefix}experts.{name}.weight",
+            weight,
+            parts,
+            local_shape=weight.shape,
+            view_shape=(num_local_experts, num_in, num_out),
+            axes=(0, 2, 1),
+            prepend_axis_num=len(layers),
+            replica_id=(0, 0, 0),
+        )
     return grouped_experts(state, ep_rank, ep_size, expert_dp_rank=expert_dp_rank)
 
 

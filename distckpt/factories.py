@@ -161,19 +161,15 @@ def qkv_factory(
             f"global size {size} along dim {dim} is not a multiple of {num_fused} ({num_heads} "
             f"query heads, and {num_kv_heads} key and value heads, each held {kv_copies} times)",
         )
-    group_size = num_fused // num_groups * head_size
-    if local % max(group_size, 1) or offset % max(group_size, 1):
+    group_size = max(num_fused // num_groups * head_size, 1)
+    if local % group_size or offset % group_size:
         fail(
             shard.key,
             f"holds {local} from {offset} along dim {dim}: not complete groups of {group_size}",
         )
-    groups = range(offset // max(group_size, 1), (offset + local) // max(group_size, 1))
+    groups = range(offset // group_size, (offset + local) // group_size)
     order = _stored_heads(groups, num_heads // num_groups, kv_copies, layout)
-    runs = []
-    for run in _join_heads(order):
-        start = run.start * head_size
-        stored_start = run.stored_start * head_size
-        runs.append(_Run(start, run.size * head_size, stored_start, copy=run.copy))
+    runs = _join_heads(order, head_size)
     return _along(shard, dim, runs, (num_heads + 2 * num_kv_heads) * head_size)
 
 
@@ -251,15 +247,15 @@ def _stored_heads(
     return list(itertools.chain.from_iterable(blocks))
 
 
-def _join_heads(heads: Sequence[tuple[int, int]]) -> list[_Run]:
-    """Join heads that follow one another in both tensors; counted in heads."""
+def _join_heads(heads: Sequence[tuple[int, int]], size: int) -> list[_Run]:
+    """Join heads of a size that follow one another in both tensors."""
     runs: list[_Run] = []
     end = None
     for position, (stored, copy) in enumerate(heads):
         if (stored, copy) == end:
-            runs[-1] = runs[-1]._replace(size=runs[-1].size + 1)
+            runs[-1] = runs[-1]._replace(size=runs[-1].size + size)
         else:
-            runs.append(_Run(position, 1, stored, copy=copy))
+            runs.append(_Run(position * size, size, stored * size, copy=copy))
         end = stored + 1, copy
     # A rank without heads still names the stored tensor.
     return runs or [_Run(0, 0, 0)]

@@ -5,14 +5,38 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._base.lazy import LazyTable, torch
+from distckpt._base.lazy import torch
 from distckpt._base.messages import did_you_mean
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class LazyTable(Mapping[_Key, _Value]):
+    """A table that is made when it is first looked at."""
+
+    def __init__(self, make: Callable[[], dict[_Key, _Value]]) -> None:
+        self._make = make
+
+    @functools.cached_property
+    def _table(self) -> dict[_Key, _Value]:
+        return self._make()
+
+    def __getitem__(self, key: _Key) -> _Value:
+        return self._table[key]
+
+    def __iter__(self) -> Iterator[_Key]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
 
 STORED_NAMES: dict[str, str] = {
     "bool": "BOOL",

@@ -1,4 +1,4 @@
-"""Modules and tables that are imported, or made, at their first use.
+"""Modules that are imported at their first use.
 
 `import torch` takes seconds, which listing and inspecting checkpoints need not wait for. Modules
 that they import get torch from here:
@@ -8,16 +8,11 @@ from distckpt._base.lazy import torch
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from distckpt._base.interrupts import paused_garbage_collection
-
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 
 
 class LazyModule:
@@ -46,23 +41,3 @@ if TYPE_CHECKING:
     import torch as torch
 else:
     torch = LazyModule("torch")
-
-
-class LazyTable(Mapping[_Key, _Value]):
-    """A table that is made when it is first looked at."""
-
-    def __init__(self, make: Callable[[], dict[_Key, _Value]]) -> None:
-        self._make = make
-
-    @functools.cached_property
-    def _table(self) -> dict[_Key, _Value]:
-        return self._make()
-
-    def __getitem__(self, key: _Key) -> _Value:
-        return self._table[key]
-
-    def __iter__(self) -> Iterator[_Key]:
-        return iter(self._table)
-
-    def __len__(self) -> int:
-        return len(self._table)

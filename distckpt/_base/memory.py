@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._base.dtypes import flat_bytes
+from distckpt._base.dtypes import as_integers, flat_bytes
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.lazy import torch
 from distckpt._base.libc import ALIGNMENT, ask_for_huge_pages
@@ -355,10 +355,14 @@ class Copier:
             layer.wait_for_queued()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy values.
+        """Copy values, bit by bit if the dtypes are the same.
 
         Between host and device this is done only when `wait` returns.
         """
+        is_plain = not any(tensor.is_conj() or tensor.is_neg() for tensor in (source, target))
+        if is_plain and source.dtype == target.dtype and source.element_size() <= 8:
+            source = as_integers(source)
+            target = as_integers(target)
         for device in (source.device, target.device):
             if device in self._layers:
                 self._layers[device].copy(target, source, self._marks[device])

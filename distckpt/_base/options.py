@@ -388,12 +388,19 @@ class MoveReport(_Report):
 
 
 def publish(
-    report: SaveReport | LoadReport | MoveReport, on_report: Callable[[Any], object]
+    report: SaveReport | LoadReport | MoveReport,
+    on_report: Callable[[Any], object] | None,
+    is_coordinator: bool,
 ) -> None:
-    """Pass a report to the caller's function.
+    """Log a report, and pass it to the caller's function.
 
-    Its exceptions are logged and go no further: the save or load has succeeded on all ranks.
+    The coordinator logs it. Exceptions of the function are logged and go no further: the save or
+    load has succeeded on all ranks.
     """
+    if is_coordinator:
+        logger.info("%s", report)
+    if on_report is None:
+        return
     try:
         on_report(report)
     except Exception:

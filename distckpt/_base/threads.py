@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from distckpt._base.interrupts import run_handlers, run_operation, running_operation
 
@@ -161,6 +161,10 @@ def num_requests_within(max_inflight_bytes: int) -> int:
     Each has the memory of three units.
     """
     return max(1, min(NUM_REQUESTS, max_inflight_bytes // (3 * UNIT_BYTES)))
+
+
+Progress: TypeAlias = Callable[[int], None]
+"""Function that several threads call with numbers of bytes moved."""
 
 
 class ProgressCounter:

@@ -34,9 +34,12 @@ places.
 """
 
 
-def is_container(node: object) -> bool:
-    """Return whether a value is a dict, list or tuple, or derived."""
-    return isinstance(node, CONTAINERS)
+def is_container(node: object, opaque: tuple[type, ...] = ()) -> bool:
+    """Return whether a value is a dict, list or tuple, or derived.
+
+    Those of `opaque` classes are leaves.
+    """
+    return isinstance(node, CONTAINERS) and not isinstance(node, opaque)
 
 
 def is_plain_container(node: object) -> bool:
@@ -65,71 +68,20 @@ def children_of(container: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(container)
 
 
-def nodes(
-    tree: Any, is_container: Callable[[Any], bool] = is_container, position: Position = ()
-) -> Iterator[tuple[Position, Any]]:
-    """Yield all containers and leaves with their positions.
-
-    Each container comes before its children.
-    """
-    yield position, tree
-    if is_container(tree):
-        for key, child in children_of(tree):
-            yield from nodes(child, is_container, (*position, key))
-
-
 def leaves(
     tree: Any, is_container: Callable[[Any], bool] = is_container, position: Position = ()
-) -> Iterator[tuple[Position, Any]]:
-    """Yield the leaves with their positions, which begin with `position`."""
-    if not is_container(tree):
-        yield position, tree
-        return
-    for key, child in children_of(tree):
-        yield from leaves(child, is_container, (*position, key))
-
-
-def listed(
-    tree: Any, opaque: tuple[type, ...] = (), position: Position = ()
 ) -> list[tuple[Position, Any]]:
-    """List the leaves with their positions, which begin with `position`.
-
-    Containers of `opaque` classes are leaves.
-    """
-    if not isinstance(tree, CONTAINERS) or isinstance(tree, opaque):
+    """List the leaves with their positions, which begin with `position`."""
+    if not is_container(tree):
         return [(position, tree)]
     items = []
     for key, child in children_of(tree):
-        # To call a function for each of many leaves takes longer.
-        if isinstance(child, CONTAINERS):
-            items += listed(child, opaque, (*position, key))
+        # To call this function for each of many leaves takes longer.
+        if is_container(child):
+            items += leaves(child, is_container, (*position, key))
         else:
             items.append(((*position, key), child))
     return items
-
-
-def fold(
-    function: Callable[[Any], Any],
-    join: Callable[[Any, list[Any]], Any],
-    tree: Any,
-    is_container: Callable[[Any], bool] = is_container,
-) -> Any:
-    """Return the result of a tree, from the leaves up.
-
-    It is `function(leaf)` for a leaf, and for a container `join(container, children)`, where
-    `children` are the results of its children.
-    """
-    if not is_container(tree):
-        return function(tree)
-    children = tree.values() if isinstance(tree, dict) else tree
-    results = []
-    for child in children:
-        # To call `is_container` for each of many leaves, or `isinstance`, takes longer.
-        if issubclass(type(child), CONTAINERS):
-            results.append(fold(function, join, child, is_container))
-        else:
-            results.append(function(child))
-    return join(tree, results)
 
 
 def on_the_way(tree: Any, position: Position) -> Iterator[Any]:
@@ -180,7 +132,7 @@ def rebuilt(container: Any, children: Sequence[Any]) -> Any:
     """
     if not is_plain_container(container):
         own = (child for _, child in children_of(container))
-        is_same = operator.is_ if isinstance(container, tuple) else _is_copy
+        is_same = operator.is_ if isinstance(container, tuple) else is_copy
         if all(map(is_same, own, children)):
             return container
     if isinstance(container, tuple):
@@ -226,19 +178,19 @@ def _named_tuple(container: Any, children: Sequence[Any]) -> Any:
     return type(container)(*fields)
 
 
-def _is_copy(old: Any, new: Any) -> bool:
+def is_copy(old: Any, new: Any) -> bool:
     """Return whether two trees have the same leaves in equal containers."""
     if old is new:
         return True
     if not is_plain_container(old) or type(old) is not type(new) or len(old) != len(new):
         return False
     pairs = zip(children_of(old), children_of(new), strict=True)
-    return all(key == other and _is_copy(a, b) for (key, a), (other, b) in pairs)
+    return all(key == other and is_copy(a, b) for (key, a), (other, b) in pairs)
 
 
 def copied(tree: Any) -> Any:
     """Copy the dicts and lists of a tree, but not its leaves."""
-    return fold(_itself, new_like, tree)
+    return map_leaves(_itself, tree, join=new_like)
 
 
 def compacted(tree: Any) -> Any:
@@ -248,10 +200,10 @@ def compacted(tree: Any) -> Any:
     """
     if not is_plain_container(tree):
         return tree
-    return fold(_itself, without_holes, tree, is_plain_container)
+    return map_leaves(_itself, tree, is_plain_container, join=without_holes)
 
 
-def _itself(leaf: Any) -> Any:
+def _itself(_: Position, leaf: Any) -> Any:
     return leaf
 
 
@@ -269,23 +221,15 @@ def map_leaves(
     """
     if not is_container(tree):
         return function(position, tree)
-    children = [
-        map_leaves(function, child, is_container, (*position, key), join=join)
-        for key, child in children_of(tree)
-    ]
+    children = []
+    for key, child in children_of(tree):
+        place = (*position, key)
+        # To call this function for each of many leaves takes longer.
+        if is_container(child):
+            children.append(map_leaves(function, child, is_container, place, join=join))
+        else:
+            children.append(function(place, child))
     return join(tree, children)
-
-
-def with_leaves(tree: Any, values: Iterator[Any], opaque: tuple[type, ...] = ()) -> Any:
-    """Return a tree with other leaves, in the order in which `listed` lists them."""
-
-    def is_inner(node: Any) -> bool:
-        return isinstance(node, CONTAINERS) and not isinstance(node, opaque)
-
-    def next_value(_leaf: Any) -> Any:
-        return next(values)
-
-    return fold(next_value, rebuilt, tree, is_inner)
 
 
 def map_nodes(
@@ -347,7 +291,6 @@ def replaced(tree: Any, position: Position, value: Any) -> Any:
     """
     if not position:
         return value
-    first, *below = position
     children = dict(children_of(tree))
-    children[first] = replaced(children[first], tuple(below), value)
+    children[position[0]] = replaced(children[position[0]], position[1:], value)
     return rebuilt(tree, list(children.values()))

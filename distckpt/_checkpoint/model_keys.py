@@ -57,15 +57,13 @@ def _saved_with_settings(stored: StoredCheckpoint) -> set[str]:
     prefixes = _prefixes(manifest)
     states = tuple(prefix for prefix in prefixes if prefix.endswith(_STATES))
 
-    def is_an_optimizers(key: str) -> bool:
-        if first_name(key) in module_names and key.startswith(states):
-            # The module at `model` has a part of the optimizer's name, with a part `state`.
-            return _is_state_of(key, states, manifest.key_index)
-        return True
-
     keys: set[str] = set()
     for key in manifest.key_index:
-        if key.startswith(prefixes) and is_an_optimizers(key):
+        # The module at `model` may have a part of the optimizer's name, with a part `state`.
+        is_unclear = first_name(key) in module_names and key.startswith(states)
+        if is_unclear and not _is_state_of(key, states, manifest.key_index):
+            continue
+        if key.startswith(prefixes):
             keys.add(key)
     return keys
 

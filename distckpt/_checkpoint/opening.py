@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -15,10 +15,10 @@ from distckpt._base.wings import wing
 from distckpt._checkpoint.consistent_read import (
     ReadAttempt,
     check_files,
+    describe,
     read_attempts,
     reading_unchanged,
 )
-from distckpt._checkpoint.file_states import describe
 from distckpt._checkpoint.stored_pieces import Reader
 from distckpt._commit.presence import check_marker
 from distckpt._format.checksum import checksum
@@ -116,12 +116,10 @@ def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, A
         # A reader is only asked about existing files.
         is_foreign = locations.exists(location)
     if is_foreign:
-        for reader in _readers():
-            with naming_reader(reader, location):
-                is_readable = reader.detect(location, marker)
-            if is_readable:
-                config = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION}
-                return {**config, "manifest": None, "reader": reader.name}
+        reader = _detect(location, marker, _readers())
+        if reader is not None:
+            config = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION}
+            return {**config, "manifest": None, "reader": reader.name}
     if marker is None:
         if locations.exists(locations.join(location, SEAL_NAME)):
             raise CorruptCheckpointError(
@@ -136,13 +134,21 @@ def holds_checkpoint(location: str) -> bool:
     """Return whether a location is a checkpoint of any format but exports."""
     marker = read_marker(location)
     if locations.exists(location):
-        for reader in _readers():
-            if is_export(reader.name):
-                continue
-            with naming_reader(reader, location):
-                if reader.detect(location, marker):
-                    return True
+        readers = (reader for reader in _readers() if not is_export(reader.name))
+        if _detect(location, marker, readers) is not None:
+            return True
     return "sharded_backend" in (marker or {})
+
+
+def _detect(
+    location: str, marker: dict[str, Any] | None, readers: Iterable[Reader]
+) -> Reader | None:
+    """Return the first reader that reads a checkpoint, or None."""
+    for reader in readers:
+        with naming_reader(reader, location):
+            if reader.detect(location, marker):
+                return reader
+    return None
 
 
 def find_reader(stored: StoredCheckpoint) -> Reader | None:
@@ -378,12 +384,12 @@ def open_undisturbed(ranks: Ranks, location: str, *, verify: bool = True) -> Sto
 
 
 @contextlib.contextmanager
-def opened(ranks: Ranks, location: str, *, verify: bool = True) -> Iterator[StoredCheckpoint]:
+def opened(ranks: Ranks, location: str) -> Iterator[StoredCheckpoint]:
     """Open the checkpoint at a location for a body that reads it.
 
     See `open_undisturbed`.
     """
-    stored = open_undisturbed(ranks, location, verify=verify)
+    stored = open_undisturbed(ranks, location)
     with reading_unchanged(ranks, [stored]):
         yield stored
 

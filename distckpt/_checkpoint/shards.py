@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -100,21 +100,15 @@ def load_shards(
         LoadMismatchError: a key, shape, dtype or object grid is not stored as requested.
         CorruptCheckpointError: files contradict the manifest or their checksums.
     """
-    tensors: list[ShardedTensor] = []
-    objects: list[ShardedObject] = []
-    for shard in shards:
-        if isinstance(shard, ShardedTensor):
-            tensors.append(shard)
-        else:
-            objects.append(shard)
+    tensors, objects = divide(shards)
     with ranks.phase("plan the reads") as vote:
         view = decoded(stored)
         planned = plan_requests(view, tensors, settings)
-        separated = _separate(view, planned)
+        buffers, pairs = _separate(view, planned)
         found = find_objects(stored, objects)
         chunks, chunks_of_coordinator = _chunks_to_read(ranks, stored, found)
         group = groups.group_number(settings.exchange_group)
-        vote.number = sum(target.nbytes for target in separated.targets)
+        vote.number = sum(target.nbytes for target in buffers)
     is_local = locations.is_local(stored.location)
     sharing = Sharing(ranks, settings.options, group, is_local, vote.largest, settings.figures)
     filled = []
@@ -123,12 +117,15 @@ def load_shards(
     with filling(any(shard.data is not None for shard in tensors)):
         for padding in planned.paddings:
             padding.zero_()
-        blobs = _read(sharing, view, planned, separated.targets, chunks)
-        _complete(view, planned, separated, filled, settings)
+        blobs = _read(sharing, view, planned, buffers, chunks)
+        lost = _join(planned, buffers, pairs, view.location)
+        _complete(view, planned, settings)
+        lost |= _settle(planned.shards, filled, view.location)
+        settings.overwritten.update(lost)
         contents = dict(zip(chunks, blobs, strict=True))
         for chunk in chunks_of_coordinator:
             contents[chunk] = _read_by_coordinator(ranks, stored, chunk)
-        return _in_order(shards, filled, decode_objects(stored, found, contents))
+        return in_order(shards, filled, decode_objects(stored, found, contents))
 
 
 @contextlib.contextmanager
@@ -195,8 +192,20 @@ def _read(
     return blobs
 
 
-def _in_order(shards: Sequence[Shard], tensors: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
-    """Return values in the order of their shards."""
+def divide(shards: Sequence[Shard]) -> tuple[list[ShardedTensor], list[ShardedObject]]:
+    """Divide shards into tensors and objects, see `in_order`."""
+    tensors: list[ShardedTensor] = []
+    objects: list[ShardedObject] = []
+    for shard in shards:
+        if isinstance(shard, ShardedTensor):
+            tensors.append(shard)
+        else:
+            objects.append(shard)
+    return tensors, objects
+
+
+def in_order(shards: Sequence[Shard], tensors: Iterable[Any], objects: Iterable[Any]) -> list[Any]:
+    """Return values of tensors and objects in the order of their shards."""
     next_tensors = iter(tensors)
     next_objects = iter(objects)
     values: list[Any] = []
@@ -208,14 +217,9 @@ def _in_order(shards: Sequence[Shard], tensors: Sequence[Any], objects: Sequence
 def _complete(
     view: StoredCheckpoint,
     planned: _Requests,
-    separated: _Separated,
-    filled: Sequence[Any],
     settings: ReadSettings,
 ) -> None:
-    """Complete the targets, and warn of overflows."""
-    lost: set[str] = set()
-    if separated.pairs:
-        lost = _join(planned, separated, view.location)
+    """Change the targets as rules say, and warn of overflows."""
     if settings.options.allow_dtype_cast:
         warn_of_overflows(
             (request.key, FROM_NAME[view.dtype_name(request.key)], target)
@@ -229,8 +233,6 @@ def _complete(
     if places:
         # Products may be beyond any dtype's range.
         warn_of_overflows((key, torch.float64, target) for key, target, _ in places.values())
-    lost |= _settle(planned.shards, filled, view.location)
-    settings.overwritten.update(lost)
 
 
 def _read_by_coordinator(ranks: Ranks, stored: StoredCheckpoint, chunk: int) -> bytes:
@@ -318,12 +320,7 @@ def _plan_copies(
     keys = [request.key for request in requests]
     check_keys(stored, keys, has_rules=bool(settings.rules))
     check_dtypes(stored, keys, dtypes, settings.options.allow_dtype_cast)
-    if not any(request.step for request in requests):
-        return requests, plan_load(stored, requests)
-    dense = []
-    for request in requests:
-        dense.append(request.covered() if request.step else request)
-    return requests, [copy for copy in plan_load(stored, dense) if not requests[copy.request].step]
+    return requests, plan_load(stored, requests)
 
 
 # --- Shared memory --------------------------------------------------------------------------------
@@ -331,26 +328,18 @@ def _plan_copies(
 # computed.
 
 
-class _Separated(NamedTuple):
-    """Targets to read into, without shared memory.
-
-    `pairs` are the (first, second) targets where `second` has elements of `first`, an earlier one.
-    While it is read, the second of a pair has memory of its own in `targets`.
-    """
-
-    targets: Sequence[torch.Tensor]
-    pairs: list[tuple[int, int]]
-
-
-def _separate(stored: StoredCheckpoint, planned: _Requests) -> _Separated:
+def _separate(
+    stored: StoredCheckpoint, planned: _Requests
+) -> tuple[Sequence[torch.Tensor], list[tuple[int, int]]]:
     """Give each target that overlaps an earlier one memory of its own.
 
-    Targets that are stored in the same place keep their memory.
+    Targets that are stored in the same place keep their memory. Return the targets to read into,
+    and the (first, second) targets where `second` has elements of `first`, an earlier one.
     """
     targets = planned.targets
     shared = sorted((second, first) for first, second in overlapping(targets))
     if not shared:
-        return _Separated(targets, [])
+        return targets, []
     concerned: set[int] = set()
     for pair in shared:
         concerned.update(pair)
@@ -368,7 +357,7 @@ def _separate(stored: StoredCheckpoint, planned: _Requests) -> _Separated:
         target = targets[second]
         # Values that are not stored stay 0.
         separated[second] = torch.zeros(target.shape, dtype=target.dtype, device="cpu")
-    return _Separated(separated, pairs)
+    return separated, pairs
 
 
 def _sources_of(
@@ -383,17 +372,22 @@ def _sources_of(
     return sources
 
 
-def _join(planned: _Requests, separated: _Separated, location: str) -> set[str]:
+def _join(
+    planned: _Requests,
+    buffers: Sequence[torch.Tensor],
+    pairs: Sequence[tuple[int, int]],
+    location: str,
+) -> set[str]:
     """Give shared memory the value that was read last.
 
     Warn if it differs from the value that was read before, and return the keys of lost values.
     """
     earlier: dict[int, list[int]] = defaultdict(list)
-    for first, second in separated.pairs:
+    for first, second in pairs:
         earlier[second].append(first)
     lost: set[str] = set()
     for second, firsts in earlier.items():
-        values = separated.targets[second]
+        values = buffers[second]
         others = [(planned.requests[n].key, planned.targets[n]) for n in firsts]
         key = planned.requests[second].key
         lost |= _put(key, planned.targets[second], values, others, location)

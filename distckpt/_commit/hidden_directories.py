@@ -53,7 +53,7 @@ def parse(name: str) -> HiddenName | None:
     match = _HIDDEN.fullmatch(name)
     if match is None:
         return None
-    return HiddenName(match[1], match[2], match[3])
+    return HiddenName(*match.groups())
 
 
 def beside(location: str, kind: Kind, nonce: str | None = None) -> str:
@@ -91,8 +91,7 @@ def left_beside(location: str, kind: Kind) -> list[str]:
     start = f".{name}.{kind}-"
     directories = []
     for other in names:
-        hidden = parse(other) if other.startswith(start) else None
-        if hidden is not None and (hidden.name, hidden.kind) == (name, kind):
+        if other.startswith(start) and parse(other) == (name, kind, other[len(start) :]):
             directories.append(os.path.join(parent, other))
     return directories
 

@@ -21,7 +21,6 @@ import errno
 import json
 import os
 import secrets
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,27 +73,22 @@ class OutputSettings:
 _DEFAULTS = OutputSettings()
 
 
+@dataclass(eq=False)
 class Output:
-    """An output that is being written, see `new_output`."""
+    """An output that is being written, see `new_output`.
 
-    def __init__(
-        self, ranks: Ranks, locks: contextlib.ExitStack, place: SaveDirectory | None = None
-    ) -> None:
-        self._ranks = ranks
-        self._locks = locks
-        self._target = ""
-        self._settings = OutputSettings()
-        self._place = place
-        self._transaction: Transaction | None = None
-        self._is_committing = False
+    Attributes:
+        target: a result of `posix.resolve`; it may be set later, as the settings may, before the
+            place of the output is made.
+    """
 
-    def aim(self, target: str, settings: OutputSettings) -> None:
-        """Set the target and the settings of the output.
-
-        The target is a result of `posix.resolve`.
-        """
-        self._target = target
-        self._settings = settings
+    _ranks: Ranks
+    _locks: contextlib.ExitStack
+    target: str
+    settings: OutputSettings
+    _place: SaveDirectory | None = None
+    _transaction: Transaction | None = None
+    _is_committing: bool = False
 
     @property
     def location(self) -> str:
@@ -127,7 +121,7 @@ class Output:
         """
         if self._place is None:
             with self._ranks.telling("create directories") as told:
-                told.payload = self._settings.num_bytes.to_bytes(8, "little")
+                told.payload = self.settings.num_bytes.to_bytes(8, "little")
             with self._ranks.answering(told, "create directories"):
                 if self._ranks.is_coordinator:
                     sizes = [int.from_bytes(size, "little") for size in told.payloads]
@@ -147,15 +141,15 @@ class Output:
         directories has been written when this raises, which it also does when there is no space for
         that.
         """
-        target = self._target
-        settings = self._settings
+        target = self.target
+        settings = self.settings
         is_local = locations.is_local(target)
         nonce = hidden_directories.new_nonce(target) if is_local else secrets.token_hex(8)
         description = [nonce, os.uname().nodename, target]
         place = self._place = _place_of(target, *description)
         if place.is_hidden:
             _make_hidden(place, self._locks, settings.folders, settings.durable)
-            _check_space(place, num_bytes)
+            self.check_space(num_bytes)
         elif settings.has_marker:
             self._begin()
         return json.dumps(description).encode()
@@ -163,7 +157,7 @@ class Output:
     def enter(self, made: bytes) -> None:
         """Note the place of the output, which the coordinator has made."""
         if self._place is None:
-            self._place = _place_of(self._target, *json.loads(made))
+            self._place = _place_of(self.target, *json.loads(made))
 
     def check_is_seen(self) -> None:
         """Check that this rank sees the coordinator's place of the output."""
@@ -171,7 +165,7 @@ class Output:
             return
         place = self._made
         if place.is_hidden and locations.is_local(place.first_target):
-            made = place.inner(self._settings.folders) or [place.location]
+            made = place.inner(self.settings.folders) or [place.location]
             seconds = _seconds_to_appear(self._ranks)
             is_same = _wait_until(lambda: all(map(locations.isdir, made)), seconds)
         else:
@@ -191,26 +185,39 @@ class Output:
         """
         place = self._made
         if not place.is_hidden:
-            if self._settings.has_marker:
+            if self.settings.has_marker:
                 self._begin()
             return
-        for name in self._settings.folders or [""]:
+        for name in self.settings.folders or [""]:
             locations.make_directories(locations.join(place.location, name).rstrip("/"))
         if locations.isdir(place.target):
             locations.take_over_access(place.target, place.location)
 
-    def check_space(self) -> None:
-        """Raise ENOSPC when there is certainly no room for the output."""
-        if self._made.is_hidden:
-            _check_space(self._made, self._settings.num_bytes)
+    def check_space(self, num_bytes: int) -> None:
+        """Raise ENOSPC when there is certainly no room for so many bytes."""
+        if not self._made.is_hidden:
+            return
+        try:
+            disk = os.statvfs(self.location)
+        except OSError:
+            return
+        # The last blocks are for root. Some network file systems know no numbers, and report 0.
+        free = disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
+        if disk.f_blocks and 0 < free < num_bytes:
+            numbers = (
+                f"{num_bytes} bytes are to be written, and host {os.uname().nodename!r} reports "
+                f"{free} free"
+            )
+            text = f"{os.strerror(errno.ENOSPC)}: {numbers}"
+            raise OSError(errno.ENOSPC, text, self._made.target)
 
     def _begin(self) -> None:
-        settings = self._settings
+        settings = self.settings
         # Imported when it is needed: most programs save to local paths only.
         from distckpt._commit.conditional_put import Transaction
 
         self._transaction = Transaction(
-            self._target,
+            self.target,
             self._made.nonce,
             settings.overwrite,
             settings.has_own_folders,
@@ -239,8 +246,8 @@ class Output:
     def sync(self) -> None:
         """Make the names of this rank's files durable, if settings say so."""
         place = self._made
-        if self._settings.durable and place.is_hidden:
-            for directory in (*place.inner(self._settings.folders), place.location):
+        if self.settings.durable and place.is_hidden:
+            for directory in (*place.inner(self.settings.folders), place.location):
                 locations.sync_directory(directory)
 
     def commit(
@@ -261,12 +268,12 @@ class Output:
         if self._transaction is not None:
             self._transaction.commit(marker or {}, [name for name, _ in files])
             return
-        durable = self._settings.durable
+        durable = self.settings.durable
         self.check_files(files)
         if marker is not None:
             write_marker(self.location, marker, durable)
         if self._made.is_hidden:
-            posix.commit(self.location, self._target, self._settings.overwrite, durable)
+            posix.commit(self.location, self.target, self.settings.overwrite, durable)
 
     def check_files(self, files: Sequence[tuple[str, int]]) -> None:
         """Check that all files are there with their sizes; for the coordinator.
@@ -274,7 +281,38 @@ class Output:
         Raises:
             CheckpointingException: a file is missing, or has another size.
         """
-        _check_files(self._ranks, self.location, files)
+        directory = self.location
+        wrong = dict(files)
+        sizes: dict[str, int | None] = {}
+
+        def look_at(names: Sequence[str]) -> None:
+            for name in names:
+                sizes[name] = _size_of(os.path.join(directory, name))
+
+        def are_right() -> bool:
+            names = list(wrong)
+            starts = range(0, len(names), _FILES_PER_BATCH)
+            run_threads(look_at, [names[i : i + _FILES_PER_BATCH] for i in starts], _MAX_THREADS)
+            for name in names:
+                if wrong[name] == sizes[name]:
+                    del wrong[name]
+            return not wrong
+
+        # A single process has written all of them itself, and object stores list all their files.
+        is_waiting = self._ranks.size > 1 and locations.is_local(directory)
+        seconds = _seconds_to_appear(self._ranks) if is_waiting else 0.0
+        if _wait_until(are_right, seconds):
+            return
+        name, size = next(iter(wrong.items()))
+        state = f"has {sizes[name]} bytes instead of {size}"
+        if sizes[name] is None:
+            state = "is missing"
+        more = f" (and {len(wrong) - 1} more files)" if len(wrong) > 1 else ""
+        raise CheckpointingException(
+            f"{os.path.join(directory, name)!r} was written and {state} as rank 0 (host "
+            f"{os.uname().nodename!r}) sees it{more}: another program removes or changes files "
+            "there, or not all ranks share this storage. Nothing was committed."
+        )
 
     def commit_beside_others(self, is_replaced: Callable[[str], bool]) -> None:
         """Let an export appear, together with the files already there.
@@ -283,7 +321,7 @@ class Output:
         the same name, or the name is one that it replaces.
         """
         if self._made.is_hidden:
-            posix.commit_beside_others(self.location, self._target, is_replaced)
+            posix.commit_beside_others(self.location, self.target, is_replaced)
 
     def abandon(self) -> None:
         """Remove the output's files; for the coordinator."""
@@ -294,7 +332,7 @@ class Output:
         elif self._place.is_hidden:
             locations.remove_tree(self.location)
         else:
-            for name in self._settings.files:
+            for name in self.settings.files:
                 path = locations.join(self.location, name)
                 with locations.only_logging(f"remove {path}, which is not complete"):
                     locations.remove_file(path)
@@ -306,11 +344,10 @@ def new_output(
 ) -> Iterator[Output]:
     """Return an output of which nothing is made yet.
 
-    It is given up when the body raises. See `Output.aim` for the arguments.
+    It is given up when the body raises. See `Output` for the arguments.
     """
     with contextlib.ExitStack() as locks:
-        output = Output(ranks, locks)
-        output.aim(target, settings)
+        output = Output(ranks, locks, target, settings)
         try:
             yield output
         except BaseException:
@@ -332,9 +369,7 @@ def continued_output(target: str, nonce: str, journal: str, settings: OutputSett
     if is_local:
         directory = hidden_directories.beside(locations.join(journal, name), "tmp", nonce)
     place = SaveDirectory(nonce, directory, is_local, target, os.uname().nodename, target)
-    output = Output(Ranks.alone(), contextlib.ExitStack(), place)
-    output.aim(target, settings)
-    return output
+    return Output(Ranks.alone(), contextlib.ExitStack(), target, settings, place)
 
 
 def _is_of_missing_files(error: BaseException) -> bool:
@@ -417,76 +452,18 @@ def _remove_empty_leftovers(target: str) -> None:
                 locations.remove_tree(path)
 
 
-def _check_space(place: SaveDirectory, num_bytes: int) -> None:
-    """Raise ENOSPC when a shared file system lacks room for the bytes.
-
-    It is raised only when that is certain.
-    """
-    try:
-        disk = os.statvfs(place.location)
-    except OSError:
-        return
-    # The last blocks are for root. Some network file systems know no numbers, and report 0.
-    free = disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
-    if disk.f_blocks and 0 < free < num_bytes:
-        numbers = (
-            f"{num_bytes} bytes are to be written, and host {os.uname().nodename!r} reports "
-            f"{free} free"
-        )
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {numbers}", place.target)
-
-
 def _seconds_to_appear(ranks: Ranks) -> float:
     return min(SECONDS_TO_APPEAR, ranks.timeout / 3)
 
 
-def _check_files(ranks: Ranks, directory: str, files: Sequence[tuple[str, int]]) -> None:
-    """Check that files in a directory have their sizes; for the coordinator."""
-    is_local = locations.is_local(directory)
-    wrong = dict(files)
-    sizes: dict[str, int | None] = {}
-
-    def look_at(names: Sequence[str]) -> None:
-        for name in names:
-            sizes[name] = _size_of(os.path.join(directory, name), is_local)
-
-    def are_right() -> bool:
-        names = list(wrong)
-        starts = range(0, len(names), _FILES_PER_BATCH)
-        run_threads(look_at, [names[i : i + _FILES_PER_BATCH] for i in starts], _MAX_THREADS)
-        for name in names:
-            if wrong[name] == sizes[name]:
-                del wrong[name]
-        return not wrong
-
-    # A single process has written all of them itself, and object stores list all their files.
-    is_waiting = ranks.size > 1 and is_local
-    seconds = _seconds_to_appear(ranks) if is_waiting else 0.0
-    if _wait_until(are_right, seconds):
-        return
-    name, size = next(iter(wrong.items()))
-    state = f"has {sizes[name]} bytes instead of {size}"
-    if sizes[name] is None:
-        state = "is missing"
-    more = f" (and {len(wrong) - 1} more files)" if len(wrong) > 1 else ""
-    raise CheckpointingException(
-        f"{os.path.join(directory, name)!r} was written and {state} as rank 0 (host "
-        f"{os.uname().nodename!r}) sees it{more}: another program removes or changes files there, "
-        "or not all ranks share this storage. Nothing was committed."
-    )
-
-
-def _size_of(path: str, is_local: bool) -> int | None:
+def _size_of(path: str) -> int | None:
     """Return the size of a file, None if there is no file."""
     try:
-        if not is_local:
-            return locations.file_size(path)
-        status = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
+        return locations.file_size(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EINVAL):
+            raise
         return None
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    return status.st_size
 
 
 def _wait_until(is_true: Callable[[], bool], seconds: float) -> bool:

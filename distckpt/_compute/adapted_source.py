@@ -52,10 +52,8 @@ class AdaptedSource(TensorSource):
         return tensor.name not in self._changes and self._values.converts(tensor)
 
     def keys_besides(self, tensor: OutputTensor) -> list[str]:
-        change = self._changes.get(tensor.name)
-        keys = []
-        if change is not None:
-            keys = [f"{key} of the adapter" for key in change.keys]
+        change = self._changes.get(tensor.name, Change())
+        keys = [f"{key} of the adapter" for key in change.keys]
         return [*self._values.keys_besides(tensor), *keys]
 
     def read(self, wanted: Sequence[Wanted], factor: float = 1.0) -> None:

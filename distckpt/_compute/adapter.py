@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from distckpt._base.dtypes import FROM_NAME, is_summed
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
@@ -40,8 +40,7 @@ _FIRST_VERSION = (0, 19)
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class Adapter:
+class Adapter(NamedTuple):
     """A PEFT adapter: its tensors and its `adapter_config.json`."""
 
     stored: StoredCheckpoint
@@ -52,13 +51,8 @@ class Adapter:
         """Directory or URL of the adapter."""
         return self.stored.location
 
-    def names_of(self, field: str) -> Any:
-        """Return the names, or the pattern, in a field of the configuration."""
-        return self.config.get(field) or ()
 
-
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """A scaled product `b @ a` that is added to a tensor.
 
     Attributes:
@@ -81,7 +75,7 @@ class Product:
     first_row: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Change:
     """A tensor's replacement, and the product that is added to it.
 
@@ -105,8 +99,8 @@ class Change:
 def plan_changes(
     adapter: Adapter,
     outputs: Sequence[OutputTensor],
-    model: Mapping[str, Any] | None = None,
-    tied: Collection[str] = (),
+    model: Mapping[str, Any] | None,
+    tied: Collection[str],
 ) -> dict[str, Change]:
     """Return an adapter's changes to the tensors of an export, by name.
 
@@ -131,7 +125,7 @@ def plan_changes(
     _check_parameters(adapter, changes)
     modules = []
     for name, shape in shapes.items():
-        if _is_weight(name, shape):
+        if len(shape) > 1 and name.endswith(".weight"):
             modules.append(_module_of(name))
     adapted = set()
     for name, change in changes.items():
@@ -145,10 +139,6 @@ def plan_changes(
 
 def _module_of(name: str) -> str:
     return name.removesuffix(".weight")
-
-
-def _is_weight(name: str, shape: Sequence[int]) -> bool:
-    return len(shape) > 1 and name.endswith(".weight")
 
 
 # --- The configuration ----------------------------------------------------------------------------
@@ -217,13 +207,11 @@ def _has_modules(names: Iterable[str], adapter: Adapter) -> bool:
     For an adapter, experts are one parameter.
     """
     modules = {_module_of(name.removesuffix(".0.down_proj.weight")) for name in names}
-    keys = [_without_wrappers(key) for key in adapter.stored.manifest.key_index]
-    matrices = filter(None, map(_MATRIX.fullmatch, keys))
-    return all(matrix["module"] in modules for matrix in matrices)
-
-
-def _without_wrappers(key: str) -> str:
-    return key.removeprefix(PREFIX).replace(".base_layer", "")
+    for key in adapter.stored.manifest.key_index:
+        matrix = _MATRIX.fullmatch(key.removeprefix(PREFIX).replace(".base_layer", ""))
+        if matrix and matrix["module"] not in modules:
+            return False
+    return True
 
 
 def _changes(adapter: Adapter, exported: Shapes) -> dict[str, Change]:
@@ -231,17 +219,17 @@ def _changes(adapter: Adapter, exported: Shapes) -> dict[str, Change]:
 
     A matrix without its partner is taken for a tensor of its name, which the export does not have.
     """
-    changes: dict[str, Change] = {}
+    changes: defaultdict[str, Change] = defaultdict(Change)
     keys = adapter.stored.manifest.key_index
     for key in keys:
         matrix = _MATRIX.fullmatch(key)
         if matrix is None or _partner(matrix) not in keys:
             # PEFT saves the weight of an embedding together with its matrices.
             name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
-            changes[name] = replace(changes.get(name, Change()), replacement=key)
+            changes[name].replacement = key
         elif matrix["letter"] == "B":
             for name, product in _products(adapter, matrix, exported):
-                changes[name] = replace(changes.get(name, Change()), product=product)
+                changes[name].product = product
     return changes
 
 
@@ -257,7 +245,7 @@ def _products(
     """Return the products of a second matrix, by tensor name."""
     module = matrix["module"].removeprefix(PREFIX)
     block = module.replace(".base_layer", "")
-    parameters = adapter.names_of("target_parameters")
+    parameters = adapter.config.get("target_parameters") or ()
     b = matrix.string
     a = _partner(matrix)
     if parameters and f"{block}.weight" not in exported:
@@ -276,23 +264,23 @@ def _expert_products(
 
     The shapes of the matrices determine their parameter.
     """
-    num_experts = _count_experts(block, exported)
+    numbers = itertools.count()
+    num_experts = next(n for n in numbers if f"{block}.{n}.down_proj.weight" not in exported)
     if num_experts == 0:
         raise CheckpointingException(
             f"The adapter {adapter.location!r} has matrices for {block!r}, and the export has no "
             "gate_proj, up_proj and down_proj of each expert there: merge it with "
             "merge_and_unload of PEFT."
         )
-    shape_b, (rank, columns) = (adapter.stored.global_shape(key) for key in (b, a))
-    known = _rows_of_parameters(block, columns, exported)
-    fitting = [parameter for parameter, rows in known.items() if shape_b == (rows, rank)]
-    if not fitting or rank % num_experts != 0:
+    shape_a = rank, columns = adapter.stored.global_shape(a)
+    shape_b = adapter.stored.global_shape(b)
+    parameter = _parameter_of(block, shape_a, shape_b, exported)
+    if parameter is None or rank % num_experts != 0:
         raise CheckpointingException(
-            f"The adapter {adapter.location!r} has matrices of shapes {shape_b} and "
-            f"{(rank, columns)} for {block!r}, and the export {num_experts} experts with "
-            "projections of other shapes: it is of another model."
+            f"The adapter {adapter.location!r} has matrices of shapes {shape_b} and {shape_a} for "
+            f"{block!r}, and the export {num_experts} experts with projections of other shapes: it "
+            "is of another model."
         )
-    parameter = fitting[0]
     names = OF_EXPERTS[parameter]
     rows = shape_b[0] // len(names)
     if shape_b[0] == columns:
@@ -300,23 +288,20 @@ def _expert_products(
     scaling = _scaling(adapter, f"{block}.{parameter}", rank // num_experts)
     product = Product(b, a, scaling, num_experts=num_experts)
     for (index, name), expert in itertools.product(enumerate(names), range(num_experts)):
-        own = replace(product, first_row=index * rows, expert=expert)
+        own = product._replace(first_row=index * rows, expert=expert)
         yield f"{block}.{expert}.{name}.weight", own
 
 
-def _count_experts(block: str, exported: Shapes) -> int:
-    numbers = itertools.count()
-    return next(n for n in numbers if f"{block}.{n}.down_proj.weight" not in exported)
-
-
-def _rows_of_parameters(block: str, columns: int, exported: Shapes) -> dict[str, int]:
-    """Return the rows of each expert parameter with this many columns."""
-    rows = {}
+def _parameter_of(
+    block: str, shape_a: tuple[int, ...], shape_b: tuple[int, ...], exported: Shapes
+) -> str | None:
+    """Return the parameter of experts that matrices of two shapes fit."""
     for parameter, names in OF_EXPERTS.items():
         shape = exported.get(f"{block}.0.{names[0]}.weight", ())
-        if shape[1:] == (columns,):
-            rows[parameter] = shape[0] * len(names)
-    return rows
+        fits = shape[1:] == shape_a[1:] and shape_b == (shape[0] * len(names), shape_a[0])
+        if fits:
+            return parameter
+    return None
 
 
 def _check_version(adapter: Adapter, block: str, parameter: str) -> None:
@@ -370,7 +355,7 @@ def _check_saved(
     """Refuse an adapter that lacks tensors for exported modules to save."""
     if not changes:
         raise _incomplete(adapter, "target_modules", adapter.config.get("target_modules"))
-    listed = adapter.names_of("modules_to_save")
+    listed = adapter.config.get("modules_to_save") or ()
     saved = []
     for name, change in changes.items():
         if change.replacement is not None:
@@ -380,7 +365,7 @@ def _check_saved(
         if not _is_in(module, saved):
             absent.append(module)
     # PEFT adds names for classifiers, of which a model has one.
-    has_none = bool(listed) and len(absent) == len(listed)
+    has_none = len(absent) == len(listed) > 0
     if has_none or any(_is_in(module, exported) for module in absent):
         raise _incomplete(adapter, "modules_to_save", absent)
 
@@ -442,7 +427,7 @@ def _possible_embeddings(outputs: Mapping[str, OutputTensor], model: Mapping[str
     text = text_config(model)
     if model.get("tie_word_embeddings", text.get("tie_word_embeddings")) is False:
         return set()
-    counts = collections.Counter(output.shape for output in outputs.values())
+    counts = Counter(output.shape for output in outputs.values())
     vocabulary = text.get("vocab_size")
     embeddings = set()
     for name, output in outputs.items():
@@ -454,7 +439,7 @@ def _possible_embeddings(outputs: Mapping[str, OutputTensor], model: Mapping[str
 
 def _check_parameters(adapter: Adapter, changes: Mapping[str, Change]) -> None:
     """Refuse an adapter without matrices for a parameter that it lists."""
-    for parameter in adapter.names_of("target_parameters"):
+    for parameter in adapter.config.get("target_parameters") or ():
         first = OF_EXPERTS.get(parameter.rpartition(".")[2], (parameter,))[0]
         if not any(_is_for(parameter, first, name, change) for name, change in changes.items()):
             raise CheckpointingException(

@@ -79,9 +79,9 @@ def check_targets(
 
 def _said(config: Mapping[str, Any]) -> str:
     """Describe a configuration's fields about modules, for messages."""
-    fields = {field: config.get(field) for field in FIELDS}
     texts = []
-    for field, value in fields.items():
+    for field in FIELDS:
+        value = config.get(field)
         if value is not None:
             texts.append(f"{field}={value!r:.300}")
     return ", ".join(texts)
@@ -100,14 +100,17 @@ def is_target(module: str, config: Mapping[str, Any]) -> bool:
     targets = config.get("target_modules")
     if isinstance(targets, list) and module in targets:
         return True
-    is_named = not parameters if targets is None else _is_named(module, targets)
+    is_named = not parameters
+    if targets is not None:
+        is_named = str(targets).lower() == _ALL_LINEAR or _fits(module, targets)
     return is_named and _is_in_layers(module, config)
 
 
-def _is_named(module: str, targets: str | Collection[str]) -> bool:
-    if not isinstance(targets, str):
-        return ends_with(module, targets)
-    return targets.lower() == _ALL_LINEAR or re.fullmatch(targets, module) is not None
+def _fits(module: str, names: str | Collection[str]) -> bool:
+    """Whether a module fits a pattern, or one of several names."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return ends_with(module, names)
 
 
 def _is_parameter(module: str, parameters: Collection[str]) -> bool:
@@ -124,12 +127,8 @@ def _is_parameter(module: str, parameters: Collection[str]) -> bool:
 
 
 def _is_excluded(module: str, config: Mapping[str, Any]) -> bool:
-    excluded = config.get("exclude_modules") or ()
-    if isinstance(excluded, str):
-        is_excluded = re.fullmatch(excluded, module) is not None
-    else:
-        is_excluded = ends_with(module, excluded)
     saved = config.get("modules_to_save") or ()
+    is_excluded = _fits(module, config.get("exclude_modules") or ())
     return is_excluded or any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in saved)
 
 
@@ -201,7 +200,9 @@ def _not_loaded(modules: Collection[str], model: Mapping[str, Any] | None) -> se
     first_shared = _first_shared_layer(model or {})
     if first_shared is not None:
         for module in modules:
-            if module.endswith(_KEYS_AND_VALUES) and _layer_number(module) >= first_shared:
+            layer = _LAYER.match(module)
+            is_shared = layer is not None and int(layer["number"]) >= first_shared
+            if is_shared and module.endswith(_KEYS_AND_VALUES):
                 not_loaded.add(module)
     return not_loaded
 
@@ -217,12 +218,6 @@ def _prediction_modules(modules: Collection[str]) -> set[str]:
         if _MTP.fullmatch(module) or module.startswith(tuple(prefixes)):
             predicting.add(module)
     return predicting
-
-
-def _layer_number(module: str) -> int:
-    """Return the number of a module's layer, or -1."""
-    layer = _LAYER.match(module)
-    return int(layer["number"]) if layer else -1
 
 
 def _first_shared_layer(model: Mapping[str, Any]) -> int | None:

@@ -53,8 +53,7 @@ class EncodedSource(TensorSource):
         return tensor.name not in self._parts and self._values.may_overflow(tensor)
 
     def dtype_of(self, tensor: OutputTensor) -> torch.dtype:
-        is_part = tensor.name in self._parts
-        if is_part:
+        if tensor.name in self._parts:
             return FROM_NAME[tensor.dtype]
         return self._values.dtype_of(tensor)
 
@@ -86,9 +85,9 @@ class EncodedSource(TensorSource):
         quantized = part.quantized
         role = part.role
         maximum = 0.0
-        if _needs_maximum(quantized):
+        if "global_scale" in quantized.parts or math.prod(quantized.grid) == 1:
             maximum = self._maximum_of(part)
-        for region in _regions_to_encode(quantized, role, wanted, _ENCODED_AT_ONCE):
+        for region in _regions_to_encode(quantized, role, wanted):
             values = self._read_values(part, region)
             try:
                 encoded = _encode(quantized, values, region, maximum)[role]
@@ -130,11 +129,6 @@ class EncodedSource(TensorSource):
 # --- From values to codes and scales --------------------------------------------------------------
 
 
-def _needs_maximum(quantized: QuantizedTensor) -> bool:
-    """Return whether codes depend on the largest magnitude of the tensor."""
-    return "global_scale" in quantized.parts or math.prod(quantized.grid) == 1
-
-
 def _cell(quantized: QuantizedTensor) -> tuple[int, ...]:
     """Return the shape of the smallest regions to quantize by themselves."""
     block = quantized.block
@@ -144,7 +138,7 @@ def _cell(quantized: QuantizedTensor) -> tuple[int, ...]:
 
 
 def _regions_to_encode(
-    quantized: QuantizedTensor, role: str, part_region: Region, max_elements: int
+    quantized: QuantizedTensor, role: str, part_region: Region
 ) -> Iterator[Region]:
     """Yield regions of whole cells that make up a part's region."""
     ndim = len(quantized.shape)
@@ -160,7 +154,7 @@ def _regions_to_encode(
         factors = (1,) * ndim
     region = _refined(covered, factors, quantized.shape)
     shape = _cell(quantized)
-    max_cells = max(1, max_elements // math.prod(shape))
+    max_cells = max(1, _ENCODED_AT_ONCE // math.prod(shape))
     for cells in cut_region(coarsened(region, shape), max_cells):
         yield _refined(cells, shape, quantized.shape)
 
@@ -182,7 +176,7 @@ def _encode(
         quantized: the tensor.
         values: values of the region in the order of storage, float32; overwritten.
         region: a region of the tensor.
-        maximum: the largest magnitude in the whole tensor, where `_needs_maximum`.
+        maximum: the largest magnitude in the whole tensor, where codes depend on it.
 
     Returns:
         For each part its region, see `part_regions`.

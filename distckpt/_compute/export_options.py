@@ -108,15 +108,13 @@ def check_is_adapter(ranks: Ranks, location: str) -> None:
 
 def _check_files(location: str) -> bytes:
     names = locations.list_names(location) if locations.isdir(location) else []
-    has_tensors = CONFIG_FNAME in names or any(name.endswith(SUFFIX) for name in names)
-    has_config = _ADAPTER_CONFIG in names
-    if (has_tensors and has_config) or not locations.exists(location):
-        return b""
     lacks = []
-    if not has_tensors:
+    if CONFIG_FNAME not in names and not any(name.endswith(SUFFIX) for name in names):
         lacks.append("adapter_model.safetensors")
-    if not has_config:
+    if _ADAPTER_CONFIG not in names:
         lacks.append(_ADAPTER_CONFIG)
+    if not lacks or not locations.exists(location):
+        return b""
     raise CheckpointNotFoundError(
         f"{location!r} is no adapter of PEFT, it has no {' and no '.join(lacks)}: "
         f"{_advice(location, names)}."

@@ -6,10 +6,8 @@ Formats define names, blocks and dtypes of the parts, and the fields of config.j
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,8 +42,7 @@ _NOT_QUANTIZED = (
 """Weights that models with quantized ones keep as they are."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Format:
+class Format(NamedTuple):
     """A form of quantized tensors.
 
     Attributes:
@@ -109,11 +106,10 @@ _CHANNELS = Format(
 
 FORMATS: dict[str, Format] = {
     "fp8-block": _BLOCKS,
-    "fp8-block-ue8m0": replace(_BLOCKS, scale_dtype="F8_E8M0", details=_UE8M0),
-    "fp8-tensor": replace(_CHANNELS, block=(0, 0), details=_weights(8, "float", "tensor")),
+    "fp8-block-ue8m0": _BLOCKS._replace(scale_dtype="F8_E8M0", details=_UE8M0),
+    "fp8-tensor": _CHANNELS._replace(block=(0, 0), details=_weights(8, "float", "tensor")),
     "fp8-channel": _CHANNELS,
-    "int8-channel": replace(
-        _CHANNELS,
+    "int8-channel": _CHANNELS._replace(
         number="int8",
         codes_dtype="I8",
         details=_weights(8, "int", "channel"),
@@ -219,23 +215,26 @@ def _quantized_as(form: Format, name: str, shape: tuple[int, ...], dtype: str) -
     )
 
 
-def _quantization_config(formats: Collection[Format], kept: Sequence[str]) -> dict[str, Any] | None:
+def _quantization_config(formats: Mapping[str, Format], kept: Sequence[str]) -> dict[str, Any]:
     """Return a model's `quantization_config`.
 
-    `kept` are the names of the weights that are not quantized. None where no configuration can
-    describe the formats together.
+    `kept` are the names of the weights that are not quantized.
+
+    Raises:
+        CheckpointingException: no configuration can describe the formats together.
     """
     modules = [name.removesuffix(_LINEAR) for name in kept]
-    first = next(iter(formats))
-    if any(form.method != first.method for form in formats):
-        return None
-    if first.method != "compressed-tensors":
+    first, *others = formats.values()
+    is_compressed = first.method == "compressed-tensors"
+    if any(is_compressed or form.method != first.method for form in others):
+        raise CheckpointingException(
+            f"No config.json can describe {sorted(formats)} in one model: choose one of them."
+        )
+    if not is_compressed:
         details: dict[str, Any] = {}
-        for form in formats:
+        for form in formats.values():
             details |= form.details
         return {"quant_method": first.method, **details, "modules_to_not_convert": modules}
-    if len(formats) > 1:
-        return None
     activations = None
     if first.form in ("float-quantized", "int-quantized"):
         activations = {**_DYNAMIC, "type": first.details["type"]}
@@ -260,8 +259,7 @@ _USUAL = ""
 """Pattern for the tensors that models usually quantize."""
 
 
-@dataclass(frozen=True)
-class EncodedPart:
+class EncodedPart(NamedTuple):
     """A part of the quantized form of a tensor.
 
     Attributes:
@@ -302,7 +300,7 @@ def formats_by_pattern(quantize: str | Mapping[str, str]) -> dict[str, str]:
 
 
 def quantize_outputs(
-    outputs: Sequence[OutputTensor], formats: Mapping[str, str], model: Set[str] | None = None
+    outputs: Sequence[OutputTensor], formats: Mapping[str, str], model: Set[str] | None
 ) -> tuple[list[OutputTensor], dict[str, EncodedPart], Mapping[str, Any]]:
     """Replace tensors by the parts of their quantized form.
 
@@ -321,7 +319,7 @@ def quantize_outputs(
     result: list[OutputTensor] = []
     parts: dict[str, EncodedPart] = {}
     unquantized: list[str] = []
-    used: list[str] = []
+    used: dict[str, Format] = {}
     for output in outputs:
         name = _format_for(output, formats, model)
         if name is None:
@@ -329,13 +327,21 @@ def quantize_outputs(
             if len(output.shape) == 2 and output.name.endswith(".weight"):
                 unquantized.append(output.name)
             continue
-        used.append(name)
-        quantized = _quantized_as(FORMATS[name], output.name, output.shape, output.dtype)
+        used[name] = form = FORMATS[name]
+        quantized = _quantized_as(form, output.name, output.shape, output.dtype)
         for role, part in quantized.parts.items():
             num_bytes = math.prod(part.shape) * ITEM_BYTES[part.dtype]
             result.append(OutputTensor(part.key, part.dtype, part.shape, num_bytes, output.mapped))
             parts[part.key] = EncodedPart(output, quantized, role)
-    config = _config({name: FORMATS[name] for name in used}, formats, unquantized)
+    unused = sorted(set(formats.values()) - used.keys())
+    if unused:
+        raise CheckpointingException(
+            f"No tensor can be quantized to {unused}: no name matches, or shapes do not fit. "
+            "Formats other than mxfp4 are for weights with two axes named '*.weight' (4-bit ones "
+            "with whole groups of columns), mxfp4 for '*.experts.*_proj' with three, as "
+            "transformers has them in memory for gpt-oss."
+        )
+    config = _quantization_config(used, unquantized)
     _check_names(result)
     return result, parts, config
 
@@ -363,32 +369,11 @@ def _is_usual(name: str, model: Set[str] | None) -> bool:
     return not matches(name, _NOT_QUANTIZED)
 
 
-def _config(
-    used: Mapping[str, Format], formats: Mapping[str, str], unquantized: Sequence[str]
-) -> Mapping[str, Any]:
-    unused = sorted(set(formats.values()) - used.keys())
-    if unused:
-        raise CheckpointingException(
-            f"No tensor can be quantized to {unused}: no name matches, or shapes do not fit. "
-            "Formats other than mxfp4 are for weights with two axes named '*.weight' (4-bit ones "
-            "with whole groups of columns), mxfp4 for '*.experts.*_proj' with three, as "
-            "transformers has them in memory for gpt-oss."
-        )
-    config = _quantization_config(list(used.values()), unquantized)
-    if config is None:
-        raise CheckpointingException(
-            f"No config.json can describe {sorted(used)} in one model: choose one of them."
-        )
-    return config
-
-
 def _check_names(outputs: Collection[OutputTensor]) -> None:
-    counts = Counter(tensor.name for tensor in outputs)
-    twice = []
-    for name, count in counts.items():
-        if count > 1:
-            twice.append(name)
-    if twice:
-        raise CheckpointingException(
-            f"{twice[0]!r} is in the checkpoint, and quantizing makes another: rename it."
-        )
+    names = set()
+    for tensor in outputs:
+        if tensor.name in names:
+            raise CheckpointingException(
+                f"{tensor.name!r} is in the checkpoint, and quantizing makes another: rename it."
+            )
+        names.add(tensor.name)

@@ -5,6 +5,7 @@ The result is a weighted sum, or a moving average.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -25,8 +26,9 @@ from distckpt._commit import posix
 from distckpt._compute.summed_source import SummedSource
 from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.manifest import Manifest
-from distckpt._format.marker import copied_note_of_modules
+from distckpt._format.marker import names_of_module, note_of_objects, prefixes_of_modules
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._operations.consolidate import ExportReport, write_and_commit
 from distckpt._operations.export_plan import ExportPlan, plan_export
 from distckpt._operations.export_request import (
     OpenedSources,
@@ -35,7 +37,6 @@ from distckpt._operations.export_request import (
     locate_sources,
     open_sources,
 )
-from distckpt._operations.export_write import ExportReport, write_and_commit
 from distckpt._plan.codes import check_scales_cast
 from distckpt._plan.decoded import decoded, hidden_keys
 from distckpt._plan.selection import select_tensors
@@ -180,26 +181,21 @@ def _factors(
     ema: float | None,
 ) -> list[float]:
     """Return the factor of each checkpoint."""
-    try:
-        factors = _factors_of_average(count, ema) if weights is None else [*map(float, weights)]
-    except (TypeError, ValueError, OverflowError):
-        factors = []
-    is_one_too_many = weights is not None and ema is not None
-    if is_one_too_many or len(factors) != count or not all(map(math.isfinite, factors)):
+    factors: list[float] = []
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if ema is None:
+            factors = [1 / count] * count if weights is None else [*map(float, weights)]
+        elif weights is None and 0 <= ema <= 1:
+            # The sum is multiplied with it before each further term.
+            factors = [1.0, *[1 - float(ema)] * (count - 1)]
+    # The digits of a text would be weights.
+    is_text = isinstance(weights, str)
+    if is_text or len(factors) != count or not all(map(math.isfinite, factors)):
         raise ValueError(
             f"{count} checkpoints, weights={weights!r:.200}, ema={ema!r:.200}: give a finite "
             "weight for each, or an ema from 0 to 1, or neither."
         )
     return factors
-
-
-def _factors_of_average(count: int, ema: float | None) -> list[float]:
-    if ema is None:
-        return [1 / count] * count
-    if isinstance(ema, str) or not 0 <= ema <= 1:
-        return []
-    # The sum is multiplied with it before each further term.
-    return [1.0, *[1 - float(ema)] * (count - 1)]
 
 
 # --- The tensors that all have --------------------------------------------------------------------
@@ -219,39 +215,33 @@ def _merged(
             there.
         CheckpointingException: a tensor has dtypes that cannot be added.
     """
-    terms = [decoded(checkpoint) for checkpoint in checkpoints]
+    terms = []
     ids = []
-    for term, checkpoint in zip(terms, checkpoints, strict=True):
-        ids.append(_select(term, keys, left_out(checkpoint, keys)))
+    for checkpoint in checkpoints:
+        terms.append(decoded(checkpoint))
+        ids.append(_select(terms[-1], keys, left_out(checkpoint, keys)))
     common = []
     for name in ids[0]:
         if all(name in others for others in ids):
             common.append(name)
     _check_all_are_common(terms, ids, common, write_tied)
-    aliases = _tied_in_all(common, ids)
-    names = []
+    firsts: dict[tuple[int, ...], str] = {}
+    aliases = {}
     for name in common:
-        if name not in aliases:
-            names.append(name)
+        # Names that all checkpoints tie have the same indices.
+        first = firsts.setdefault(tuple(own[name] for own in ids), name)
+        if first != name:
+            aliases[name] = first
+    names = list(firsts.values())
     dtypes = []
     shapes = []
     for name in names:
         dtypes.append(_dtype_of_sum(name, terms))
         shapes.append(terms[0].global_shape(name))
     manifest = Manifest(names, dtypes, shapes, ChunkTable.empty(), aliases, has_checksums=False)
-    marker = copied_note_of_modules(terms[0].marker)
+    stored = terms[0].marker
+    marker = note_of_objects(names_of_module(stored), prefixes_of_modules(stored), {})
     return StoredCheckpoint(terms[0].location, manifest, marker=marker), terms
-
-
-def _tied_in_all(names: Sequence[str], ids: Sequence[Mapping[str, int]]) -> dict[str, str]:
-    """Return the names that all checkpoints tie to an earlier name."""
-    firsts: dict[tuple[int, ...], str] = {}
-    aliases = {}
-    for name in names:
-        first = firsts.setdefault(tuple(own[name] for own in ids), name)
-        if first != name:
-            aliases[name] = first
-    return aliases
 
 
 def _select(
@@ -264,13 +254,7 @@ def _select(
         if is_summed(FROM_NAME[info.dtype]):
             summed.append(key)
     check_scales_cast(stored, dict.fromkeys(summed, torch.float64))
-    manifest = stored.manifest
-    names = (*manifest.keys, *manifest.aliases)
-    ids = {}
-    for name in names:
-        if name in tensors:
-            ids[name] = manifest.key_index[name]
-    return ids
+    return {name: n for name, n in stored.manifest.key_index.items() if name in tensors}
 
 
 def _check_all_are_common(
@@ -280,33 +264,24 @@ def _check_all_are_common(
     write_tied: bool,
 ) -> None:
     for term, own in zip(terms, ids, strict=True):
-        absent = set(own).difference(common)
-        if not write_tied:
+        common_ids = {own[name] for name in common}
+        lacking = set(own).difference(common)
+        absent = []
+        for name in own:
             # A name that is only tied to another one may be absent elsewhere, as in Hugging Face
             # directories.
-            common_ids = {own[name] for name in common}
-            absent = {name for name in absent if own[name] not in common_ids}
-        if absent:
-            raise _not_found_everywhere(term, [name for name in own if name in absent], terms, ids)
-
-
-def _not_found_everywhere(
-    term: StoredCheckpoint,
-    absent: Sequence[str],
-    terms: Sequence[StoredCheckpoint],
-    ids: Sequence[Mapping[str, int]],
-) -> LoadMismatchError:
-    lacking = []
-    for other, names in zip(terms, ids, strict=True):
-        if absent[0] not in names:
-            lacking.append(other)
-    return LoadMismatchError(
-        f"Merging needs the same tensors in all checkpoints: {summarize_keys(absent)} of "
-        f"{term.location!r} cannot be found in {lacking[0].location!r}. Leave them out with "
-        "`keys`, or convert one of the checkpoints (`consolidate` with rules) so that their names "
-        "agree.",
-        missing=absent,
-    )
+            is_tied = own[name] in common_ids and not write_tied
+            if name in lacking and not is_tied:
+                absent.append(name)
+        for other, names in zip(terms, ids, strict=True):
+            if absent and absent[0] not in names:
+                raise LoadMismatchError(
+                    f"Merging needs the same tensors in all checkpoints: {summarize_keys(absent)} "
+                    f"of {term.location!r} cannot be found in {other.location!r}. Leave them out "
+                    "with `keys`, or convert one of the checkpoints (`consolidate` with rules) so "
+                    "that their names agree.",
+                    missing=absent,
+                )
 
 
 def _dtype_of_sum(name: str, terms: Sequence[StoredCheckpoint]) -> str:

@@ -6,8 +6,8 @@ import itertools
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt.families import _config as families
@@ -47,16 +47,14 @@ PREFIX = "base_model.model."
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """LoRA's matrices for a Hugging Face module; their product is `b @ a`."""
 
     a: MappedTensor
     b: MappedTensor
 
 
-@dataclass(frozen=True)
-class _Module:
+class _Module(NamedTuple):
     """A module of Megatron with LoRA.
 
     Attributes:
@@ -67,16 +65,6 @@ class _Module:
 
     name: str
     keys: Mapping[str | None, str]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether one pair of matrices is for the whole module."""
-        return None in self.keys
-
-    @property
-    def leaf(self) -> str:
-        """The last part of its name."""
-        return self.name.rpartition(".")[2]
 
 
 # --- Names in memory ------------------------------------------------------------------------------
@@ -99,17 +87,18 @@ def names_in_memory(
         return {}
     assert isinstance(assembled, Assemble)
     names = {}
+    infos = {}
     for name, mapped in assembled.tensors.items():
         in_memory = _name_in_memory(mapped, assembled.sources)
         if in_memory is not None:
             names[name] = in_memory
-    infos = {name: TensorSpec(assembled.tensors[name].shape, "F32") for name in names}
+            infos[name] = TensorSpec(mapped.shape, "F32")
     renamed = apply_rules(families.forms_on_disk(Config(model), on_disk), infos)
-    whole = {}
+    stored = {}
     for new, mapped in renamed.items():
         if len(mapped.parts) == 1:
-            whole[new] = mapped.parts[0].key
-    return {new: names[key] for new, key in whole.items()}
+            stored[new] = names[mapped.parts[0].key]
+    return stored
 
 
 def _name_in_memory(mapped: MappedTensor, sources: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -134,7 +123,7 @@ def _name_in_memory(mapped: MappedTensor, sources: Mapping[str, tuple[int, ...]]
 def with_peft_names(
     rules: Sequence[Rule],
     tensors: Mapping[str, TensorSpec],
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None,
 ) -> Sequence[Rule]:
     """Return the rules for exporting LoRA of Megatron Bridge.
 
@@ -176,10 +165,12 @@ def _in_memory(pairs: dict[str, Pair], config: Mapping[str, Any] | None) -> dict
     """Give modules of vision models their names in memory."""
     if not config or "vision_config" not in config:
         return pairs
-    own = {}
-    for name, other in names_in_memory(config, {}).items():
-        own[name.removesuffix(".weight")] = other.removesuffix(".weight")
-    return {own.get(name, name): pair for name, pair in pairs.items()}
+    names = names_in_memory(config, {})
+    renamed = {}
+    for name, pair in pairs.items():
+        weight = f"{name}.weight"
+        renamed[names.get(weight, weight).removesuffix(".weight")] = pair
+    return renamed
 
 
 def _check_widths(
@@ -187,6 +178,7 @@ def _check_widths(
 ) -> None:
     """Refuse matrices that do not fit each other, or the configuration."""
     hidden = _hidden_size(module, config)
+    leaf = module.name.rpartition(".")[2]
     for key in module.keys.values():
         a = tensors[key + _IN].shape
         b = tensors[key + _OUT].shape
@@ -195,9 +187,9 @@ def _check_widths(
                 f"The ranks of {key + _OUT!r} and linear_in.weight beside it differ: {b} and {a}."
             )
         size = hidden
-        if module.leaf in _READ_HIDDEN:
+        if leaf in _READ_HIDDEN:
             size = a[-1]
-        elif module.leaf in _WRITE_HIDDEN:
+        elif leaf in _WRITE_HIDDEN:
             size = b[-2]
         if hidden is not None and size != hidden:
             raise LoadMismatchError(
@@ -241,10 +233,10 @@ def _pairs(
         _check_is_plain(module, name, mapped, weight)
         name = name.removesuffix(".weight")
         part = None
-        if not module.is_whole:
+        if None not in module.keys:
             part = name.rpartition(".")[2].removesuffix("_proj")
         if part in module.keys:
-            pairs[name] = _pair(module.keys[part], name, mapped, tensors, module.is_whole)
+            pairs[name] = _pair(module.keys[part], name, mapped, tensors, part is None)
             used.add(part)
     if used != module.keys.keys():
         raise CheckpointingException(
@@ -262,7 +254,7 @@ def _weight_of(
     a = tensors[first + _IN]
     b = tensors[first + _OUT]
     rows = b.shape[-2]
-    if not module.is_whole:
+    if None not in module.keys:
         rows = _rows_of_qkv(module, rules) if "linear_qkv" in module.name else 2 * rows
     return TensorSpec((*b.shape[:-2], rows, a.shape[-1]), b.dtype)
 
@@ -359,11 +351,9 @@ def _wrapped(block: str, parts: Mapping[str, object]) -> list[tuple[str, ...]]:
 
 def _joined(parts: Sequence[Mapping[int, Pair]]) -> Pair:
     """Join all experts' pairs; `parts` have them by expert number."""
-    pairs_of_parts = []
-    for part in parts:
-        pairs_of_parts.append([part[number] for number in sorted(part)])
-    a = [pair.a for pair in pairs_of_parts[0]]
+    a = []
     b = []
-    for pairs_of_expert in zip(*pairs_of_parts, strict=True):
-        b.append(join([pair.b for pair in pairs_of_expert], 0))
+    for number in sorted({*parts[0], *parts[-1]}):
+        a.append(parts[0][number].a)
+        b.append(join([part[number].b for part in parts], 0))
     return Pair(join(a, 0), interleave(join(b, 1), 1, len(b)))

@@ -91,8 +91,8 @@ class SummedSource(TensorSource):
                 _check_equal(self._terms, requested, terms)
                 goal.copy_(terms[0])
             if not is_direct:
-                for (_, view), part in zip(batch, _divided(goal, requested), strict=True):
-                    view.copy_(part)
+                for (_, view), values in zip(batch, _divided(goal, requested), strict=True):
+                    view.copy_(values)
 
 
 def _check_are_dense(requests: Sequence[Request]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
-from distckpt._checkpoint.file_states import describing, states_of
+from distckpt._checkpoint.consistent_read import describing, states_of
 from distckpt._checkpoint.stored_pieces import Reader
 from distckpt._format.checksum import checksum
 from distckpt._format.chunk_table import ChunkTable

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from distckpt._base.memory import Bytes
@@ -14,6 +16,7 @@ BLOCK_BYTES = 256 << 10
 small enough to read a whole block where only a part of it is requested.
 """
 CHECKSUM_BYTES = 8
+Checksums: TypeAlias = npt.NDArray[np.uint64]
 
 checksum: Callable[[bytes | memoryview | Bytes], int] = xxhash.xxh3_64_intdigest
 """Return the xxh3-64 digest of some bytes."""

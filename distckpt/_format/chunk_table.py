@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from distckpt._base.errors import CorruptCheckpointError
-from distckpt._format.checksum import CHECKSUM_BYTES
-from distckpt._format.columns import Column, joined_ranges, pack, require, unpack
+from distckpt._format.checksum import CHECKSUM_BYTES, Checksums
+from distckpt._format.columns import Column, joined_ranges, pack, unpack
 from distckpt._format.safetensors_file import ShardFile
 from distckpt._geometry.region import IntArray, stable_order, widen
 
@@ -34,14 +34,7 @@ def judging_manifest(location: str) -> Iterator[None]:
     """Report errors in decoding a manifest as damage."""
     try:
         yield
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise CorruptCheckpointError(
             f"The manifest of {location!r} is damaged ({type(error).__name__}: {error}). "
             "Load another checkpoint, or restore this one from a copy."
@@ -73,9 +66,9 @@ class ChunkTable(NamedTuple):
     num_bytes: IntArray
     offsets: IntArray
     shapes: IntArray
-    block_checksums: npt.NDArray[np.uint64]
+    block_checksums: Checksums
 
-    def columns(self) -> dict[str, npt.NDArray[Any]]:
+    def columns(self) -> dict[str, Column]:
         """Return the arrays by name."""
         columns = self._asdict()
         del columns["files"]
@@ -189,7 +182,7 @@ class ChunkTable(NamedTuple):
 
 TABLE_COLUMNS = [name for name in ChunkTable._fields if name not in ("files", "block_checksums")]
 """The columns that parts of a manifest have."""
-NO_CHECKSUMS: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+NO_CHECKSUMS: Checksums = np.zeros(0, np.uint64)
 
 
 def blocks_of(rows: IntArray, num_bytes: IntArray, block_bytes: int) -> IntArray:
@@ -199,24 +192,14 @@ def blocks_of(rows: IntArray, num_bytes: IntArray, block_bytes: int) -> IntArray
     return joined_ranges(firsts[rows], all_counts[rows])
 
 
-def widened(column: Column) -> Column:
-    """Undo `narrow`."""
-    return column.astype(np.int64) if column.dtype in (np.uint8, np.uint16, np.uint32) else column
-
-
 # --- Files ----------------------------------------------------------------------------------------
 
 
-def json_of_files(files: Files) -> dict[str, Any]:
-    """Return the fields of a manifest that hold its files."""
+def files_as_stored(files: Files) -> tuple[dict[str, Any], dict[str, Column]]:
+    """Return the fields and columns of a manifest that hold its files."""
     if isinstance(files, list):
-        return {"files": files}
-    return {FILE_PATTERNS: [pattern.to_json() for pattern in files.patterns]}
-
-
-def columns_of_files(files: Files) -> dict[str, Column]:
-    """Return the columns of a manifest that hold its files."""
-    return {} if isinstance(files, list) else files.columns()
+        return {"files": files}, {}
+    return {FILE_PATTERNS: [pattern.to_json() for pattern in files.patterns]}, files.columns()
 
 
 def file_sizes(files: Files) -> tuple[Column, Column]:
@@ -270,9 +253,12 @@ class ChunkChecks:
         num_bytes = np.zeros(len(self.files))
         num_blocks = np.zeros(len(self.files))
         for chunks in parts:
-            require(bool((np.diff(chunks.key_ids) >= 0).all()), "chunks are not sorted by key")
+            if (np.diff(chunks.key_ids) < 0).any():
+                raise ValueError("chunks are not sorted by key")
             self.check_places(chunks)
-            self._check_checksum_files(chunks)
+            last = self.checksum_files[-1:]
+            if len(last) and chunks.file_ids.max(initial=0) > last[0]:
+                raise ValueError("a chunk has no checksums")
             blocks_of_chunks = -(-chunks.num_bytes // self.block_bytes)
             num_bytes += np.bincount(chunks.file_ids, chunks.num_bytes, len(num_bytes))
             num_blocks += np.bincount(chunks.file_ids, blocks_of_chunks, len(num_blocks))
@@ -290,53 +276,51 @@ class ChunkChecks:
         if not len(chunks.key_ids):
             return
         key_ids = chunks.key_ids
-        has_keys = key_ids.min() >= 0 and key_ids.max() < len(self.key_shapes)
-        require(has_keys, "a chunk has no key")
+        if key_ids.min() < 0 or key_ids.max() >= len(self.key_shapes):
+            raise ValueError("a chunk has no key")
         inside = chunks.offsets.min(initial=0) == chunks.shapes.min(initial=0) == 0
         # A difference of numbers from 0 on does not wrap around.
-        inside = inside and bool((chunks.offsets <= self.key_shapes[key_ids] - chunks.shapes).all())
-        require(inside, "a chunk lies outside its tensor")
+        if not inside or (chunks.offsets > self.key_shapes[key_ids] - chunks.shapes).any():
+            raise ValueError("a chunk lies outside its tensor")
         self._check_bytes(chunks)
         self._check_sizes(chunks)
 
     def _check_bytes(self, chunks: ChunkTable) -> None:
         file_ids = chunks.file_ids
-        has_files = file_ids.min() >= 0 and file_ids.max() < len(self.files)
-        require(has_files, "a chunk has no file")
+        if file_ids.min() < 0 or file_ids.max() >= len(self.files):
+            raise ValueError("a chunk has no file")
         sizes, starts = (column[file_ids].astype(np.int64) for column in file_sizes(self.files))
         num_bytes = chunks.num_bytes
         fits = (num_bytes >= 0) & (chunks.first_bytes >= starts) & (num_bytes <= sizes)
         fits &= chunks.first_bytes <= sizes - num_bytes
-        require(bool(fits.all()), "a chunk lies outside its file")
+        if not fits.all():
+            raise ValueError("a chunk lies outside its file")
 
     def _check_sizes(self, chunks: ChunkTable) -> None:
         # Tensors have fewer than 2**62 elements, so none of these products wraps around.
         ones = np.ones(len(chunks.key_ids), np.int64)
         num_elements = functools.reduce(np.multiply, chunks.shapes.T, ones)
-        require(bool((num_elements < 2**58).all()), "a chunk is larger than any file")
+        if (num_elements >= 2**58).any():
+            raise ValueError("a chunk is larger than any file")
         per_item = self.item_bytes[chunks.key_ids]
         is_exact = num_elements * per_item == chunks.num_bytes
-        require(bool((is_exact | (per_item == 0)).all()), "a chunk's size contradicts its shape")
+        if not (is_exact | (per_item == 0)).all():
+            raise ValueError("a chunk's size contradicts its shape")
 
-    def check_room(self, num_bytes: npt.NDArray[Any]) -> None:
+    def check_room(self, num_bytes: Column) -> None:
         """Check that chunks take no more bytes than their files.
 
         No byte is in two chunks, so a small file cannot claim large tensors.
         """
         sizes = file_sizes(self.files)[0][: len(num_bytes)]
-        require(bool((num_bytes <= sizes).all()), "chunks take more room than their file has")
-
-    def _check_checksum_files(self, chunks: ChunkTable) -> None:
-        """Check that files of checksums come after those with some chunks."""
-        if len(self.checksum_files):
-            last = chunks.file_ids.max(initial=0)
-            require(last <= self.checksum_files[-1], "a chunk has no checksums")
+        if (num_bytes > sizes).any():
+            raise ValueError("chunks take more room than their file has")
 
     def _check_number_of_checksums(self, num_blocks: npt.NDArray[np.float64]) -> None:
         """Check the number of checksums for the blocks in each file."""
         are_here = self.has_checksums and not len(self.checksum_files)
-        expected_here = num_blocks.sum() if are_here else 0
-        require(self.num_checksums == expected_here, "the number of checksums is wrong")
+        if self.num_checksums != (num_blocks.sum() if are_here else 0):
+            raise ValueError("the number of checksums is wrong")
         if not len(self.checksum_files):
             return
         groups = np.searchsorted(self.checksum_files, np.arange(len(num_blocks)))
@@ -352,7 +336,5 @@ def check_size_of_checksums(file: ShardFile, num_blocks: float) -> None:
     Raises:
         ValueError: it does not.
     """
-    require(
-        file.num_bytes == file.header_bytes == CHECKSUM_BYTES * num_blocks,
-        f"the number of checksums in {file.name!r} is wrong",
-    )
+    if not file.num_bytes == file.header_bytes == CHECKSUM_BYTES * num_blocks:
+        raise ValueError(f"the number of checksums in {file.name!r} is wrong")

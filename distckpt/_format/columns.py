@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ Column = npt.NDArray[Any]
 _JSON = "json"
 DELTAS = ".deltas"
 COUNTS = ".counts"
+INTEGERS = (np.uint8, np.uint16, np.uint32, np.int64)
+"""Dtypes of the results of `narrow`."""
 _WORD_BYTES = 8
 
 
@@ -30,6 +32,11 @@ def pack(fields: Any, columns: Mapping[str, Column]) -> bytes:
     text = json.dumps(fields, separators=(",", ":")).encode()
     arrays = {name: np.ascontiguousarray(column) for name, column in columns.items()}
     return safetensors.numpy.save({_JSON: np.frombuffer(text, np.uint8), **arrays})
+
+
+def stored_integers(columns: Mapping[str, Column], name: str, shape: tuple[int, ...]) -> IntArray:
+    """Return a column of integers as int64, see `stored_column`."""
+    return stored_column(columns, name, shape).astype(np.int64, copy=False)
 
 
 def compress(data: bytes) -> bytes:
@@ -99,7 +106,7 @@ def _runs_of(column: Column) -> tuple[Column, Column]:
     return deltas[starts], np.diff(starts, append=len(deltas))
 
 
-def narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def narrow(column: Column) -> Column:
     """Return signed integers in the fewest bytes that hold them.
 
     Other columns are returned as they are.
@@ -107,10 +114,8 @@ def narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if column.dtype.kind != "i" or column.min(initial=0) < 0:
         return column
     largest = column.max(initial=0)
-    for dtype in (np.uint8, np.uint16, np.uint32):
-        if largest <= np.iinfo(dtype).max:
-            return column.astype(dtype)
-    return column.astype(np.int64)
+    fitting = (dtype for dtype in INTEGERS if largest <= np.iinfo(dtype).max)
+    return column.astype(next(fitting))
 
 
 def joined_ranges(firsts: IntArray, counts: IntArray) -> IntArray:
@@ -123,10 +128,25 @@ def joined_ranges(firsts: IntArray, counts: IntArray) -> IntArray:
     return numbers
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError with a message unless a condition holds."""
-    if not condition:
-        raise ValueError(message)
+def stored_column(
+    columns: Mapping[str, Column],
+    name: str,
+    shape: tuple[int, ...],
+    dtypes: Sequence[Any] = INTEGERS,
+) -> Column:
+    """Return a column of a table that is not trusted.
+
+    Raises:
+        ValueError: it is missing, or has another dtype or shape. A column without elements can
+            claim any length.
+    """
+    if name not in columns:
+        raise ValueError(f"column {name!r} is missing")
+    column = columns[name]
+    if column.dtype not in dtypes or column.shape != shape:
+        expected = f"{np.dtype(dtypes[-1])} {shape}"
+        raise ValueError(f"column {name!r} is {column.dtype} {column.shape}, not {expected}")
+    return column
 
 
 class Runs(NamedTuple):
@@ -196,7 +216,7 @@ class Runs(NamedTuple):
     def places_of(self, numbers: IntArray) -> IntArray:
         """Return the places of some distinct numbers, in ascending order."""
         counts = self.counts
-        starts = self.ends - self.counts
+        starts = self.ends - counts
         is_constant = self.deltas == 0
         places = [self.places_in(is_constant & np.isin(self.befores, numbers))]
         divisors = np.where(is_constant, 1, self.deltas)

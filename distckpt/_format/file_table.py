@@ -10,12 +10,13 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from distckpt._format.columns import Column, narrow, require
+from distckpt._format.checksum import Checksums
+from distckpt._format.columns import Column, narrow, stored_column
 from distckpt._format.safetensors_file import CHECKSUMS_SUFFIX, MAX_HEADER_BYTES, ShardFile
 from distckpt._geometry.region import IntArray
 from distckpt._storage import locations
@@ -25,7 +26,6 @@ _NUMBERS = "file_numbers"
 _BYTES = "file_bytes"
 _HEADER_BYTES = "file_header_bytes"
 _CHECKSUMS = "file_checksums"
-_INTEGERS = (np.uint8, np.uint16, np.uint32, np.int64)
 _MAX_DIGITS = 18
 """Maximum digits of a number that fits into int64."""
 _NUMBER = re.compile("([0-9]+)")
@@ -52,7 +52,8 @@ class NamePattern(NamedTuple):
         Raises:
             ValueError: it is something else, or different numbers could give the same name.
         """
-        require(isinstance(pieces, list), "a pattern of names is no list")
+        if not isinstance(pieces, list):
+            raise ValueError("a pattern of names is no list")
         texts = tuple(pieces[::2])
         widths = tuple(pieces[1::2])
         are_texts = len(texts) == len(widths) + 1 and {*map(type, texts)} == {str}
@@ -76,41 +77,33 @@ class NamePattern(NamedTuple):
         )
 
 
+@dataclass(eq=False, repr=False)
 class FileTable(Sequence[ShardFile]):
     """Files, as a sequence that computes them.
 
     The columns have a number for each file.
     """
 
-    def __init__(
-        self,
-        patterns: Sequence[NamePattern],
-        pattern_ids: Column,
-        numbers: Column,
-        num_bytes: Column,
-        header_bytes: Column,
-        checksums: npt.NDArray[np.uint64],
-    ) -> None:
-        self.patterns = patterns
-        self.num_bytes = num_bytes
-        self.header_bytes = header_bytes
-        self._pattern_ids = pattern_ids
-        self._numbers = numbers
-        self._checksums = checksums
-        self._templates = [(pattern.template(), len(pattern.widths)) for pattern in patterns]
+    patterns: Sequence[NamePattern]
+    _pattern_ids: Column
+    _numbers: Column
+    num_bytes: Column
+    header_bytes: Column
+    _checksums: Checksums
+
+    def __post_init__(self) -> None:
+        self._templates = [(pattern.template(), len(pattern.widths)) for pattern in self.patterns]
 
     @classmethod
     def of(cls, files: Sequence[ShardFile]) -> FileTable:
         """Encode files."""
-        patterns: list[NamePattern] = []
+        found = list(_patterns_of([file.name for file in files]))
+        patterns = [pattern for pattern, *_ in found]
         pattern_ids = np.empty(len(files), np.int64)
-        columns = np.zeros((0, len(files)), np.int64)
-        for pattern, ids, numbers in _patterns_of([file.name for file in files]):
-            missing = max(len(numbers) - len(columns), 0)
-            columns = np.concatenate([columns, np.zeros((missing, len(files)), np.int64)])
+        columns = np.zeros((_num_numbers(patterns), len(files)), np.int64)
+        for number, (_, ids, numbers) in enumerate(found):
             columns[: len(numbers), ids] = numbers
-            pattern_ids[ids] = len(patterns)
-            patterns.append(pattern)
+            pattern_ids[ids] = number
         num_bytes = np.array([file.num_bytes for file in files], np.int64)
         header_bytes = np.array([file.header_bytes for file in files], np.int64)
         checksums = np.array([file.header_checksum for file in files], np.uint64)
@@ -137,11 +130,18 @@ class FileTable(Sequence[ShardFile]):
         Raises:
             ValueError: they contradict each other, or are no files of a checkpoint.
         """
-        require(isinstance(patterns, list), "its patterns of names are no list")
-        names = (_PATTERNS, _NUMBERS, _BYTES, _HEADER_BYTES, _CHECKSUMS)
-        values = [columns[name] for name in names]
-        table = cls([*map(NamePattern.from_json, patterns)], *values)
-        table._check_columns(dict(zip(names, values, strict=True)))
+        if not isinstance(patterns, list):
+            raise ValueError("its patterns of names are no list")
+        decoded = list(map(NamePattern.from_json, patterns))
+        shape = (len(columns[_PATTERNS]),)
+        table = cls(
+            decoded,
+            stored_column(columns, _PATTERNS, shape),
+            stored_column(columns, _NUMBERS, (*shape, _num_numbers(decoded))),
+            stored_column(columns, _BYTES, shape),
+            stored_column(columns, _HEADER_BYTES, shape),
+            stored_column(columns, _CHECKSUMS, shape, (np.uint64,)),
+        )
         table._check_names()
         table._check_sizes(max_table_bytes)
         return table
@@ -192,30 +192,22 @@ class FileTable(Sequence[ShardFile]):
             template, num_numbers = self._templates[pattern]
             yield ShardFile(template % tuple(numbers[:num_numbers]), *others)
 
-    def _check_columns(self, columns: Mapping[str, Column]) -> None:
-        num_numbers = max((len(pattern.widths) for pattern in self.patterns), default=0)
-        shapes = {_NUMBERS: (len(self), num_numbers)}
-        for name, column in columns.items():
-            dtypes = _DTYPES.get(name, _INTEGERS)
-            shape = shapes.get(name, (len(self),))
-            if column.dtype not in dtypes or column.shape != shape:
-                raise ValueError(f"column {name!r} is {column.dtype} {column.shape}, not {shape}")
-
     def _check_names(self) -> None:
         """Check that names are distinct and lead to files of the checkpoint."""
         ids = self._pattern_ids
         numbers = self._numbers
         num_patterns = len(self.patterns)
-        require(num_patterns <= len(self), "there are more patterns of names than files")
+        if num_patterns > len(self):
+            raise ValueError("there are more patterns of names than files")
         if not len(self):
             return
-        require(ids.min() >= 0 and ids.max() < num_patterns, "a file has no pattern of its name")
+        if not 0 <= ids.min() <= ids.max() < num_patterns:
+            raise ValueError("a file has no pattern of its name")
         num_numbers = np.array([len(pattern.widths) for pattern in self.patterns])
         is_unused = np.arange(numbers.shape[1]) >= num_numbers[ids][:, None]
         fits = numbers.min(initial=0) == 0 and numbers.max(initial=0) < 10**_MAX_DIGITS
-        require(
-            bool(fits and not numbers[is_unused].any()), "a number in a file name is impossible"
-        )
+        if not fits or numbers[is_unused].any():
+            raise ValueError("a number in a file name is impossible")
         largest = np.zeros((num_patterns, numbers.shape[1]), np.int64)
         np.maximum.at(largest, ids, numbers)
         # The number in a name makes it longer, and nothing else.
@@ -253,7 +245,9 @@ class FileTable(Sequence[ShardFile]):
             raise ValueError(f"the file {file.name!r} has a header of {file.header_bytes} bytes")
 
 
-_DTYPES: Mapping[str, Sequence[Any]] = {_CHECKSUMS: (np.uint64,)}
+def _num_numbers(patterns: Iterable[NamePattern]) -> int:
+    """Return the most numbers that a name has."""
+    return max((len(pattern.widths) for pattern in patterns), default=0)
 
 
 def _patterns_of(names: Sequence[str]) -> Iterator[tuple[NamePattern, IntArray, IntArray]]:
@@ -291,11 +285,9 @@ def _are_numbers(texts: Sequence[str]) -> bool:
     Padded numbers have zeros up to the length of the shortest.
     """
     lengths = {*map(len, texts)}
-    if len(lengths) == 1 and max(lengths) <= _MAX_DIGITS:
-        return True
     shortest = min(lengths)
-    are_padded = all(len(text) == shortest or text[0] != "0" for text in texts)
-    return len(set(texts)) == 1 or (are_padded and max(lengths) <= _MAX_DIGITS)
+    are_padded = len(lengths) == 1 or all(len(text) == shortest or text[0] != "0" for text in texts)
+    return (are_padded and max(lengths) <= _MAX_DIGITS) or len(set(texts)) == 1
 
 
 def _pattern_of(

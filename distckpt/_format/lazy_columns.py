@@ -7,6 +7,7 @@ needs few rows of many.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from distckpt._format.checksum import Checksums
 from distckpt._format.chunk_table import (
     MAX_TABLE_NUMBERS,
     NO_CHECKSUMS,
@@ -23,10 +25,8 @@ from distckpt._format.chunk_table import (
     Files,
     judging_manifest,
 )
-from distckpt._format.columns import COUNTS, DELTAS, Column, Runs, require, unpack
+from distckpt._format.columns import COUNTS, DELTAS, Column, Runs, stored_column, unpack
 from distckpt._geometry.region import IntArray
-
-_STORED = (np.uint8, np.uint16, np.uint32, np.int64)
 
 
 class Segment(NamedTuple):
@@ -105,23 +105,16 @@ class Part(NamedTuple):
         """
         deltas = self.columns.get(name + DELTAS)
         counts = self.columns.get(name + COUNTS)
+        shape = (self.num_rows,) if num_axes is None else (self.num_rows, num_axes)
         if deltas is None or counts is None:
-            column = self.columns[name]
-            shape = (self.num_rows,) if num_axes is None else (self.num_rows, num_axes)
-            if column.shape != shape or column.dtype not in _STORED:
-                raise ValueError(f"column {name!r} is {column.dtype} {column.shape}, not {shape}")
-            return Segment(self.num_rows, column)
-        num_numbers = self.num_rows * (1 if num_axes is None else num_axes)
-        _check_runs(name, deltas, counts, num_numbers)
+            return Segment(self.num_rows, stored_column(self.columns, name, shape))
+        num_numbers = math.prod(shape)
+        if not deltas.dtype == counts.dtype == np.int64 or deltas.shape != counts.shape:
+            raise ValueError(f"{name!r} has no runs of int64")
+        # Floating point does not wrap around.
+        if counts.min(initial=1) < 1 or counts.sum(dtype=np.float64) != num_numbers:
+            raise ValueError(f"the runs of {name!r} do not have {num_numbers} numbers")
         return Segment(self.num_rows, Runs.of(deltas, counts))
-
-
-def _check_runs(name: str, deltas: Column, counts: Column, num_numbers: int) -> None:
-    if not deltas.dtype == counts.dtype == np.int64 or deltas.shape != counts.shape:
-        raise ValueError(f"{name!r} has no runs of int64")
-    # Floating point does not wrap around.
-    if counts.min(initial=1) < 1 or counts.sum(dtype=np.float64) != num_numbers:
-        raise ValueError(f"the runs of {name!r} do not have {num_numbers} numbers")
 
 
 class LazyColumn:
@@ -209,69 +202,27 @@ class LazyColumn:
         return numbers
 
 
-class SortedRows(NamedTuple):
-    """Lookup of the chunks of a key that a region may meet.
+def _order_of_keys(
+    key_starts: IntArray, offsets: LazyColumn, shapes: LazyColumn
+) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """Look at the first axis of all chunks, as runs.
 
-    Attributes:
-        key_starts: the first row of each key, and the number of all rows.
-        offsets: offsets of all chunks.
-        extents: no chunk of the key is longer than this along the first axis.
-        is_sorted: whether the chunks of a key are in the order of their offsets along it.
+    Return the longest extent of the chunks of each key along it, and whether they are in the order
+    of their offsets.
     """
-
-    key_starts: IntArray
-    offsets: LazyColumn
-    extents: IntArray
-    is_sorted: npt.NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, key_starts: IntArray, offsets: LazyColumn, shapes: LazyColumn) -> SortedRows:
-        """Look at all chunks, as runs."""
-        extents = np.zeros(len(key_starts) - 1, np.int64)
-        descents = [np.zeros(0, np.int64)]
-        for rows, runs in offsets.runs():
-            descents.append(rows.start + runs.places_in(runs.deltas < 0))
-        for rows, runs in shapes.runs():
-            edges = np.clip(key_starts - rows.start, 0, len(rows))
-            keys = np.flatnonzero(np.diff(edges))
-            largest = runs.largest_in(edges[keys], edges[keys + 1])
-            extents[keys] = np.maximum(extents[keys], largest)
-        falls = np.sort(np.concatenate(descents))
-        # The first chunk of a key may have a smaller offset than the one before it.
-        up_to_first = np.searchsorted(falls, key_starts[:-1], "right")
-        return cls(
-            key_starts, offsets, extents, np.searchsorted(falls, key_starts[1:]) <= up_to_first
-        )
-
-    def near(
-        self, key_ids: IntArray, offsets: IntArray, shapes: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """Return the first and last row of the chunks near regions.
-
-        Regions may meet these chunks; the last row is excluded.
-        """
-        firsts = self.key_starts[key_ids]
-        stops = self.key_starts[key_ids + 1]
-        if not offsets.shape[1]:
-            return firsts, stops
-        is_sorted = self.is_sorted[key_ids]
-        lows = offsets[:, 0] - self.extents[key_ids] + 1
-        first_rows = self._bisect(firsts, stops, lows)
-        # Not before the first row, where nothing is requested.
-        ends = np.maximum(offsets[:, 0] + shapes[:, 0], lows)
-        stop_rows = self._bisect(firsts, stops, ends)
-        return np.where(is_sorted, first_rows, firsts), np.where(is_sorted, stop_rows, stops)
-
-    def _bisect(self, firsts: IntArray, stops: IntArray, bounds: IntArray) -> IntArray:
-        """Return the first rows, of some ranges, with offsets from bounds on."""
-        low = firsts.copy()
-        high = stops.copy()
-        while len(open_ := np.flatnonzero(low < high)):
-            middle = (low[open_] + high[open_]) // 2
-            is_less = self.offsets[middle, 0] < bounds[open_]
-            low[open_[is_less]] = middle[is_less] + 1
-            high[open_[~is_less]] = middle[~is_less]
-        return low
+    extents = np.zeros(len(key_starts) - 1, np.int64)
+    descents = [np.zeros(0, np.int64)]
+    for rows, runs in offsets.runs():
+        descents.append(rows.start + runs.places_in(runs.deltas < 0))
+    for rows, runs in shapes.runs():
+        edges = np.clip(key_starts - rows.start, 0, len(rows))
+        keys = np.flatnonzero(np.diff(edges))
+        largest = runs.largest_in(edges[keys], edges[keys + 1])
+        extents[keys] = np.maximum(extents[keys], largest)
+    falls = np.sort(np.concatenate(descents))
+    # The first chunk of a key may have a smaller offset than the one before it.
+    up_to_first = np.searchsorted(falls, key_starts[:-1], "right")
+    return extents, np.searchsorted(falls, key_starts[1:]) <= up_to_first
 
 
 @dataclass(eq=False)
@@ -291,14 +242,14 @@ class LazyChunks:
     num_bytes: LazyColumn
     offsets: LazyColumn
     shapes: LazyColumn
-    block_checksums: npt.NDArray[np.uint64]
+    block_checksums: Checksums
     checks: ChunkChecks
     num_unplaced: int = 0
 
     def __post_init__(self) -> None:
         self._num_placed = len(self.key_ids) - self.num_unplaced
         self._checked_keys: set[int] = set()
-        self._sorted_rows: SortedRows | None = None
+        self._order: tuple[IntArray, npt.NDArray[np.bool_]] | None = None
 
     def columns(self) -> dict[str, LazyColumn]:
         """Return the columns of integers by name."""
@@ -323,8 +274,8 @@ class LazyChunks:
         tables.append(Part(len(rest["key_ids"]), rest))
         num_axes = checks.key_shapes.shape[1]
         num_rows = sum(table.num_rows for table in tables)
-        is_possible = num_rows * (4 + 2 * num_axes) <= MAX_TABLE_NUMBERS
-        require(is_possible, f"{num_rows} chunks are too many")
+        if num_rows * (4 + 2 * num_axes) > MAX_TABLE_NUMBERS:
+            raise ValueError(f"{num_rows} chunks are too many")
         axes = dict.fromkeys(("offsets", "shapes"), num_axes)
         columns: dict[str, Any] = {
             name: LazyColumn.of(tables, name, axes.get(name)) for name in TABLE_COLUMNS
@@ -369,9 +320,31 @@ class LazyChunks:
         self, key_ids: IntArray, offsets: IntArray, shapes: IntArray, key_starts: IntArray
     ) -> tuple[IntArray, IntArray]:
         """Return, for each of some regions of keys, a range of rows with all chunks it may meet."""
-        if self._sorted_rows is None:
-            self._sorted_rows = SortedRows.of(key_starts, self.offsets, self.shapes)
-        return self._sorted_rows.near(key_ids, offsets, shapes)
+        firsts = key_starts[key_ids]
+        stops = key_starts[key_ids + 1]
+        if not offsets.shape[1]:
+            return firsts, stops
+        if self._order is None:
+            self._order = _order_of_keys(key_starts, self.offsets, self.shapes)
+        extents, are_sorted = self._order
+        lows = offsets[:, 0] - extents[key_ids] + 1
+        first_rows = self._bisect(firsts, stops, lows)
+        # Not before the first row, where nothing is requested.
+        ends = np.maximum(offsets[:, 0] + shapes[:, 0], lows)
+        stop_rows = self._bisect(firsts, stops, ends)
+        is_sorted = are_sorted[key_ids]
+        return np.where(is_sorted, first_rows, firsts), np.where(is_sorted, stop_rows, stops)
+
+    def _bisect(self, firsts: IntArray, stops: IntArray, bounds: IntArray) -> IntArray:
+        """Return the first rows, of some ranges, with offsets from bounds on."""
+        low = firsts.copy()
+        high = stops.copy()
+        while len(open_ := np.flatnonzero(low < high)):
+            middle = (low[open_] + high[open_]) // 2
+            is_less = self.offsets[middle, 0] < bounds[open_]
+            low[open_[is_less]] = middle[is_less] + 1
+            high[open_[~is_less]] = middle[~is_less]
+        return low
 
     def rows_in_files(self, file_ids: IntArray) -> IntArray:
         """Return the rows of the chunks in some files, in ascending order."""

@@ -19,16 +19,15 @@ import numpy.typing as npt
 
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._base.errors import CheckpointingException
-from distckpt._format.checksum import BLOCK_BYTES, checksum
+from distckpt._format.checksum import BLOCK_BYTES, Checksums, checksum
 from distckpt._format.chunk_table import (
     MAX_TABLE_NUMBERS,
     ChunkTable,
     Files,
-    columns_of_files,
+    files_as_stored,
     files_of_checksums,
-    json_of_files,
 )
-from distckpt._format.columns import narrow, pack
+from distckpt._format.columns import Column, narrow, pack
 from distckpt._geometry.region import IntArray, Region, stacked
 
 if TYPE_CHECKING:
@@ -74,20 +73,18 @@ class KeyColumn(NamedTuple):
     """A column with figures of each key about its values.
 
     Attributes:
-        name: in the manifest.
         kind: the figures that it is a part of; a manifest has all columns of a kind, or none.
         dtype: of the numbers.
         shape: of the figures of one key.
         missing: the first number of keys without figures, such as objects.
     """
 
-    name: str
     kind: str
     dtype: type[np.generic]
     shape: tuple[int, ...]
     missing: float
 
-    def misses(self, figures: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    def misses(self, figures: Column) -> npt.NDArray[np.bool_]:
         """Return which keys have no figures, one flag for each."""
         first = figures[:, 0] if self.shape else figures
         is_missing = np.isnan(first) if math.isnan(self.missing) else first == self.missing
@@ -96,14 +93,11 @@ class KeyColumn(NamedTuple):
 
 
 KEY_COLUMNS = {
-    column.name: column
-    for column in (
-        KeyColumn(FINGERPRINTS, "fingerprints", np.uint64, (), NO_FINGERPRINT),
-        # How many values are NaN, infinite and zero.
-        KeyColumn(STATS_COUNTS, "statistics", np.int64, (3,), 0),
-        # Norm, mean, minimum and maximum of the finite values.
-        KeyColumn(STATS_VALUES, "statistics", np.float64, (4,), math.nan),
-    )
+    FINGERPRINTS: KeyColumn("fingerprints", np.uint64, (), NO_FINGERPRINT),
+    # How many values are NaN, infinite and zero.
+    STATS_COUNTS: KeyColumn("statistics", np.int64, (3,), 0),
+    # Norm, mean, minimum and maximum of the finite values.
+    STATS_VALUES: KeyColumn("statistics", np.float64, (4,), math.nan),
 }
 """Optional columns of a manifest, by name. Selecting keys, storing and checking go by this table.
 
@@ -116,7 +110,7 @@ Chunks: TypeAlias = "ChunkTable | LazyChunks"
 Those in memory were checked when the manifest was decoded, the others are when they are used.
 """
 
-KeyFigures: TypeAlias = Mapping[str, npt.NDArray[Any]]
+KeyFigures: TypeAlias = Mapping[str, Column]
 """Those of the columns that a manifest has, by name."""
 
 
@@ -265,7 +259,7 @@ class Manifest:
         return files_of_checksums(self.files) if self.has_checksums else np.zeros(0, np.int64)
 
     @functools.cached_property
-    def first_blocks(self) -> npt.NDArray[Any]:
+    def first_blocks(self) -> Column:
         """The place of the checksum of each chunk's first block.
 
         It is in the file that holds the checksums, as far as `fetched` says, or in
@@ -334,11 +328,12 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Encode as the content of `manifest.safetensors`; `manifest_from_bytes` undoes it."""
         chunks = self.all_chunks
+        file_fields, file_columns = files_as_stored(chunks.files)
         fields = {
             "format_version": version_of(chunks.files),
             "keys": self.keys,
             "dtypes": self.dtypes,
-            **json_of_files(chunks.files),
+            **file_fields,
             "aliases": self.aliases,
             "block_bytes": self.block_bytes,
             "checksum": CHECKSUM if self.has_checksums else None,
@@ -348,7 +343,7 @@ class Manifest:
             "key_ndims": np.array([len(shape) for shape in self.global_shapes], np.int64),
             **chunks.columns(),
             **self.figures,
-            **columns_of_files(chunks.files),
+            **file_columns,
         }
         if self.origin is not None:
             fields["origin"] = self.origin
@@ -370,7 +365,7 @@ class FetchedChecksums:
     """
 
     def __init__(self) -> None:
-        self.contents: dict[int, npt.NDArray[np.uint64]] = {}
+        self.contents: dict[int, Checksums] = {}
         self.located: set[int] = set()
         self.lock = threading.Lock()
 

@@ -20,9 +20,15 @@ from distckpt._format.chunk_table import (
     file_sizes,
     files_of_checksums,
     judging_manifest,
-    widened,
 )
-from distckpt._format.columns import Column, pack, require, unpack
+from distckpt._format.columns import (
+    INTEGERS,
+    Column,
+    pack,
+    stored_column,
+    stored_integers,
+    unpack,
+)
 from distckpt._format.manifest import (
     CHECKSUM,
     KEY_COLUMNS,
@@ -66,7 +72,8 @@ def joined(data: bytes, location: str) -> bytes:
         if not parts:
             return data
         sizes = [int(part.num_bytes) for part in parts]
-        require(min(sizes) >= 0 and sum(sizes) <= MAX_TABLE_BYTES, "its parts are too large")
+        if not 0 <= min(sizes) <= sum(sizes) <= MAX_TABLE_BYTES:
+            raise ValueError("its parts are too large")
         for number, content in enumerate(_read_parts(parts, location), 1):
             columns[f"{CARRIED_PART}{number:05d}"] = np.frombuffer(content, np.uint8)
         return pack(fields, columns)
@@ -76,7 +83,7 @@ def _read_parts(parts: list[ShardFile], location: str) -> list[bytes]:
     contents = [b""] * len(parts)
 
     def read(number: int) -> None:
-        path = locations.join(location, *parts[number].name.split("/"))
+        path = locations.join(location, parts[number].name)
         contents[number] = read_as_saved(
             path, parts[number], "The part of the manifest", "load another checkpoint"
         )
@@ -97,13 +104,14 @@ def manifest_from_bytes(data: bytes, location: str) -> Manifest:
     """
     with judging_manifest(location):
         fields, columns = unpack(data)
+        num_checksums = len(columns["block_checksums"])
+        stored_column(columns, "block_checksums", (num_checksums,), (np.uint64,))
         files = files_in(fields, columns)
         keys = [str(key) for key in fields["keys"]]
         dtypes = [str(name) for name in fields["dtypes"]]
-        require(len(dtypes) == len(keys), "keys and dtypes differ in number")
-        key_ndims = widened(columns["key_ndims"])
-        key_shapes = _checked_shapes(widened(columns["key_shapes"]), key_ndims, len(keys))
-        shapes = zip(key_shapes.tolist(), key_ndims.tolist(), strict=True)
+        if len(dtypes) != len(keys):
+            raise ValueError("keys and dtypes differ in number")
+        key_shapes, global_shapes = _shapes_in(columns, len(keys))
         block_bytes = _known_block_bytes(fields["block_bytes"])
         has_checksums = _known_checksum(fields["checksum"])
         checks = ChunkChecks(
@@ -113,12 +121,12 @@ def manifest_from_bytes(data: bytes, location: str) -> Manifest:
             block_bytes,
             files_of_checksums(files) if has_checksums else np.zeros(0, np.int64),
             has_checksums,
-            len(columns["block_checksums"]),
+            num_checksums,
         )
         manifest = Manifest(
             keys,
             dtypes,
-            global_shapes=[tuple(shape[:ndim]) for shape, ndim in shapes],
+            global_shapes,
             chunks=_read_chunks(location, files, columns, checks),
             aliases={str(alias): str(key) for alias, key in fields["aliases"].items()},
             block_bytes=block_bytes,
@@ -127,7 +135,7 @@ def manifest_from_bytes(data: bytes, location: str) -> Manifest:
             quantization=fields.get("quantization"),
             figures=_figures_in(columns, [name == OBJECT for name in dtypes]),
         )
-        _check(manifest)
+        _check(manifest, checks)
         if isinstance(manifest.chunks, ChunkTable):
             checks.check(manifest.chunks)
         else:
@@ -155,19 +163,18 @@ def _figures_in(columns: Mapping[str, Column], are_objects: Sequence[bool]) -> K
     Raises:
         ValueError: they do not fit the keys.
     """
-    figures = {name: widened(columns[name]) for name in KEY_COLUMNS if name in columns}
-    kinds = {KEY_COLUMNS[name].kind for name in figures}
+    figures = {}
+    kinds = {column.kind for name, column in KEY_COLUMNS.items() if name in columns}
     for name, column in KEY_COLUMNS.items():
         if column.kind not in kinds:
             continue
-        require(name in figures, f"column {name!r} is missing")
-        found = figures[name]
-        fits = found.dtype == column.dtype and found.shape == (len(are_objects), *column.shape)
-        require(fits, f"column {name!r} is {found.dtype} {found.shape}")
-        is_negative = found.dtype == np.int64 and found.min(initial=0) < 0
-        require(not is_negative, f"column {name!r} counts less than nothing")
-        of_objects = found[np.array(are_objects, bool)]
-        require(bool(column.misses(of_objects).all()), f"an object has {column.kind}")
+        dtypes = INTEGERS if column.dtype is np.int64 else (column.dtype,)
+        stored = stored_column(columns, name, (len(are_objects), *column.shape), dtypes)
+        figures[name] = found = stored.astype(column.dtype, copy=False)
+        if found.dtype == np.int64 and found.min(initial=0) < 0:
+            raise ValueError(f"column {name!r} counts less than nothing")
+        if not column.misses(found[np.array(are_objects, bool)]).all():
+            raise ValueError(f"an object has {column.kind}")
     return figures
 
 
@@ -177,10 +184,13 @@ def _read_chunks(
     """Return the chunk table of a manifest, which may carry parts: they are removed from it."""
     carried = sorted(name for name in columns if name.startswith(CARRIED_PART))
     if not carried:
-        names = ChunkTable._fields[1:]
-        chunks = ChunkTable(files, **{name: widened(columns[name]) for name in names})
-        _check_chunk_columns(chunks, checks.key_shapes.shape[1])
-        return chunks
+        shape = (len(columns["key_ids"]),)
+        regions = (*shape, checks.key_shapes.shape[1])
+        shapes = {"offsets": regions, "shapes": regions}
+        table = {
+            name: stored_integers(columns, name, shapes.get(name, shape)) for name in TABLE_COLUMNS
+        }
+        return ChunkTable(files, **table, block_checksums=columns["block_checksums"])
     # Few checkpoints are so large.
     from distckpt._format.lazy_columns import LazyChunks
 
@@ -191,36 +201,39 @@ def _read_chunks(
 # --- Checking -------------------------------------------------------------------------------------
 
 
-def _check(manifest: Manifest) -> None:
+def _check(manifest: Manifest, checks: ChunkChecks) -> None:
     """Check a manifest that was read.
 
     Raises:
         ValueError: it contradicts itself.
     """
     keys = set(manifest.keys)
-    require(len(keys) == len(manifest.keys), "keys are not distinct")
     dtypes = set(manifest.dtypes) - {OBJECT}
-    require(all(map(is_known, dtypes)), "a dtype is unknown")
-    require(keys.issuperset(manifest.aliases.values()), "an alias has no target")
-    require(keys.isdisjoint(manifest.aliases), "an alias has the name of a key")
-    has_origin = manifest.origin is None or isinstance(manifest.origin, dict)
-    require(has_origin, "its origin is not described")
+    checksums = manifest.block_checksums
+    has_checksums = manifest.has_checksums
+    are_here = has_checksums and not len(checks.checksum_files)
+    is_usual = has_checksums or manifest.block_bytes == BLOCK_BYTES
+    faults = {
+        "keys are not distinct": len(keys) < len(manifest.keys),
+        "a dtype is unknown": not all(map(is_known, dtypes)),
+        "an alias has no target": not keys.issuperset(manifest.aliases.values()),
+        "an alias has the name of a key": not keys.isdisjoint(manifest.aliases),
+        "its origin is not described": not isinstance(manifest.origin, dict | None),
+        "blocks of an unusual size, without checksums": not is_usual,
+        "checksums are in the manifest and in files": len(checksums) and not are_here,
+    }
+    for fault, is_there in faults.items():
+        if is_there:
+            raise ValueError(fault)
     if manifest.quantization is not None:
         # Few checkpoints have settings.
         from distckpt._format.code_names import are_settings
 
-        are_fit = are_settings(manifest.quantization)
-        require(are_fit, "the settings of quantized tensors are none")
+        if not are_settings(manifest.quantization):
+            raise ValueError("the settings of quantized tensors are none")
     if isinstance(manifest.files, list):
         _check_files(manifest.files, is_foreign=manifest.origin is not None)
-    checksums = manifest.block_checksums
-    require(checksums.dtype == np.uint64, "checksums are not uint64")
-    require(checksums.ndim == 1, "checksums are not one column")
-    is_usual = manifest.has_checksums or manifest.block_bytes == BLOCK_BYTES
-    require(is_usual, "blocks of an unusual size, without checksums")
-    are_here = manifest.has_checksums and not len(manifest.checksum_files)
-    require(are_here or not len(checksums), "checksums are in the manifest and in files")
-    _check_files_of_checksums(manifest)
+    _check_files_of_checksums(checks)
 
 
 def _check_files(files: list[ShardFile], is_foreign: bool) -> None:
@@ -237,14 +250,14 @@ def _check_files(files: list[ShardFile], is_foreign: bool) -> None:
             raise TypeError(f"the numbers of the file {name!r} are not integers")
 
 
-def _check_files_of_checksums(manifest: Manifest) -> None:
-    holders = manifest.checksum_files
+def _check_files_of_checksums(checks: ChunkChecks) -> None:
+    holders = checks.checksum_files
     if not len(holders):
         return
-    sizes, header_sizes = (column[holders] for column in file_sizes(manifest.files))
+    sizes, header_sizes = (column[holders] for column in file_sizes(checks.files))
     is_wrong = (sizes % CHECKSUM_BYTES != 0) | (sizes != header_sizes)
     for place in np.flatnonzero(is_wrong)[:1]:
-        name = manifest.files[int(holders[place])].name
+        name = checks.files[int(holders[place])].name
         raise ValueError(f"the size of the file of checksums {name!r} is wrong")
 
 
@@ -257,35 +270,28 @@ def _known_checksum(name: object) -> bool:
 def _known_block_bytes(number: Any) -> int:
     block_bytes = int(number)
     # Blocks must begin between items of any size.
-    is_possible = 0 < block_bytes <= MAX_BLOCK_BYTES and block_bytes % 16 == 0
-    require(is_possible, f"block_bytes is {block_bytes}")
+    if not 0 < block_bytes <= MAX_BLOCK_BYTES or block_bytes % 16:
+        raise ValueError(f"block_bytes is {block_bytes}")
     return block_bytes
 
 
-def _check_chunk_columns(chunks: ChunkTable, num_axes: int) -> None:
-    """Check dtypes and shapes before all else: a column without elements can claim any length."""
-    num_chunks = len(chunks.key_ids)
-    shapes = dict.fromkeys(("offsets", "shapes"), (num_chunks, num_axes))
-    for name in TABLE_COLUMNS:
-        _check_column(name, getattr(chunks, name), shapes.get(name, (num_chunks,)))
-
-
-def _checked_shapes(key_shapes: IntArray, key_ndims: IntArray, num_keys: int) -> IntArray:
-    """Check global shapes and their numbers of axes; return the shapes padded with 1."""
-    _check_column("key_ndims", key_ndims, (num_keys,))
-    _check_column("key_shapes", key_shapes, (num_keys, *key_shapes.shape[1:2]))
-    require(key_shapes.ndim == 2 and bool((key_shapes >= 0).all()), "a global shape is negative")
+def _shapes_in(
+    columns: Mapping[str, Column], num_keys: int
+) -> tuple[IntArray, list[tuple[int, ...]]]:
+    """Return the global shapes of keys, padded with 1 and as tuples."""
+    key_ndims = stored_integers(columns, "key_ndims", (num_keys,))
+    key_shapes = stored_integers(
+        columns, "key_shapes", (num_keys, *columns["key_shapes"].shape[-1:])
+    )
+    if (key_shapes < 0).any():
+        raise ValueError("a global shape is negative")
     # Floating point detects products that would wrap around in int64.
     num_elements = np.prod(key_shapes.astype(np.float64), axis=1)
-    require(
-        bool((num_elements < 2.0**62).all()), "a tensor has more elements than any storage holds"
-    )
+    if (num_elements >= 2.0**62).any():
+        raise ValueError("a tensor has more elements than any storage holds")
     is_axis = np.arange(key_shapes.shape[1]) < key_ndims[:, None]
-    has_room = bool((is_axis.sum(axis=1) == key_ndims).all())
-    require(has_room, "a key has more axes than the table")
-    return np.where(is_axis, key_shapes, 1)
-
-
-def _check_column(name: str, column: Column, shape: tuple[int, ...]) -> None:
-    if column.dtype != np.int64 or column.shape != shape:
-        raise ValueError(f"column {name!r} is {column.dtype} {column.shape}, not int64 {shape}")
+    if (is_axis.sum(axis=1) != key_ndims).any():
+        raise ValueError("a key has more axes than the table")
+    padded = np.where(is_axis, key_shapes, 1)
+    shapes = zip(padded.tolist(), key_ndims.tolist(), strict=True)
+    return padded, [tuple(shape[:ndim]) for shape, ndim in shapes]

@@ -89,7 +89,7 @@ def parse_config(
     fields: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]
 ) -> CheckpointingConfig:
     """Return the format that a marker's fields name; see `maybe_load_config`."""
-    path = _marker_path(checkpoint_dir)
+    path = os.path.join(checkpoint_dir, CONFIG_FNAME)
     if "sharded_backend" not in fields:
         raise CorruptCheckpointError(
             f"{path}: the field 'sharded_backend' is missing; this is not the marker of a "
@@ -217,22 +217,20 @@ def first_name(key: str) -> str:
     return first
 
 
-def note_of_modules(names: Sequence[str], prefixes: Sequence[str]) -> dict[str, Any]:
-    """Return the fields about modules.
+def note_of_objects(
+    names: Sequence[str], prefixes: Sequence[str], schedulers: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the fields about modules and schedulers.
 
-    They are the first names in the keys of `model`, and the prefixes of others. A field is left
-    out if it is empty or too long.
+    They are the first names in the keys of `model`, the prefixes of other modules, and the classes
+    of schedulers by place in the state dict. A field is left out if it is empty or too long.
     """
-    fields = {}
-    for field, values in ((_MODULE_NAMES, names), (_MODULE_PREFIXES, prefixes)):
-        if 0 < len(values) <= _MAX_NAMES:
-            fields[field] = list(values)
-    return fields
-
-
-def copied_note_of_modules(marker: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that another checkpoint of the same modules gets."""
-    return note_of_modules(names_of_module(marker), prefixes_of_modules(marker))
+    fields: dict[str, Any] = {
+        _MODULE_NAMES: list(names),
+        _MODULE_PREFIXES: list(prefixes),
+        _SCHEDULERS: dict(schedulers),
+    }
+    return {field: values for field, values in fields.items() if 0 < len(values) <= _MAX_NAMES}
 
 
 def names_of_module(marker: Mapping[str, Any]) -> list[str]:
@@ -253,16 +251,6 @@ def _texts_in(marker: Mapping[str, Any], field: str) -> list[str]:
     if not isinstance(texts, list):
         return []
     return [text for text in texts if isinstance(text, str)]
-
-
-def note_of_schedulers(classes: Mapping[str, str]) -> dict[str, Any]:
-    """Return the field for the classes of schedulers.
-
-    They are by places in the state dict; there is no field if they are too many.
-    """
-    if not 0 < len(classes) <= _MAX_NAMES:
-        return {}
-    return {_SCHEDULERS: dict(classes)}
 
 
 def schedulers_of(marker: Mapping[str, Any]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._format.checksum import BLOCK_BYTES, CHECKSUM_BYTES
+from distckpt._format.checksum import BLOCK_BYTES, CHECKSUM_BYTES, Checksums
 from distckpt._format.chunk_table import MAX_TABLE_NUMBERS, TABLE_COLUMNS, ChunkTable, blocks_of
 from distckpt._format.columns import narrow, pack_table, unpack
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, too_large
@@ -52,8 +52,10 @@ class PlannedManifest(NamedTuple):
         Args:
             reports: by rank, see `report_of`.
         """
-        with_counts = zip(reports, self.num_open.tolist(), strict=True)
-        parts = [_parts_of(report, *counts) for report, counts in with_counts]
+        parts = []
+        for report, (num_files, num_chunks) in zip(reports, self.num_open.tolist(), strict=True):
+            words = np.frombuffer(report, np.uint64)
+            parts.append(np.split(words, [3 * num_files, 3 * num_files + num_chunks]))
         file_numbers, chunk_sizes, checksums = map(np.concatenate, zip(*parts, strict=True))
         file_numbers = file_numbers.reshape(-1, 3)
         sizes = chunk_sizes.astype(np.int64)
@@ -124,9 +126,7 @@ def planned_manifest(
     return planned
 
 
-def report_of(
-    files: Sequence[ShardFile], num_bytes: IntArray, checksums: npt.NDArray[np.uint64]
-) -> bytes:
+def report_of(files: Sequence[ShardFile], num_bytes: IntArray, checksums: Checksums) -> bytes:
     """Encode the report of a rank that has written its files.
 
     Args:
@@ -136,16 +136,6 @@ def report_of(
     """
     file_numbers = np.array([numbers for _, *numbers in files], np.uint64).reshape(-1)
     return np.concatenate([file_numbers, num_bytes.astype(np.uint64), checksums]).tobytes()
-
-
-def _parts_of(
-    report: bytes, num_files: int, num_chunks: int
-) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Undo `report_of`."""
-    words = np.frombuffer(report, np.uint64)
-    sizes = 3 * num_files
-    checksums = sizes + num_chunks
-    return words[:sizes], words[sizes:checksums], words[checksums:]
 
 
 def _check_size(planned: PlannedManifest) -> None:

@@ -13,13 +13,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.lazy import torch
 from distckpt._base.threads import NUM_REQUESTS, run_threads
-from distckpt._format.checksum import checksum
+from distckpt._format.checksum import Checksums, checksum
 from distckpt._format.chunk_table import check_size_of_checksums, judging_manifest
 from distckpt._format.columns import joined_ranges
 from distckpt._format.manifest import CHUNKS_AT_ONCE, OBJECT, Manifest
@@ -29,8 +28,6 @@ from distckpt._geometry.region import IntArray
 from distckpt._storage import locations, object_store
 from distckpt._storage.file_state import FileState
 from distckpt._storage.open_files import OpenFiles
-
-Checksums = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -141,43 +138,39 @@ def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
     different = np.flatnonzero(np.bincount(file_ids)).tolist()
 
     def check(file_id: int) -> None:
+        path = stored.path_of_file(file_id)
         if stored.files is None:
-            _check_file(stored, file_id)
+            _check_file(stored, path, file_id)
         else:
-            path = stored.path_of_file(file_id)
-            stored.files.check_once(path, lambda: _check_file(stored, file_id))
+            stored.files.check_once(path, lambda: _check_file(stored, path, file_id))
 
     run_threads(check, different, num_threads)
 
 
-def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
-    path = stored.path_of_file(file_id)
-    expected = stored.manifest.files[file_id].num_bytes
+def _check_file(stored: StoredCheckpoint, path: str, file_id: int) -> None:
+    file = stored.manifest.files[file_id]
     try:
         actual = file_size(path)
         if stored.compares_headers and locations.is_local(path):
             stored.states.setdefault(path, locations.file_state(path))
     except FileNotFoundError as error:
         raise missing_file(stored, path) from error
-    if actual != expected:
+    if actual != file.num_bytes:
         raise CorruptCheckpointError(
             f"{path!r} has {actual} bytes, but the manifest of {stored.location!r} says "
-            f"{expected}: the file was cut off, extended or replaced. Restore it from a copy or "
-            "load another checkpoint."
+            f"{file.num_bytes}: the file was cut off, extended or replaced. Restore it from a copy "
+            "or load another checkpoint."
         )
-    if stored.compares_headers and not _has_described_header(stored, file_id):
+    # Some formats have no headers that are known.
+    if not stored.compares_headers or not file.header_bytes:
+        return
+    header = locations.read_range(path, 0, file.header_bytes)
+    if checksum(header) != file.header_checksum:
         raise CorruptCheckpointError(
             f"{path!r} on host {os.uname().nodename!r} has another header than where rank 0 has "
             "read it: they are not copies of one file, or it was replaced meanwhile. Give all "
             "ranks the same files."
         )
-
-
-def _has_described_header(stored: StoredCheckpoint, file_id: int) -> bool:
-    file = stored.manifest.files[file_id]
-    header = locations.read_range(stored.path_of_file(file_id), 0, file.header_bytes)
-    # Some formats have no headers that are known.
-    return not file.header_bytes or checksum(header) == file.header_checksum
 
 
 def missing_file(stored: StoredCheckpoint, path: str) -> CorruptCheckpointError:
@@ -213,7 +206,13 @@ def fetch_checksums(stored: StoredCheckpoint, file_ids: IntArray) -> None:
     with manifest.fetched.lock if num_missing > NUM_REQUESTS else contextlib.nullcontext():
         _read_missing(stored, holders)
     with manifest.fetched.lock, judging_manifest(stored.location):
-        _locate(manifest, [holder for holder in holders if holder not in manifest.fetched.located])
+        missing = [holder for holder in holders if holder not in manifest.fetched.located]
+        # Not of all chunks at once: a whole tensor may lie in all files.
+        num_holders = CHUNKS_AT_ONCE * len(manifest.checksum_files)
+        step = max(1, num_holders // max(1, len(manifest.key_ids)))
+        for start in range(0, len(missing), step):
+            _find_first_blocks(manifest, np.array(missing[start : start + step], np.int64))
+        manifest.fetched.located.update(missing)
 
 
 def _read_missing(stored: StoredCheckpoint, holders: Sequence[int]) -> None:
@@ -225,14 +224,6 @@ def _read_missing(stored: StoredCheckpoint, holders: Sequence[int]) -> None:
     missing = [holder for holder in holders if holder not in fetched]
     run_threads(read, missing, 1 if locations.is_local(stored.location) else NUM_REQUESTS)
     fetched.update(contents)
-
-
-def _locate(manifest: Manifest, holders: Sequence[int]) -> None:
-    # Not of all chunks at once: a whole tensor may lie in all files.
-    step = max(1, CHUNKS_AT_ONCE * len(manifest.checksum_files) // max(1, len(manifest.key_ids)))
-    for start in range(0, len(holders), step):
-        _find_first_blocks(manifest, np.array(holders[start : start + step], np.int64))
-    manifest.fetched.located.update(holders)
 
 
 def checksums_of_blocks(manifest: Manifest, file_ids: IntArray, blocks: IntArray) -> Checksums:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from distckpt._geometry.region import Region, flat_start, with_item
 
@@ -23,16 +23,25 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
+Unit: TypeAlias = list[Span]
+"""Consecutive spans that one thread reads or writes at a time."""
+
+
+def sizes_of(unit: Sequence[Span]) -> list[int]:
+    """Return the number of bytes of each span."""
+    return [stop - start for _, start, stop in unit]
+
+
 def units_of(
     sizes: Sequence[int], unit_bytes: int, block_bytes: int, first: int = 0
-) -> Iterator[list[Span]]:
+) -> Iterator[Unit]:
     """Divide consecutive chunks into units of at most `unit_bytes`, or one block.
 
     Chunks are cut only between their blocks of `block_bytes`; with blocks as large as units, a
     chunk that fits a unit stays whole. The chunks are numbered from `first` on.
     """
     unit_bytes = max(unit_bytes, block_bytes)
-    unit: list[Span] = []
+    unit: Unit = []
     room = unit_bytes
     for chunk, size in enumerate(sizes, first):
         start = 0
@@ -52,7 +61,7 @@ def units_of(
         yield unit
 
 
-def spans_within(sizes: Sequence[int], start: int, stop: int, block_bytes: int = 1) -> list[Span]:
+def spans_within(sizes: Sequence[int], start: int, stop: int, block_bytes: int = 1) -> Unit:
     """Return the whole blocks of consecutive chunks that meet [start, stop)."""
     spans = []
     begin = 0
@@ -65,11 +74,9 @@ def spans_within(sizes: Sequence[int], start: int, stop: int, block_bytes: int =
     return spans
 
 
-def units_of_spans(
-    spans: Sequence[Span], unit_bytes: int, block_bytes: int
-) -> Iterator[list[Span]]:
+def units_of_spans(spans: Unit, unit_bytes: int, block_bytes: int) -> Iterator[Unit]:
     """Divide spans that begin at blocks into units, see `units_of`."""
-    for unit in units_of([span.num_bytes for span in spans], unit_bytes, block_bytes):
+    for unit in units_of(sizes_of(spans), unit_bytes, block_bytes):
         spans_of_unit = []
         for index, start, stop in unit:
             span = spans[index]

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from distckpt._base.dtypes import as_integers
-from distckpt._base.memory import is_plain_memory
+from distckpt._base.memory import Copier, is_plain_memory
 from distckpt._geometry.region import whole
 from distckpt._geometry.units import cut_region, units_of
 from distckpt._ranks.collectives import Ranks
@@ -156,12 +155,5 @@ def _copy_views(message: Message, memory: torch.Tensor, problems: list[Exception
 
 
 def copy_values(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy values, bit by bit if the dtypes are the same."""
-    if source.dtype != target.dtype:
-        target.copy_(source)
-        return
-    is_plain = not any(tensor.is_conj() or tensor.is_neg() for tensor in (source, target))
-    if is_plain and source.element_size() <= 8:
-        source = as_integers(source)
-        target = as_integers(target)
-    target.copy_(source)
+    """Copy values between any devices, see `Copier.copy`."""
+    Copier(()).copy(target, source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -14,10 +14,10 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.memory import Bytes, bounce_buffer, in_huge_pages
-from distckpt._base.threads import UNIT_BYTES, num_threads_within
+from distckpt._base.threads import UNIT_BYTES, Progress, num_threads_within
 from distckpt._format.columns import joined_ranges
 from distckpt._geometry.region import flat_range_regions, whole
-from distckpt._geometry.units import Span, cut_region, units_of
+from distckpt._geometry.units import Unit, cut_region, sizes_of, units_of
 from distckpt._io.read import read_parts
 from distckpt._io.read_parts import ReadPart
 from distckpt._io.tensor_source import TensorSource, Wanted
@@ -43,9 +43,7 @@ def num_export_threads(max_inflight_bytes: int) -> int:
     return num_threads_within(max_inflight_bytes // _WINDOWS_PER_THREAD)
 
 
-def export_settings(
-    num_threads: int, progress: Callable[[int], None] | None = None
-) -> WriteSettings:
+def export_settings(num_threads: int, progress: Progress | None = None) -> WriteSettings:
     """Return the write settings of an export's files.
 
     Each thread uses up to four windows of `UNIT_BYTES`. `progress` is called with numbers of bytes,
@@ -118,8 +116,8 @@ def filling(
     """
     bands = _Bands(source, band_bytes)
 
-    def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
-        filled = memory_of_thread[: sum(span.num_bytes for span in unit)]
+    def fill(unit: Unit, memory_of_thread: Bytes) -> list[Bytes]:
+        filled = memory_of_thread[: sum(sizes_of(unit))]
         copied, as_read, to_cast = _divide(source, tensors, unit, filled)
         read_parts(source.stored, copied, num_threads=1)
         bands.read(as_read)
@@ -196,7 +194,7 @@ def _is_transposed(source: TensorSource, piece: _Range) -> bool:
 
 
 def _divide(
-    source: TensorSource, tensors: Sequence[OutputTensor], unit: Sequence[Span], filled: Bytes
+    source: TensorSource, tensors: Sequence[OutputTensor], unit: Unit, filled: Bytes
 ) -> tuple[list[ReadPart], list[_Range], list[_Range]]:
     """Divide the memory for a unit by kind of work.
 
@@ -222,7 +220,7 @@ def _divide(
 
 
 def _copied_chunks(
-    source: TensorSource, tensors: Sequence[OutputTensor], unit: Sequence[Span]
+    source: TensorSource, tensors: Sequence[OutputTensor], unit: Unit
 ) -> list[list[tuple[int, int, int]]]:
     """Return for each span the chunks that hold its bytes in order.
 
@@ -256,7 +254,7 @@ def _copied_chunks(
 
 
 def _copied_tensors(
-    source: TensorSource, tensors: Sequence[OutputTensor], unit: Sequence[Span]
+    source: TensorSource, tensors: Sequence[OutputTensor], unit: Unit
 ) -> Iterator[tuple[int, int, int]]:
     """Yield place, key id and row bytes of each whole stored tensor."""
     manifest = source.stored.manifest

@@ -69,7 +69,7 @@ def list_extra_files(directory: str, with_code: bool) -> list[str]:
     for name in locations.list_names(directory):
         if _is_beside_weights(name):
             names.append(name)
-    if _is_checkpoint(directory):
+    if "sharded_backend" in (read_marker(directory) or {}):
         # The marker would make the export a checkpoint, of which nothing else is there.
         names.remove(CONFIG_FNAME)
     if not with_code:
@@ -99,10 +99,6 @@ def _is_beside_weights(name: str) -> bool:
     if name.startswith(".") or name.endswith(_WEIGHT_SUFFIXES):
         return False
     return _INDEX.fullmatch(name) is None
-
-
-def _is_checkpoint(directory: str) -> bool:
-    return "sharded_backend" in (read_marker(directory) or {})
 
 
 def _check(path: str, directory: str) -> None:
@@ -160,7 +156,7 @@ def adapt_config(
     Raises:
         CheckpointingException: tensors are quantized, and the configuration is not a JSON object.
     """
-    by_name = _by_name(paths)
+    by_name = {locations.split(path)[1]: path for path in paths}
     config = _read_config(by_name.get(CONFIG_NAMES[0]), must_be_read=quantization is not None)
     if config is None:
         return ExtraFiles(paths)
@@ -179,10 +175,6 @@ def adapt_config(
     by_name.pop(CONFIG_NAMES[0], None)
     changed = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
     return ExtraFiles([*by_name.values()], {CONFIG_NAMES[0]: changed})
-
-
-def _by_name(paths: Sequence[str]) -> dict[str, str]:
-    return {locations.split(path)[1]: path for path in paths}
 
 
 def _read_config(path: str | None, must_be_read: bool) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ coordinator those of all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -79,8 +79,10 @@ def _map_windows(
 ) -> list[tuple[int, _Result]]:
     """Measure windows of regions in threads; return slots and results, in order."""
     windows: list[LiveRegion] = []
-    for region in regions:
-        windows.extend(_windows_of(region))
+    for live in regions:
+        for part in cut_region(live.region, WINDOW_ELEMENTS):
+            local = part.relative_to(live.region.offset).slices()
+            windows.append(LiveRegion(live.slot, part, live.values[local]))
     results: dict[int, _Result] = {}
 
     def work(item: tuple[int, LiveRegion]) -> None:
@@ -89,13 +91,6 @@ def _map_windows(
 
     run_threads(work, enumerate(windows))
     return [(window.slot, results[number]) for number, window in enumerate(windows)]
-
-
-def _windows_of(live: LiveRegion) -> Iterator[LiveRegion]:
-    """Cut a region into windows for threads."""
-    for part in cut_region(live.region, WINDOW_ELEMENTS):
-        local = part.relative_to(live.region.offset).slices()
-        yield LiveRegion(live.slot, part, live.values[local] if local else live.values)
 
 
 # --- Fingerprints ---------------------------------------------------------------------------------

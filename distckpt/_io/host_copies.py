@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -26,8 +26,8 @@ from distckpt._base.interrupts import run_handlers
 from distckpt._base.memory import Bytes, DeviceLayer
 from distckpt._base.threads import NUM_THREADS, SIGNAL_SECONDS, UNIT_BYTES, run_threads
 from distckpt._format.checksum import BLOCK_BYTES
-from distckpt._geometry.units import Span, units_of
-from distckpt._io.write import Fill, NewFile, copy_into
+from distckpt._geometry.units import Unit, sizes_of, units_of
+from distckpt._io.write import Fill, NewFile, fill_window
 
 MAX_SETS = 2
 """Number of saves that may hold copies at a time; the next save waits."""
@@ -39,14 +39,8 @@ two.
 # --- Memory ---------------------------------------------------------------------------------------
 
 
-class _Set(NamedTuple):
-    """The buffers of one save.
-
-    `is_pinned` is set if they are page-locked, for tensors on a device.
-    """
-
-    buffers: list[Bytes]
-    is_pinned: bool
+_Set: TypeAlias = tuple[list[Bytes], bool]
+"""The buffers of one save, and whether they are page-locked."""
 
 
 class HostMemory:
@@ -73,7 +67,7 @@ class HostMemory:
             fitting = self._fitting(sizes, layer)
             self._idle = fitting[1:]
         if fitting:
-            return fitting[0].buffers
+            return fitting[0][0]
         try:
             return _allocate(sizes, layer)
         except BaseException:
@@ -115,7 +109,7 @@ class HostMemory:
             with self._changed:
                 self._idle = []
                 if buffers is not None:
-                    self._idle = [_Set(buffers, layer is not None)]
+                    self._idle = [(buffers, layer is not None)]
                 self._is_reserving = False
                 self._changed.notify_all()
 
@@ -130,7 +124,7 @@ class HostMemory:
     def give_back(self, buffers: list[Bytes], layer: DeviceLayer | None) -> None:
         """Keep buffers for the next save; `layer` is the one they were taken for."""
         with self._changed:
-            self._idle.append(_Set(buffers, layer is not None))
+            self._idle.append((buffers, layer is not None))
         self._end_use()
 
     def free(self) -> None:
@@ -141,12 +135,10 @@ class HostMemory:
             self._idle = []
 
     def _fitting(self, sizes: Sequence[int], layer: DeviceLayer | None) -> list[_Set]:
-        is_pinned = layer is not None
         fitting = []
-        for idle in self._idle:
-            idle_sizes = [len(buffer) for buffer in idle.buffers]
-            if idle_sizes == list(sizes) and idle.is_pinned == is_pinned:
-                fitting.append(idle)
+        for buffers, is_pinned in self._idle:
+            if list(map(len, buffers)) == list(sizes) and is_pinned == (layer is not None):
+                fitting.append((buffers, is_pinned))
         return fitting
 
     def _wait_for(self, condition: Callable[[], bool]) -> bool:
@@ -247,7 +239,7 @@ class HostCopies:
             return list(files)
         self._buffers = shared_memory.take(sizes, device, self._timeout)
         buffers = iter(self._buffers)
-        units: list[tuple[Fill, list[Span], Bytes]] = []
+        units: list[tuple[Fill, Unit, Bytes]] = []
         copied: list[NewFile] = []
         for file, part in zip(files, parts, strict=True):
             part.buffers.extend(itertools.islice(buffers, len(part.ends) - 1))
@@ -266,9 +258,7 @@ class HostCopies:
             self.staged.set()
         return copied
 
-    def _fill(
-        self, copies: _Copies, rest: Fill, unit: Sequence[Span], scratch: Bytes
-    ) -> list[Bytes]:
+    def _fill(self, copies: _Copies, rest: Fill, unit: Unit, scratch: Bytes) -> list[Bytes]:
         """Return the bytes of a unit; chunks without a copy are copied from `rest`."""
         buffers: list[Bytes] = []
         begin = 0
@@ -279,7 +269,7 @@ class HostCopies:
             if span.chunk in copies.starts:
                 buffers += copies.bytes_of([span])
                 continue
-            copy_into(window, rest([span], window))
+            fill_window(window, rest([span], window))
             self._note_copied(len(window))
             buffers.append(window)
         return buffers
@@ -334,7 +324,7 @@ class _Copies(NamedTuple):
     """
 
     starts: Mapping[int, int]
-    units: list[list[Span]]
+    units: list[Unit]
     ends: list[int]
     buffers: list[Bytes]
 
@@ -347,16 +337,16 @@ class _Copies(NamedTuple):
         unit_ends = [0]
         for unit in units_of(chunk_bytes, UNIT_BYTES, BLOCK_BYTES):
             units.append([span._replace(chunk=chunks[span.chunk]) for span in unit])
-            unit_ends.append(unit_ends[-1] + sum(span.num_bytes for span in unit))
+            unit_ends.append(unit_ends[-1] + sum(sizes_of(unit)))
         ends = [0, unit_ends[-1]]
         if device is not None:
             ends = [*unit_ends[:-1:PINNED_UNITS], unit_ends[-1]]
         return cls(dict(zip(chunks, starts, strict=False)), units, ends, [])
 
-    def bytes_of(self, unit: Sequence[Span]) -> list[Bytes]:
+    def bytes_of(self, unit: Unit) -> list[Bytes]:
         """Return the bytes of spans that follow one another."""
         start = self.starts[unit[0].chunk] + unit[0].start
-        return self._between(start, start + sum(span.num_bytes for span in unit))
+        return self._between(start, start + sum(sizes_of(unit)))
 
     def _between(self, start: int, stop: int) -> list[Bytes]:
         """Return the bytes from start to stop, which must not be equal."""
@@ -368,12 +358,12 @@ class _Copies(NamedTuple):
         return [first_part, *self._between(end, stop)]
 
 
-def _copy_unit(unit: tuple[Fill, list[Span], Bytes]) -> None:
+def _copy_unit(unit: tuple[Fill, Unit, Bytes]) -> None:
     fill, spans, window = unit
-    copy_into(window, fill(spans, window))
+    fill_window(window, fill(spans, window))
 
 
-def _fill_from(copies: _Copies, unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
+def _fill_from(copies: _Copies, unit: Unit, scratch: Bytes) -> list[Bytes]:
     """Return the bytes of a unit of which all chunks are copied."""
     del scratch
     parts = []

@@ -19,7 +19,7 @@ from distckpt._base.threads import UNIT_BYTES
 from distckpt._format.columns import joined_ranges
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray, Region, num_outer_axes, run_starts
-from distckpt._geometry.units import Span
+from distckpt._geometry.units import Unit, sizes_of
 from distckpt._io.read import PIECE_BYTES, Reading, are_near, in_file_order
 from distckpt._io.read_parts import ReadPart, even_runs, parts_by_copy, parts_of
 from distckpt._plan.decoded import Piece, plan_decoding
@@ -211,14 +211,14 @@ def _row(start: int, size: int, piece_bytes: int = _UNLIMITED) -> _Row:
     return start, size, 1, _UNLIMITED, piece_bytes, size
 
 
-def _rows_of_unit(reading: Reading, unit: list[Span], verifies: bool) -> Iterator[_Row]:
+def _rows_of_unit(reading: Reading, unit: Unit, verifies: bool) -> Iterator[_Row]:
     """Yield the ranges of a unit of a local file."""
     part = reading.table.parts[unit[0].chunk]
     start = reading.position(unit)
     if part.is_sparse:
         yield from _rows_of_runs(reading.stored, part, start)
         return
-    num_bytes = sum(span.num_bytes for span in unit)
+    num_bytes = sum(sizes_of(unit))
     has_windows = num_bytes > PIECE_BYTES
     if has_windows and not verifies:
         has_windows = even_runs(reading.table, unit) is not None

@@ -37,7 +37,7 @@ from distckpt._base.memory import (
     is_plain_memory,
     run_bytes,
 )
-from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
+from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, Progress, run_threads
 from distckpt._format.checksum import block_checksums
 from distckpt._format.stored_checkpoint import (
     StoredCheckpoint,
@@ -46,7 +46,7 @@ from distckpt._format.stored_checkpoint import (
     missing_file,
 )
 from distckpt._geometry.region import IntArray, num_outer_axes, run_starts
-from distckpt._geometry.units import Span, units_of
+from distckpt._geometry.units import Span, Unit, sizes_of, units_of
 from distckpt._io.read_parts import (
     LONG_PITCH_BYTES,
     NOT_PLAIN,
@@ -56,7 +56,6 @@ from distckpt._io.read_parts import (
     ReadPart,
     Runs,
     content_for,
-    copy_from_scratch,
     deliver,
     even_runs,
     useful_bytes,
@@ -107,7 +106,7 @@ def read_parts(
     chunks: Sequence[int] = (),
     copier: Copier | None = None,
     num_threads: int = NUM_THREADS,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[bytes]:
     """Read parts of chunks, and whole chunks, whose bytes are returned.
 
@@ -126,7 +125,7 @@ def read_parts(
     return [part.target.tobytes() for part in whole]
 
 
-def _read_table(table: PartTable, num_threads: int, progress: Callable[[int], None] | None) -> None:
+def _read_table(table: PartTable, num_threads: int, progress: Progress | None) -> None:
     stored = table.stored
     # The files of the checkpoint stay open, new ones do not.
     with contextlib.nullcontext(stored.files) if stored.files else OpenFiles() as files:
@@ -182,7 +181,7 @@ class Reading:
         self,
         table: PartTable,
         files: OpenFiles,
-        progress: Callable[[int], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         stored = table.stored
         self.stored = stored
@@ -195,7 +194,7 @@ class Reading:
             ranges = [(part.chunk, part.start, part.stop) for part in table.parts]
             self._expected, self._first_expected = checksums_of_ranges(stored, table.files, ranges)
 
-    def units(self) -> Iterator[list[Span]]:
+    def units(self) -> Iterator[Unit]:
         """Divide neighboring parts of a file into units for threads.
 
         Spans have the numbers of parts, and positions in them. A sparse part is a unit; units of a
@@ -224,16 +223,16 @@ class Reading:
                 continue
             yield from units_of(sizes[first:end], unit_bytes, block_bytes, first)
 
-    def near_units(self) -> list[list[list[Span]]]:
+    def near_units(self) -> list[list[Unit]]:
         """Group units that one request to an object store reads.
 
         Each request includes the gaps between its units.
         """
-        groups: list[list[list[Span]]] = []
+        groups: list[list[Unit]] = []
         file = start = stop = -1
         for unit in self.units():
             first = self.position(unit)
-            end = first + sum(span.num_bytes for span in unit)
+            end = first + sum(sizes_of(unit))
             is_near = self.file_of(unit) == file and first - stop <= MAX_GAP_BYTES
             if is_near and max(stop, end) - start <= REQUEST_BYTES:
                 groups[-1].append(unit)
@@ -245,7 +244,7 @@ class Reading:
                 stop = end
         return groups
 
-    def read(self, unit: list[Span]) -> None:
+    def read(self, unit: Unit) -> None:
         """Read a unit of a local file, and finish it."""
         part = self.table.parts[unit[0].chunk]
         if part.is_sparse:
@@ -271,7 +270,7 @@ class Reading:
         """Open a local file, which must be unchanged since it was described."""
         return self.files.open(path, self.stored.states.get(path))
 
-    def fetch(self, units: list[list[Span]]) -> None:
+    def fetch(self, units: list[Unit]) -> None:
         """Read units from an object store with one request; finish them."""
         if len(units) == 1:
             self._fetch_unit(units[0])
@@ -288,7 +287,7 @@ class Reading:
             self._verify(unit, content.buffers)
             self._finish(unit, content)
 
-    def _fetch_unit(self, unit: list[Span]) -> None:
+    def _fetch_unit(self, unit: Unit) -> None:
         """Read a unit from an object store into its memory; finish it."""
         content = content_for(self.table, unit)
         num_bytes = len(content.scratch)
@@ -298,7 +297,7 @@ class Reading:
         self._finish(unit, content)
 
     def _read_pieces(
-        self, unit: list[Span], buffers: Sequence[Bytes], fill: _Fill, piece_bytes: int
+        self, unit: Unit, buffers: Sequence[Bytes], fill: _Fill, piece_bytes: int
     ) -> Iterator[Bytes]:
         """Fill the buffers of a unit in order, and yield them."""
         position = begin = self.position(unit)
@@ -309,7 +308,7 @@ class Reading:
                 raise _cut_off(self, unit, begin, position - begin)
             yield from piece
 
-    def _read_by_windows(self, unit: list[Span], runs: Runs, fd: int) -> Iterator[Bytes]:
+    def _read_by_windows(self, unit: Unit, runs: Runs, fd: int) -> Iterator[Bytes]:
         """Yield the bytes of a unit, from which runs are then copied."""
         (span,) = unit
         window = bounce_buffer("read", min(PIECE_BYTES, span.num_bytes))
@@ -321,11 +320,12 @@ class Reading:
             runs.copy_from(piece, start)
             start += len(piece)
 
-    def _verify(self, unit: list[Span], filled: Iterable[Bytes]) -> None:
+    def _verify(self, unit: Unit, filled: Iterable[Bytes]) -> None:
         """Compare the blocks of a unit with their checksums; the bytes come piece by piece."""
         if self.verifies:
             block = self.stored.manifest.block_bytes
-            actual = block_checksums([span.stop - span.start for span in unit], filled, block)
+            sizes = [stop - start for _, start, stop in unit]
+            actual = block_checksums(sizes, filled, block)
             first = int(self._first_expected[unit[0].chunk]) + unit[0].start // block
             expected: list[int] = self._expected[first : first + len(actual)].tolist()
             if actual != expected:
@@ -334,18 +334,18 @@ class Reading:
         # The rest, and what follows the last piece.
         collections.deque(filled, maxlen=0)
 
-    def _finish(self, unit: list[Span], content: Content) -> None:
+    def _finish(self, unit: Unit, content: Content) -> None:
         """Copy a unit to its targets, and count it."""
         if content.small or content.values:
             deliver(self.table, content)
         self._count(unit)
 
-    def _count(self, unit: list[Span]) -> None:
+    def _count(self, unit: Unit) -> None:
         if self._progress is not None:
             self._progress(sum(useful_bytes(self.table, span) for span in unit))
 
     @contextlib.contextmanager
-    def _naming(self, unit: list[Span], num_bytes: int) -> Iterator[None]:
+    def _naming(self, unit: Unit, num_bytes: int) -> Iterator[None]:
         """Name the file, place and first key in errors of the system."""
         try:
             yield
@@ -357,20 +357,20 @@ class Reading:
             add_to_message(error, f"bytes {start} to {start + num_bytes}, from key {key!r} on")
             raise
 
-    def _path(self, unit: list[Span]) -> str:
+    def _path(self, unit: Unit) -> str:
         """Return the path of the file of a unit."""
         return self.stored.path_of_file(self.file_of(unit))
 
-    def position(self, unit: list[Span]) -> int:
+    def position(self, unit: Unit) -> int:
         """Return the position of a unit in its file."""
         return int(self.table.positions[unit[0].chunk]) + unit[0].start
 
-    def range_of(self, units: list[list[Span]]) -> tuple[int, int, int]:
+    def range_of(self, units: list[Unit]) -> tuple[int, int, int]:
         """Return the file and the range of bytes of some units."""
-        stop = max(self.position(unit) + sum(span.num_bytes for span in unit) for unit in units)
+        stop = max(self.position(unit) + sum(sizes_of(unit)) for unit in units)
         return self.file_of(units[0]), self.position(units[0]), stop
 
-    def file_of(self, unit: list[Span]) -> int:
+    def file_of(self, unit: Unit) -> int:
         """Return the number of the file of a unit."""
         return int(self.table.files[unit[0].chunk])
 
@@ -403,7 +403,7 @@ def _read_runs(reading: Reading, part: ReadPart) -> None:
             if num_read < len(run):
                 raise _file_ends(stored, part.chunk, position + num_read)
     if goal is not target:
-        copy_from_scratch(goal, target, copier)
+        copier.copy(target, goal)
         copier.wait()
 
 
@@ -447,7 +447,7 @@ def pieces_of(buffers: Sequence[Bytes], max_bytes: int) -> Iterator[tuple[list[B
 # --- Damage ---------------------------------------------------------------------------------------
 
 
-def _mismatch(reading: Reading, unit: list[Span], number: int) -> CorruptCheckpointError:
+def _mismatch(reading: Reading, unit: Unit, number: int) -> CorruptCheckpointError:
     """Return the error about the damaged block of a unit."""
     stored = reading.stored
     manifest = reading.stored.manifest
@@ -475,14 +475,12 @@ def _mismatch(reading: Reading, unit: list[Span], number: int) -> CorruptCheckpo
     )
 
 
-def _cut_off(
-    reading: Reading, unit: list[Span], position: int, num_read: int
-) -> CorruptCheckpointError:
+def _cut_off(reading: Reading, unit: Unit, position: int, num_read: int) -> CorruptCheckpointError:
     """Return the error about a file that ends within a unit.
 
     `position` is where the unit begins.
     """
-    ends = itertools.accumulate(span.num_bytes for span in unit)
+    ends = itertools.accumulate(sizes_of(unit))
     span = next(span for span, end in zip(unit, ends, strict=True) if end > num_read)
     return _file_ends(reading.stored, reading.table.parts[span.chunk].chunk, position + num_read)
 

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distckpt._base.dtypes import FROM_NAME, as_integers
+from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.lazy import torch
 from distckpt._base.libc import copy_bytes
 from distckpt._base.memory import (
     Bytes,
     Copier,
+    addresses,
     blocks_at,
     bounce_buffer,
     memory_at,
@@ -36,7 +37,7 @@ from distckpt._geometry.region import (
     run_starts,
     step_over,
 )
-from distckpt._geometry.units import Span, cut_region
+from distckpt._geometry.units import Span, Unit, cut_region
 from distckpt._plan.load import Copy
 from distckpt._storage import locations
 
@@ -149,7 +150,8 @@ def _parts_of_region(
         place = goal
         if piece.shape != copy.source.shape:
             place = goal[piece.relative_to(copy.source.offset).slices()]
-        first, last = _byte_range(shape, piece, item)
+        first = flat_start(shape, piece) * item
+        last = first + covering_elements(shape, piece) * item
         start = first // margin * margin
         stop = min(-(-last // margin) * margin, int(stored.manifest.num_bytes[copy.chunk]))
         is_run = not is_sparse and num_outer_axes(shape, piece) == 0
@@ -171,12 +173,6 @@ def _is_sparse(shape: tuple[int, ...], extent: tuple[int, ...], item: int) -> bo
     first_to_last = covering_elements(shape, region) * item - run
     pitch = LONG_PITCH_BYTES if run < SHORT_RUN_BYTES else PITCH_BYTES
     return first_to_last >= (num_runs - 1) * pitch
-
-
-def _byte_range(shape: tuple[int, ...], region: Region, item: int) -> tuple[int, int]:
-    """Return the byte range that covers a region of a row-major tensor."""
-    first = flat_start(shape, region) * item
-    return first, first + covering_elements(shape, region) * item
 
 
 @functools.lru_cache(maxsize=1024)
@@ -240,11 +236,10 @@ class Content(NamedTuple):
     values: list[tuple[Span, int]]
 
 
-def content_for(table: PartTable, unit: list[Span]) -> Content:
+def content_for(table: PartTable, unit: Unit) -> Content:
     """Choose the memory for a unit: large plain targets, and scratch memory."""
-    scratch = bounce_buffer(
-        "read", sum(span.stop - span.start for span in unit), table.copier.layer
-    )
+    num_bytes = sum(stop - start for _, start, stop in unit)
+    scratch = bounce_buffer("read", num_bytes, table.copier.layer)
     goals, values = _goals_of(table, unit)
     content = Content([], scratch, [], values)
     end = 0
@@ -259,7 +254,7 @@ def content_for(table: PartTable, unit: list[Span]) -> Content:
     return content
 
 
-def _goals_of(table: PartTable, unit: list[Span]) -> tuple[list[_Goal], list[tuple[Span, int]]]:
+def _goals_of(table: PartTable, unit: Unit) -> tuple[list[_Goal], list[tuple[Span, int]]]:
     """Return the goals of a unit's plain bytes, and its other spans.
 
     Values of the other spans are converted or scattered; each span comes with its place in the
@@ -363,10 +358,11 @@ def _runs_of(table: PartTable, part: ReadPart, min_bytes: int) -> Runs | None:
     if num_bytes < min_bytes:
         return None
     begins = run_starts(shape, part.region, outer) * dtype.itemsize
-    return Runs(begins, _run_addresses(target, outer), num_bytes)
+    firsts = target[(...,) + (0,) * (target.dim() - outer)]
+    return Runs(begins, addresses(firsts), num_bytes)
 
 
-def even_runs(table: PartTable, unit: list[Span]) -> Runs | None:
+def even_runs(table: PartTable, unit: Unit) -> Runs | None:
     """Return the runs of a unit, if short and at equal distances."""
     part = table.parts[unit[0].chunk]
     if len(unit) > 1 or part.lead != NOT_PLAIN:
@@ -376,15 +372,6 @@ def even_runs(table: PartTable, unit: list[Span]) -> Runs | None:
         return None
     is_even = all((np.diff(places, 2) == 0).all() for places in runs[:2])
     return runs if is_even else None
-
-
-def _run_addresses(target: torch.Tensor, num_outer: int) -> IntArray:
-    """Return the addresses of a tensor's runs behind `num_outer` axes, in order."""
-    addresses: IntArray = np.array([target.data_ptr()], np.int64)
-    for size, stride in zip(target.shape[:num_outer], target.stride(), strict=False):
-        steps = np.arange(size) * stride * target.itemsize
-        addresses = np.add.outer(addresses, steps).reshape(-1)
-    return addresses
 
 
 def _address(target: Any) -> int:
@@ -425,7 +412,7 @@ def _deliver_values(table: PartTable, span: Span, content: Bytes) -> None:
     for region in _regions_within(table, span):
         place = region.relative_to(part.region.offset).slices()
         source = values.as_strided(region.shape, strides, flat_start(shape, region) - first)
-        copy_from_scratch(source, part.target[place] if shape else part.target, table.copier)
+        table.copier.copy(part.target[place] if shape else part.target, source)
 
 
 def _regions_within(table: PartTable, span: Span) -> Iterator[Region]:
@@ -452,14 +439,3 @@ def useful_bytes(table: PartTable, span: Span) -> int:
     if part.is_sparse:
         return part.region.num_elements * item
     return sum(region.num_elements for region in _regions_within(table, span)) * item
-
-
-def copy_from_scratch(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
-    """Copy values out of scratch memory, converting the dtype if needed.
-
-    They are there after `copier.wait`.
-    """
-    if target.dtype == source.dtype and not (target.is_conj() or target.is_neg()):
-        source = as_integers(source)
-        target = as_integers(target)
-    copier.copy(target, source)

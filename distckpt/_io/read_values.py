@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from distckpt._base.dtypes import FROM_NAME, has_smaller_range
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.memory import Copier
 from distckpt._base.messages import summarize_keys
-from distckpt._base.threads import NUM_THREADS, run_threads
+from distckpt._base.threads import NUM_THREADS, Progress, run_threads
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, covering, whole
 from distckpt._geometry.units import cut_region
@@ -35,6 +35,7 @@ def read_requests(
 ) -> None:
     """Fill requested regions in this thread, or in several, see `read_copies`."""
     read_copies(stored, plan_load(stored, requests), targets, num_threads)
+    read_apart(stored, requests, targets, num_threads)
 
 
 def read_copies(
@@ -42,7 +43,7 @@ def read_copies(
     copies: Sequence[Copy],
     targets: Sequence[torch.Tensor],
     num_threads: int = NUM_THREADS,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
     chunks: Sequence[int] = (),
 ) -> list[bytes]:
     """Fill requested regions, also of quantized tensors; return the bytes of whole `chunks`.
@@ -55,17 +56,15 @@ def read_copies(
     pieces: list[Piece] = []
     if stored.quantized:
         plain = [copy for copy in copies if copy.chunk not in stored.quantized]
-    if len(plain) < len(copies):
         pieces = plan_decoding(stored, copies)
     copier = Copier(targets)
     parts = parts_of(stored, plain, targets, copier)
     contents = read_parts(stored, parts, chunks, copier, num_threads, progress)
-    if pieces:
-        run_threads(
-            lambda piece: _read_piece(stored, piece, target_of(piece, targets), progress),
-            pieces,
-            num_threads,
-        )
+    run_threads(
+        lambda piece: _read_piece(stored, piece, target_of(piece, targets), progress),
+        pieces,
+        num_threads,
+    )
     return contents
 
 
@@ -74,7 +73,7 @@ def read_apart(
     requests: Sequence[Request],
     targets: Sequence[torch.Tensor],
     num_threads: int,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Fill the targets of those requests whose elements lie apart.
 
@@ -96,12 +95,11 @@ def read_apart(
         values = scratch("covering", cover.shape, FROM_NAME[stored.dtype_name(request.key)])
         copies = plan_load(stored, [request._replace(region=cover, step=())])
         read_copies(stored, copies, [values], 1, progress)
-        target[piece.slices()].copy_(
-            values[tuple(slice(None, None, step) for step in request.step)]
-        )
+        target[piece.slices()].copy_(values[whole(piece.shape).slices(request.step)])
 
-    with torch.no_grad():
-        run_threads(read, pieces, num_threads)
+    if pieces:
+        with torch.no_grad():
+            run_threads(read, pieces, num_threads)
 
 
 def warn_of_overflows(filled: Iterable[tuple[str, torch.dtype | None, torch.Tensor]]) -> None:
@@ -128,7 +126,7 @@ def _read_piece(
     stored: StoredCheckpoint,
     piece: Piece,
     target: torch.Tensor,
-    progress: Callable[[int], None] | None,
+    progress: Progress | None,
 ) -> None:
     quantized = piece.quantized
     parts = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -38,8 +37,7 @@ class Pair(NamedTuple):
     other: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class ReplicasToCompare:
+class ReplicasToCompare(NamedTuple):
     """Replicas that differ, and a selection to compare.
 
     Attributes:
@@ -50,11 +48,11 @@ class ReplicasToCompare:
         error: the error about all replicas that differ.
     """
 
-    keys: list[str] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    pairs: list[Pair] = field(default_factory=list)
-    rows_of_ranks: list[list[int]] = field(default_factory=list)
-    error: InvalidShardingError | None = None
+    keys: list[str]
+    ranks: list[int]
+    pairs: list[Pair]
+    rows_of_ranks: list[list[int]]
+    error: InvalidShardingError
 
 
 def keep_different_whole(
@@ -122,17 +120,15 @@ def report_differences(
             common, unless `warns`.
     """
     differences = []
-    for pair in compared.pairs:
-        differences.append(
-            compare_samples(pair.dtype, _sample(samples, pair.main), _sample(samples, pair.other))
-        )
-    pairs = zip(compared.pairs, differences, strict=True)
     unrelated = []
-    for pair, difference in pairs:
+    for pair in compared.pairs:
+        main = _sample(samples, pair.main)
+        difference = compare_samples(pair.dtype, main, _sample(samples, pair.other))
+        differences.append(difference)
         if difference.is_unrelated:
             unrelated.append(pair)
     are_most = 2 * _num_elements(unrelated) >= _num_elements(compared.pairs)
-    if unrelated and are_most and not warns and compared.error is not None:
+    if unrelated and are_most and not warns:
         raise compared.error
     more = ", ..." if len(compared.ranks) > 8 else ""
     names = dict.fromkeys(pair.key for pair in unrelated)

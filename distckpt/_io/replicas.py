@@ -73,9 +73,9 @@ def weighted_digest(plan: SavePlan, shards: Sequence[Shard]) -> int:
 
     The numbers of all ranks add up to 0, modulo 2**64, if samples of replicas are equal.
     """
-    replicas = [(shards[number], region) for number, region in plan.replicas or ()]
     views = []
-    for shard, region in replicas:
+    for number, region in plan.replicas or ():
+        shard = shards[number]
         if isinstance(shard, ShardedTensor):
             views.append(region_view(shard, region))
     return int((sampled_digests(views) * plan.weights).sum(dtype=np.uint64).view(np.int64))

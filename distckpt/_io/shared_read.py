@@ -118,16 +118,16 @@ def read_shared(
         costs = costs_of(stored)
         units = divide(costs.manifest, copies, unit_bytes_for(sharing.most_bytes))
         dtypes = [target.dtype for target in targets]
-        table = describe_units(costs, units, dtypes, sharing.group)
         left = np.arange(len(units))
         reading = 0.0
         if sharing.is_auto:
             with ranks.part("read"):
                 # Rates are those of values, which are sent.
                 values = replace(costs, quantized={})
-                num_bytes = values.of(table.names[:, 0], table.offsets, table.shapes)
+                num_bytes = values.of(units.chunks, units.offsets, units.shapes)
                 left, reading = _read_sample(sharing, units, num_bytes, targets, read)
-        message.payload = _RATES.pack(reading, sending) + table.take(left).to_bytes()
+        table = describe_units(costs, units.take(left), dtypes, sharing.group)
+        message.payload = _RATES.pack(reading, sending) + table.to_bytes()
     data = ranks.decide_each(
         "plan shared reads", lambda: _plan_together(sharing, message.payloads, costs), message
     )
@@ -151,16 +151,41 @@ def _read_planned(
     targets: Sequence[torch.Tensor],
     read: Read,
 ) -> None:
-    """Read and exchange the shared ones of the units that are `left`."""
-    own = OwnUnits(plan, units.take(left), targets)
+    """Read and exchange the shared ones of the units that are `left`.
 
-    def read_wave(wave: Wave, max_bytes: int) -> None:
+    Each wave is read during the previous exchange.
+    """
+    ranks = sharing.ranks
+    own = OwnUnits(plan, units.take(left), targets)
+    problems: list[Exception] = []
+
+    def read_wave(wave: Wave) -> None:
         direct = units.join(left[wave.direct_units])
         held, memories = wave.held_copies(len(targets))
-        read([*direct, *held], [*targets, *memories], max_bytes)
+        read([*direct, *held], [*targets, *memories], read_bytes)
         wave.fill_own()
 
-    _read_in_waves(sharing, own, read_wave)
+    with Pool(1, thread_name_prefix="distckpt-share") as background:
+        for number in range(plan.num_waves):
+            with ranks.phase("read for other ranks"):
+                if number == 0:
+                    with ranks.part("prepare to share reads"):
+                        memory, buffers, read_bytes = _memory_for(
+                            own, sharing.options.max_inflight_bytes
+                        )
+                        upcoming = Wave(own, 0, memory[0])
+                    reading = background.submit(read_wave, upcoming)
+                reading.result()
+                if problems:
+                    raise problems[0]
+                wave = upcoming
+                if number + 1 < plan.num_waves:
+                    upcoming = Wave(own, number + 1, memory[(number + 1) % 2])
+            if number + 1 < plan.num_waves:
+                reading = background.submit(read_wave, upcoming)
+            exchange(ranks, wave.messages(ranks.rank), buffers, problems)
+    if problems:
+        raise problems[0]
 
 
 def _large_readers(
@@ -263,41 +288,6 @@ def _read_sample(
     read(units.join(order[is_sample]), targets, sharing.options.max_inflight_bytes)
     rate = sample_bytes / (time.perf_counter() - started)
     return np.sort(order[~is_sample]), rate
-
-
-def _read_in_waves(
-    sharing: Sharing,
-    own: OwnUnits,
-    read: Callable[[Wave, int], None],
-) -> None:
-    """Read and exchange shared units, reading each wave during the previous exchange.
-
-    `read` fills the regions of a wave, within a limit of memory.
-    """
-    ranks = sharing.ranks
-    num_waves = own.plan.num_waves
-    problems: list[Exception] = []
-    with Pool(1, thread_name_prefix="distckpt-share") as background:
-        for number in range(num_waves):
-            with ranks.phase("read for other ranks"):
-                if number == 0:
-                    with ranks.part("prepare to share reads"):
-                        memory, buffers, read_bytes = _memory_for(
-                            own, sharing.options.max_inflight_bytes
-                        )
-                        upcoming = Wave(own, 0, memory[0])
-                    reading = background.submit(read, upcoming, read_bytes)
-                reading.result()
-                if problems:
-                    raise problems[0]
-                wave = upcoming
-                if number + 1 < num_waves:
-                    upcoming = Wave(own, number + 1, memory[(number + 1) % 2])
-            if number + 1 < num_waves:
-                reading = background.submit(read, upcoming, read_bytes)
-            exchange(ranks, wave.messages(ranks.rank), buffers, problems)
-    if problems:
-        raise problems[0]
 
 
 def _memory_for(
@@ -423,14 +413,14 @@ class Wave:
 
         They are copies of further requests.
         """
-        reads = []
+        copies: list[Copy] = []
+        memories = []
         for read in self._regions.values():
             if read.unit < 0:
-                reads.append(read)
-        copies = []
-        for number, read in enumerate(reads, first_request):
-            copies.append(Copy(read.chunk, read.region, number, whole(read.region.shape)))
-        return copies, [read.memory for read in reads]
+                request = first_request + len(copies)
+                copies.append(Copy(read.chunk, read.region, request, whole(read.region.shape)))
+                memories.append(read.memory)
+        return copies, memories
 
     def fill_own(self) -> None:
         """Fill this rank's other units from the regions it has read."""

@@ -14,7 +14,7 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
-from distckpt._io.read_values import read_apart, read_requests
+from distckpt._io.read_values import read_requests
 from distckpt._plan.export import OutputTensor
 from distckpt._plan.load import Request
 from distckpt._storage.open_files import OpenFiles
@@ -88,14 +88,7 @@ class TensorSource:
         self, requests: Sequence[Request], views: Sequence[torch.Tensor], factor: float
     ) -> None:
         """Fill views with regions of stored tensors, times a factor."""
-        dense = []
-        dense_views = []
-        for request, view in zip(requests, views, strict=True):
-            if not request.step:
-                dense.append(request)
-                dense_views.append(view)
-        read_requests(self.stored, dense, dense_views)
-        read_apart(self.stored, requests, views, 1)
+        read_requests(self.stored, requests, views)
         if factor != 1.0:
             for view in views:
                 view.mul_(factor)

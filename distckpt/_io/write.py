@@ -19,13 +19,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distckpt._base.dtypes import as_integers
 from distckpt._base.libc import ALIGNMENT, DIRECT, copy_bytes, reserve, write_aligned, write_all
 from distckpt._base.memory import Bytes, Copier, DeviceLayer, bounce_buffer, tensor_bytes
-from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, PART_BYTES, UNIT_BYTES, run_threads
+from distckpt._base.threads import (
+    NUM_REQUESTS,
+    NUM_THREADS,
+    PART_BYTES,
+    UNIT_BYTES,
+    Progress,
+    run_threads,
+)
 from distckpt._format.checksum import BLOCK_BYTES, block_checksums
 from distckpt._geometry.region import flat_range_regions
-from distckpt._geometry.units import Span, spans_within, units_of, units_of_spans
+from distckpt._geometry.units import Span, Unit, spans_within, units_of, units_of_spans
 from distckpt._storage import locations
 
 DIRECT_MIN_BYTES = 16 << 20
@@ -41,7 +47,7 @@ FOLDER_RANKS = 256
 """Ranks per folder: object stores limit the requests below one prefix."""
 _RANK = re.compile(r"(?:shard|rank)-(\d+)")
 
-Fill: TypeAlias = Callable[[Sequence[Span], Bytes], list[Bytes]]
+Fill: TypeAlias = Callable[[Unit, Bytes], list[Bytes]]
 """Function that returns the bytes of spans, in order: views of existing memory, or of the scratch
 memory of their size that it receives.
 """
@@ -91,7 +97,7 @@ class WriteSettings:
     num_threads: int = NUM_THREADS
     num_requests: int = NUM_REQUESTS
     max_part_bytes: int = PART_BYTES
-    progress: Callable[[int], None] | None = None
+    progress: Progress | None = None
 
 
 def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArray[np.uint64]:
@@ -247,7 +253,9 @@ class _Output:
         if is_local and not self.units:
             self.units = [[]]
         self.checksums: list[list[int]] = [[] for _ in self.units]
-        self.sizes = [sum(_sizes_of(unit)) for unit in self.units]
+        self.sizes = []
+        for unit in self.units:
+            self.sizes.append(sum(stop - start for _, start, stop in unit))
         self._starts = list(itertools.accumulate(self.sizes, initial=first))
         pays = settings.durable and sum(self.sizes) >= DIRECT_MIN_BYTES
         self.may_be_direct = bool(DIRECT and (pays if settings.direct is None else settings.direct))
@@ -256,7 +264,7 @@ class _Output:
         self._fd = -1
         self._direct_fd = -1
 
-    def _cut_span(self) -> tuple[list[list[Span]], int]:
+    def _cut_span(self) -> tuple[list[Unit], int]:
         """Return the units of the span, and the position of the first.
 
         A block that begins before the span is a unit of its own.
@@ -269,7 +277,7 @@ class _Output:
             return [], begin + start
         chunk, first, last = spans[0]
         position = begin + sum(self.file.chunk_bytes[:chunk]) + first
-        edges: list[list[Span]] = []
+        edges: list[Unit] = []
         if position < self._span[0]:
             middle = min(first + block_bytes, last)
             edges = [[Span(chunk, first, middle)]]
@@ -336,7 +344,7 @@ class _Output:
 
     def _keep_checksums(self, number: int, buffers: Sequence[Bytes]) -> None:
         if self._settings.with_checksums:
-            sizes = _sizes_of(self.units[number])
+            sizes = [stop - start for _, start, stop in self.units[number]]
             checksums = block_checksums(sizes, buffers, self._settings.block_bytes)
             # A block that begins before the span belongs to the one before.
             self.checksums[number] = checksums[self._starts[number] < self._span[0] :]
@@ -356,7 +364,7 @@ class _Output:
         memory = bounce_buffer("write", self._unit_bytes + ALIGNMENT, self.file.device)
         phase = position % ALIGNMENT
         window = memory[phase : phase + self.sizes[number]]
-        copy_into(window, self.file.fill(self.units[number], window))
+        fill_window(window, self.file.fill(self.units[number], window))
         self._keep_checksums(number, [window])
         window = window[low:high]
         position = position + low
@@ -366,10 +374,6 @@ class _Output:
         written = first + write_aligned(self._direct_fd, window[first:last], position + first)
         write_all(self._fd, [window[:first]], position)
         write_all(self._fd, [window[written:]], position + written)
-
-
-def _sizes_of(unit: Sequence[Span]) -> list[int]:
-    return [stop - start for _, start, stop in unit]
 
 
 def cut_buffers(buffers: Sequence[Bytes], start: int, stop: int) -> list[Bytes]:
@@ -382,7 +386,7 @@ def cut_buffers(buffers: Sequence[Bytes], start: int, stop: int) -> list[Bytes]:
     return [buffer for buffer in cut if len(buffer)]
 
 
-def copy_into(window: Bytes, buffers: Sequence[Bytes]) -> None:
+def fill_window(window: Bytes, buffers: Sequence[Bytes]) -> None:
     """Copy buffers into the window, unless they are there already."""
     filled = 0
     for buffer in buffers:
@@ -408,7 +412,7 @@ def file_of_tensors(
         sizes.append(sum(tensor.nbytes for tensor in chunk))
     copier = Copier(itertools.chain.from_iterable(contents))
 
-    def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
+    def fill(unit: Unit, scratch: Bytes) -> list[Bytes]:
         try:
             return _bytes_of(contents, unit, scratch, copier)
         finally:
@@ -421,7 +425,7 @@ def file_of_tensors(
 
 def _bytes_of(
     contents: Sequence[Sequence[torch.Tensor]],
-    unit: Sequence[Span],
+    unit: Unit,
     scratch: Bytes,
     copier: Copier,
 ) -> list[Bytes]:
@@ -468,9 +472,6 @@ def _copy_range(
     """
     item = tensor.element_size()
     values = torch.from_numpy(target).view(tensor.dtype)
-    if not (tensor.is_conj() or tensor.is_neg()):
-        tensor = as_integers(tensor)
-        values = as_integers(values)
     filled = 0
     for region in flat_range_regions(tuple(tensor.shape), start // item, stop // item):
         place = values[filled : filled + region.num_elements].view(region.shape)

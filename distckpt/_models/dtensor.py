@@ -35,6 +35,11 @@ _ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 """Attributes of torch's `CheckpointableTensor`, new in torch 2.14."""
 _Split: TypeAlias = tuple[int, int, int, int]
 """Mesh axis, tensor axis, split factor (1 unless strided), number of parts."""
+_Division: TypeAlias = tuple[tuple[Runs, ...], tuple[int, ...] | None]
+"""Runs of each axis, and the number of parts along each.
+
+None if the parts are not of one size.
+"""
 
 
 def is_dtensor(value: Any) -> bool:
@@ -139,7 +144,7 @@ def _in_noted_order(dtensor: Any, splits: tuple[_Split, ...]) -> tuple[_Split, .
     return tuple(sorted(splits, key=lambda split: mesh_axes.index(split[0])))
 
 
-def _noted_runs(dtensor: Any) -> list[tuple[tuple[Runs, ...], tuple[int, ...] | None]]:
+def _noted_runs(dtensor: Any) -> list[_Division]:
     """Return the runs of a local part that notes its place.
 
     Megatron-FSDP notes it, as torch's checkpoints ask for: its parts follow no rule.
@@ -178,7 +183,7 @@ def _splits(key: str, placements: Sequence[Any], mesh_shape: tuple[int, ...]) ->
 @functools.lru_cache(maxsize=4096)
 def _possible_runs(
     shape: tuple[int, ...], splits: tuple[_Split, ...], coordinate: tuple[int, ...]
-) -> list[tuple[tuple[Runs, ...], tuple[int, ...] | None]]:
+) -> list[_Division]:
     """Return the runs and fragmentations that placements can mean, the likeliest first.
 
     Where FSDP divides parts of tensor parallelism along the same axis, it names a strided
@@ -190,13 +195,11 @@ def _possible_runs(
     orders = [splits]
     if as_made is not None and as_made != splits:
         orders.insert(0, as_made)
-    possible: list[tuple[tuple[Runs, ...], tuple[int, ...] | None]] = []
+    possible: list[_Division] = []
     for order in orders:
         runs = [_joined([(0, size)]) for size in shape]
         for mesh_axis, axis, split_factor, parts in order:
-            factor = split_factor
-            if order is as_made:
-                factor = 1
+            factor = 1 if order is as_made else split_factor
             runs[axis] = _part(runs[axis], factor, parts, coordinate[mesh_axis])
         possible.append((tuple(runs), _fragmentations(shape, order, runs)))
     return possible

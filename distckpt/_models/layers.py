@@ -134,27 +134,20 @@ def _shard(
 
     It lies behind prepended axes (`offsets`).
     """
+    place = offsets + division
+    num_prepended = len(offsets)
     if is_dtensor(tensor):
         if replica_id is None:
             # The mesh numbers its copies itself.
             replica_id = type(default_replica_id)(default_replica_id[:2])
         prepended_axes(offsets, "prepend_offsets")
-        return shard_of_dtensor(
-            key, tensor, offsets + division, len(offsets), replica_id, **attributes
-        )
+        return shard_of_dtensor(key, tensor, place, num_prepended, replica_id, **attributes)
     if replica_id is None:
         replica_id = default_replica_id
     if has_parts(tensor):
-        division = offsets + division
-        return shard_of_parts(key, tensor, division, len(offsets), replica_id, **attributes)
+        return shard_of_parts(key, tensor, place, num_prepended, replica_id, **attributes)
     return ShardedTensor.from_rank_offsets(
-        key,
-        tensor,
-        *offsets,
-        *division,
-        replica_id=replica_id,
-        prepend_axis_num=len(offsets),
-        **attributes,
+        key, tensor, *place, replica_id=replica_id, prepend_axis_num=num_prepended, **attributes
     )
 
 

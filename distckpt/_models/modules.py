@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
@@ -36,6 +36,8 @@ A module of any class may have such a child, see `_wrapped_name`.
 """
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"})
 """Classes that have the module itself as `module`."""
+_Place: TypeAlias = tuple[str, torch.nn.Module | None]
+"""Prefix of names without those of wrappers, and the module there."""
 
 
 def sharded_state_dict(
@@ -130,9 +132,7 @@ def _add(state: ShardedStateDict, description: ShardedStateDict) -> None:
 
 def _with_replica_id(description: ShardedStateDict, replica_id: ReplicaId) -> ShardedStateDict:
     """Number the copy of a sharded state dict, where that is open."""
-    first = 1
-    if is_main_replica(replica_id):
-        first = 0
+    first = int(not is_main_replica(replica_id))
 
     def changed(_: Position, part: Any) -> Any:
         own = getattr(part, "replica_id", None)
@@ -370,16 +370,15 @@ def _entries(
     besides, with their prefixes.
     """
     module = bare_module(module)
-    delegates: list[tuple[str, torch.nn.Module]] = []
-    if delegate:
-        delegates += _delegates(module)
+    delegates = list(_delegates(module)) if delegate else []
     if delegates:
         _check_delegates(module)
-    plain_names = _PlainNames(module)
+    places: dict[str, _Place] = {"": ("", module)}
     entries: dict[str, tuple[str, Any]] = {}
     # Not walked by hand: hooks rename entries, and FSDP takes its parameters apart again in one.
     for name, value in module.state_dict(keep_vars=True).items():
-        plain_name = plain_names.of(name)
+        path, _, last = name.rpartition(".")
+        plain_name = _place_at(path, places)[0] + last
         other_name, other = entries.setdefault(plain_name, (name, value))
         if other is not value:
             raise InvalidShardingError(
@@ -388,10 +387,8 @@ def _entries(
                 "one in its module."
             )
     if delegates:
-        prefixes = {name for name, _ in delegates}
-        entries = {
-            name: entry for name, entry in entries.items() if not _lies_below(name, prefixes)
-        }
+        prefixes = tuple(name for name, _ in delegates)
+        entries = {name: entry for name, entry in entries.items() if not name.startswith(prefixes)}
     return entries, delegates
 
 
@@ -437,12 +434,11 @@ def _stores_only(module: torch.nn.Module, inner: torch.nn.Module) -> bool:
     if _has_own_state(module):
         return False
     # Fabric has the module a second time, as it is called in forward().
-    children = [child for child in module._modules.values() if child is not None]
-    inside = {id(inner)}
-    if len(children) > 1:
-        inside = set(map(id, inner.modules()))
-    for child in children:
-        if child is inner:
+    inside: set[int] = set()
+    if len(module._modules) > 1:
+        inside.update(map(id, inner.modules()))
+    for child in module._modules.values():
+        if child is None or child is inner:
             continue
         if any(_has_own_state(below) for below in child.modules() if id(below) not in inside):
             return False
@@ -461,33 +457,16 @@ def _has_own_state(module: torch.nn.Module) -> bool:
     return any(value is not None for value in (*module._parameters.values(), *buffers))
 
 
-def _lies_below(name: str, prefixes: set[str]) -> bool:
-    return any(name[: i + 1] in prefixes for i, character in enumerate(name) if character == ".")
+def _place_at(path: str, places: dict[str, _Place]) -> _Place:
+    """Return the place at a path; `places` has earlier ones."""
+    if path not in places:
+        above, _, part = path.rpartition(".")
+        places[path] = _below(*_place_at(above, places), part)
+    return places[path]
 
 
-class _PlainNames:
-    """Names in the state dict of a module, without those of wrappers."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._modules: dict[str, tuple[str, torch.nn.Module | None]] = {"": ("", module)}
-
-    def of(self, name: str) -> str:
-        """Return the plain name of an entry."""
-        path, _, last = name.rpartition(".")
-        return self._at(path)[0] + last
-
-    def _at(self, path: str) -> tuple[str, torch.nn.Module | None]:
-        """Return the plain prefix of a path, and its module."""
-        if path not in self._modules:
-            above, _, part = path.rpartition(".")
-            self._modules[path] = _below(*self._at(above), part)
-        return self._modules[path]
-
-
-def _below(
-    prefix: str, module: torch.nn.Module | None, part: str
-) -> tuple[str, torch.nn.Module | None]:
-    """Return the plain prefix and module of a child."""
+def _below(prefix: str, module: torch.nn.Module | None, part: str) -> _Place:
+    """Return the place of a child."""
     while module is not None and (name := _wrapped_name(module)):
         module = module._modules[name]
         if part == name:

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
 from distckpt._base.messages import summarize_keys
-from distckpt._base.tree import Position, at, dotted, listed, replaced, with_leaves
+from distckpt._base.tree import Position, at, dotted, is_container, leaves, map_leaves, replaced
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._format.codec.encode import is_object_of_state
@@ -52,8 +54,8 @@ from distckpt.mapping._wrappers import LocalNonpersistentObject, ShardedObject
 _VALUES = frozenset(
     {bool, int, float, str, bytes, type(None), torch.Tensor, torch.Size, ShardedTensor}
 )
-_LEAVES = (OptimizerState, BoundState)
-"""Classes of dicts that are described as a whole."""
+# These dicts are described as a whole.
+_is_walked = partial(is_container, opaque=(OptimizerState, BoundState))
 _SHARDED = (ShardedBase, LocalNonpersistentObject, OptimizerState)
 
 
@@ -197,10 +199,10 @@ def describe_objects(
     shards = _list_shards(tree, places)
     names: list[str] = []
     if not loads:
-        names = _names_of_model(shards, places)
+        names = _names_of_model(tree, places)
     for path, cell in describer.per_rank():
         tree = replaced(tree, path, cell)
-    states, settings = describer.states_of_optimizers(shard for _, shard in shards)
+    states, settings = describer.states_of_optimizers(shards)
     for path, state in states:
         tree = replaced(tree, path, state)
     optimizers = describer.optimizers + states
@@ -230,7 +232,8 @@ class _Describer:
     def describe(self, tree: Any, path: Position, *, is_state: bool = False) -> Any:
         """Describe the objects in a tree: a state dict, or an object's state."""
         tree, items = _list_leaves(tree, path, self.breaks_cycles)
-        values = [leaf for _, leaf in items]
+        given = [leaf for _, leaf in items]
+        values = list(given)
         places = self._find_places(items, values)
         self.places += places.values()
         # Stateful objects after the modules, whose tensors may be in their states.
@@ -239,8 +242,11 @@ class _Describer:
                 if place.kind is kind:
                     values[number] = self._description(place)
         if is_state and self.loads:
-            values = [_only_shards(value) for value in values]
-        return with_leaves(tree, iter(values), _LEAVES)
+            values = [map_leaves(_only_shards, value, _is_walked) for value in values]
+        if all(map(operator.is_, values, given)):
+            return tree
+        described = iter(values)
+        return map_leaves(lambda *_: next(described), tree, _is_walked)
 
     def _find_places(
         self, items: Iterable[tuple[Position, Any]], values: list[Any]
@@ -298,7 +304,7 @@ class _Describer:
             yield place.path, cell_of(place.value, place.name, self.ranks, meshes, self.loads)
 
     def states_of_optimizers(
-        self, model: Iterable[Any]
+        self, model: Sequence[Any]
     ) -> tuple[list[tuple[Position, OptimizerState]], dict[str, list[Any]]]:
         """Describe the optimizers: states with their paths, settings by prefix.
 
@@ -306,11 +312,10 @@ class _Describer:
         """
         states: list[tuple[Position, OptimizerState]] = []
         settings: dict[str, list[Any]] = {}
-        shards = list(model)
         for place in self.places:
             if place.kind is not Kind.OPTIMIZER:
                 continue
-            state, entries = describe_optimizer(place.value, shards, place.prefix)
+            state, entries = describe_optimizer(place.value, model, place.prefix)
             is_first = place.prefix not in settings
             if self.loads or is_first:
                 # A load may have several optimizers of one prefix.
@@ -332,19 +337,19 @@ def _list_leaves(
 ) -> tuple[Any, list[tuple[Position, Any]]]:
     """Return a tree without cycles, and its leaves with their paths."""
     try:
-        return tree, listed(tree, _LEAVES, path)
+        return tree, leaves(tree, _is_walked, path)
     except RecursionError:
         if not breaks_cycles:
             raise
     tree = codec.without_cycles(tree)
-    return tree, listed(tree, _LEAVES, path)
+    return tree, leaves(tree, _is_walked, path)
 
 
-def _list_shards(tree: Any, places: Iterable[Place]) -> list[tuple[Position, Any]]:
-    """List shards with their paths, if there are modules or optimizers."""
-    if {Kind.MODULE, Kind.OPTIMIZER}.isdisjoint(place.kind for place in places):
+def _list_shards(tree: Any, places: Iterable[Place]) -> list[Any]:
+    """List shards, if there are optimizers."""
+    if all(place.kind is not Kind.OPTIMIZER for place in places):
         return []
-    return [(path, leaf) for path, leaf in listed(tree) if isinstance(leaf, ShardedBase)]
+    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, ShardedBase)]
 
 
 def _kind_of(node: Any) -> Kind | None:
@@ -389,25 +394,22 @@ def _check_value(path: Position, leaf: Any, loads: bool) -> None:
             )
 
 
-def _only_shards(value: Any) -> Any:
-    """Return a description with None for all values that are not sharded."""
-    values: list[Any] = []
-    for _, leaf in listed(value, _LEAVES):
-        # Optimizers are described when all modules have been.
-        if isinstance(leaf, _SHARDED) or is_optimizer(leaf):
-            values.append(leaf)
-        else:
-            values.append(None)
-    return with_leaves(value, iter(values), _LEAVES)
+def _only_shards(_: Position, leaf: Any) -> Any:
+    """Return None for a value of a description that is not sharded."""
+    # Optimizers are described when all modules have been.
+    if isinstance(leaf, _SHARDED) or is_optimizer(leaf):
+        return leaf
+    return None
 
 
-def _names_of_model(shards: Iterable[tuple[Position, Any]], places: Iterable[Place]) -> list[str]:
+def _names_of_model(tree: Any, places: Iterable[Place]) -> list[str]:
     """Return the first names in the keys of the module at `model`."""
     names: set[str] = set()
-    paths = [place.path for place in places if place.is_model]
-    for path, shard in shards:
-        if any(path[: len(above)] == above for above in paths):
-            names.add(first_name(shard.key))
+    for place in places:
+        if place.is_model:
+            for _, leaf in leaves(at(tree, place.path)):
+                if isinstance(leaf, ShardedBase):
+                    names.add(first_name(leaf.key))
     return sorted(names)
 
 

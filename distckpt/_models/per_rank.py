@@ -51,7 +51,9 @@ class PerRank:
 
     def __init__(self, value: Any, grid: Mapping[str, tuple[int, int]] | None = None) -> None:
         for axis, place in (grid or {}).items():
-            if not _is_place(place):
+            is_pair = isinstance(place, tuple | list) and len(place) == 2
+            is_pair = is_pair and all(isinstance(n, int) for n in place)
+            if not is_pair or not 0 <= place[0] < place[1]:
                 raise ValueError(
                     f"The place {axis!r} of a PerRank is (position, number of positions), got "
                     f"{place!r}."
@@ -71,15 +73,6 @@ class PerRank:
             self.value.load_state_dict(state_dict)
         else:
             self.value = state_dict
-
-
-def _is_place(place: Any) -> bool:
-    is_pair = (
-        isinstance(place, tuple | list)
-        and len(place) == 2
-        and all(isinstance(n, int) for n in place)
-    )
-    return is_pair and 0 <= place[0] < place[1]
 
 
 def state_of(node: Any, name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
@@ -178,19 +178,24 @@ def _restore(place: Place, value: Any, description: Any, saved: Saved, is_strict
     elif place.kind is Kind.PER_RANK:
         _restore_per_rank(place, value, description, saved)
     elif place.kind is Kind.STATEFUL:
-        stored = saved.schedulers.get(place.name, "")
-        _check_scheduler(place.name, place.value, stored, value, is_strict)
+        if isinstance(value, Mapping):
+            stored = saved.schedulers.get(place.name, "")
+            _check_scheduler(place.name, place.value, stored, value, is_strict)
         _load_state(place, value, saved, isinstance(description, dict))
 
 
 def _load_state(place: Place, state: Any, saved: Saved, has_dict: bool) -> None:
     content = repr(state)
     if isinstance(state, dict):
-        content = f"a dict of {summarize_keys(map(str, state)) or 'nothing'}"
+        content = f"a dict of {_named(map(str, state))}"
     elif has_dict and state is not None:
         raise _refused_state(place, content, saved, "its own state is a dict")
     with _naming(place, content, saved):
         place.value.load_state_dict(state)
+
+
+def _named(keys: Iterable[str]) -> str:
+    return summarize_keys(keys) or "nothing"
 
 
 @contextlib.contextmanager
@@ -248,7 +253,9 @@ def _restore_per_rank(
 # --- Schedulers, whose states do not name their classes -------------------------------------------
 
 
-def _check_scheduler(name: str, scheduler: Any, stored: str, state: Any, is_strict: bool) -> None:
+def _check_scheduler(
+    name: str, scheduler: Any, stored: str, state: Mapping[str, Any], is_strict: bool
+) -> None:
     """Warn of a scheduler that gets the state of another class.
 
     `stored` is that class, if it is known.
@@ -257,7 +264,7 @@ def _check_scheduler(name: str, scheduler: Any, stored: str, state: Any, is_stri
     state, so that less than that is no mistake where the class is not known.
     """
     own = scheduler_class(scheduler)
-    if not own or not isinstance(state, Mapping):
+    if not own:
         return
     expected = scheduler.state_dict().keys() - _OF_RELEASES
     loaded = state.keys() - _OF_RELEASES
@@ -266,25 +273,19 @@ def _check_scheduler(name: str, scheduler: Any, stored: str, state: Any, is_stri
     lacking = expected - loaded
     more = loaded - expected
     text = (
-        f"the state that was saved at {name!r} has {summarize_keys(more) or 'nothing'} in place of "
-        f"{own}'s {summarize_keys(lacking) or 'nothing'}"
+        f"the state that was saved at {name!r} has {_named(more)} in place of {own}'s "
+        f"{_named(lacking)}"
     )
     if is_strict and lacking and more:
         raise LoadMismatchError(
             f"A scheduler of another kind: {text}. Create the one that was saved"
             f"{stored and f', {stored}'}, or leave it out."
         )
-    _warn_of_scheduler(name, own, stored, text)
-
-
-def _warn_of_scheduler(name: str, own: str, stored: str, text: str) -> None:
-    if not stored:
-        logger.warning("%s: is it of another scheduler?", text)
-        return
-    logger.warning(
-        "the scheduler that was saved at %r is of class %s, and is loaded into one of class %s, "
-        "which computes other learning rates",
-        name,
-        stored,
-        own,
-    )
+    if stored:
+        text = (
+            f"the scheduler that was saved at {name!r} is of class {stored}, and is loaded into "
+            f"one of class {own}, which computes other learning rates"
+        )
+    else:
+        text = f"{text}: is it of another scheduler?"
+    logger.warning("%s", text)

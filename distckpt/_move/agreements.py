@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from distckpt._ranks.collectives import Ranks
 
@@ -26,38 +26,36 @@ class Agreement(NamedTuple):
     descriptions: list[bytes]
 
 
-class Agreements:
-    """The latest agreements of one rank, by its description."""
+Agreements: TypeAlias = dict[bytes, Agreement]
+"""The latest agreements of one rank, by the hash of its description."""
 
-    def __init__(self) -> None:
-        self._latest: dict[bytes, Agreement] = {}
 
-    def reach(
-        self,
-        ranks: Ranks,
-        name: str,
-        description: bytes,
-        decide: Callable[[Sequence[bytes]], Sequence[bytes]],
-    ) -> Agreement:
-        """Let the coordinator decide from all descriptions, unless it already has.
+def reach(
+    latest: Agreements,
+    ranks: Ranks,
+    name: str,
+    description: bytes,
+    decide: Callable[[Sequence[bytes]], Sequence[bytes]],
+) -> Agreement:
+    """Let the coordinator decide from all descriptions, unless it already has.
 
-        Collective operation: all ranks must call it. When nothing has changed on any of them, one
-        number is exchanged. `decide` returns a result for each rank.
-        """
-        settings = f"{name} {ranks.rank} {ranks.size} ".encode()
-        key = hashlib.blake2b(settings + description, digest_size=16).digest()
-        known = self._latest.pop(key, None)
-        is_kept = ranks.all_equal(-1 - ranks.rank if known is None else known.number)
-        if known is None or not is_kept:
-            (descriptions,) = ranks.gather_once([description])
+    Collective operation: all ranks must call it. When nothing has changed on any of them, one
+    number is exchanged. `decide` returns a result for each rank.
+    """
+    settings = f"{name} {ranks.rank} {ranks.size} ".encode()
+    key = hashlib.blake2b(settings + description, digest_size=16).digest()
+    known = latest.pop(key, None)
+    is_kept = ranks.all_equal(-1 - ranks.rank if known is None else known.number)
+    if known is None or not is_kept:
+        (descriptions,) = ranks.gather_once([description])
 
-            def with_number() -> list[bytes]:
-                number = secrets.randbits(61).to_bytes(8, "big")
-                return [number + result for result in decide(descriptions)]
+        def with_number() -> list[bytes]:
+            number = secrets.randbits(61).to_bytes(8, "big")
+            return [number + result for result in decide(descriptions)]
 
-            sent = ranks.decide_each(name, with_number)
-            known = Agreement(int.from_bytes(sent[:8], "big"), sent[8:], descriptions)
-        self._latest[key] = known
-        while len(self._latest) > _MAX_LATEST:
-            del self._latest[next(iter(self._latest))]
-        return known
+        sent = ranks.decide_each(name, with_number)
+        known = Agreement(int.from_bytes(sent[:8], "big"), sent[8:], descriptions)
+    latest[key] = known
+    while len(latest) > _MAX_LATEST:
+        del latest[next(iter(latest))]
+    return known

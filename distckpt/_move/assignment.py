@@ -192,8 +192,10 @@ class Assignment:
         self.given_bytes = [0] * num_ranks
         self._units_by_host: defaultdict[tuple[int, str], list[Unit]] = defaultdict(list)
 
-    def fill(self, key: str, kind: Kind, rank: int, row: int, region: Region) -> None:
+    def fill(self, rank: int, row: int, piece: Piece) -> None:
         """Assign givers for the region of a piece that a rank takes."""
+        kind, region, *_ = piece
+        key = kind.key
         holders = self.holders.get(key)
         if holders is None:
             self.gaps.append(TargetRegion(key, rank, row, region))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -47,27 +48,22 @@ def carry(
             carrier.do_round(number)
 
 
+@dataclass
 class _Carrier:
     """The work of one rank in each round of a move."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        plan: RankPlan,
-        memory: HostMemory,
-        sources: Pieces,
-        targets: Sequence[torch.Tensor],
-    ) -> None:
-        self._ranks = ranks
-        self._plan = plan
-        self._memory = memory
-        self._sources = sources
-        self._targets = targets
-        self._packs = _by_wave(plan.packs)
-        self._takes = _by_wave(plan.takes)
-        self._sends = _by_wave(plan.sends)
-        self._forwards = _by_wave(plan.forwards)
-        self._receives = _by_wave(plan.receives)
+    ranks: Ranks
+    plan: RankPlan
+    memory: HostMemory
+    sources: Pieces
+    targets: Sequence[torch.Tensor]
+
+    def __post_init__(self) -> None:
+        self._packs = _by_wave(self.plan.packs)
+        self._takes = _by_wave(self.plan.takes)
+        self._sends = _by_wave(self.plan.sends)
+        self._forwards = _by_wave(self.plan.forwards)
+        self._receives = _by_wave(self.plan.receives)
 
     def do_round(self, number: int) -> None:
         """Pack a wave, transfer the one before, and pass on received units.
@@ -84,7 +80,7 @@ class _Carrier:
         finally:
             # The other ranks wait for them, even if something has failed here.
             for transfer in transfers:
-                self._ranks.finish(transfer)
+                self.ranks.finish(transfer)
 
     def _start_transfers(self, wave: int) -> list[Transfer]:
         started = []
@@ -94,22 +90,22 @@ class _Carrier:
             (self._receives, False, True, wave),
         ):
             for _, peer, start, num_bytes, tag in messages.get(wave, ()):
-                buffer = self._memory.buffer(self._ranks.rank, is_landed, buffer_wave)
+                buffer = self.memory.buffer(self.ranks.rank, is_landed, buffer_wave)
                 part = buffer[start : start + num_bytes]
-                started.append(self._ranks.start_transfer(part, peer, tag, is_sent))
+                started.append(self.ranks.start_transfer(part, peer, tag, is_sent))
         return started
 
     def _copy(self) -> None:
-        for source, target, at, to, shape in self._plan.copies:
-            view = _part(self._sources.views[source], at, shape)
-            place = _part(self._targets[target], to, shape)
-            copy_values(_moved(view, self._sources.changes[source]), place)
+        for source, target, at, to, shape in self.plan.copies:
+            view = _part(self.sources.views[source], at, shape)
+            place = _part(self.targets[target], to, shape)
+            copy_values(_moved(view, self.sources.changes[source]), place)
 
     def _pack(self, wave: int) -> None:
         for _, start, source, at, shape in self._packs.get(wave, ()):
-            view = _part(self._sources.views[source], at, shape)
-            buffer = self._memory.buffer(self._ranks.rank, False, wave)
-            moved = _moved(view, self._sources.changes[source])
+            view = _part(self.sources.views[source], at, shape)
+            buffer = self.memory.buffer(self.ranks.rank, False, wave)
+            moved = _moved(view, self.sources.changes[source])
             copy_values(moved, _unit(buffer[start:], view.dtype, shape))
 
     def _take(self, wave: int, is_landed: bool) -> None:
@@ -117,8 +113,8 @@ class _Carrier:
             if has_landed != is_landed:
                 continue
             to, shape, at, unit_shape = places
-            place = _part(self._targets[target], to, shape)
-            buffer = self._memory.buffer(holder, is_landed, wave)
+            place = _part(self.targets[target], to, shape)
+            buffer = self.memory.buffer(holder, is_landed, wave)
             unit = _unit(buffer[start:], FROM_NAME[dtype], unit_shape)
             copy_values(_part(unit, at, shape), place)
 
@@ -165,9 +161,7 @@ class Staged(NamedTuple):
     views: list[torch.Tensor]
 
     @classmethod
-    def of(
-        cls, sources: Pieces, targets: Pieces, atomic: bool, fresh: Collection[int] = ()
-    ) -> Staged:
+    def of(cls, sources: Pieces, targets: Pieces, atomic: bool, fresh: Collection[int]) -> Staged:
         """Choose the memory; with `atomic`, no target is changed before `commit`.
 
         A target in memory that is given from is filled at the end in any case, as are `fresh` ones.
@@ -190,7 +184,7 @@ class Staged(NamedTuple):
         return cls(targets, views)
 
     @torch.no_grad()
-    def commit(self, pairs: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+    def commit(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Give the targets their values.
 
         Return the pairs (first, second) among `pairs` whose second target changed elements of the
@@ -205,9 +199,9 @@ class Staged(NamedTuple):
             before = self._bits(firsts)
             if view is not target:
                 copy_values(view, target)
-            same = map(torch.equal, before, self._bits(firsts))
-            marked = zip(firsts, same, strict=True)
-            changed += [(first, row) for first, is_same in marked if not is_same]
+            for first, old, new in zip(firsts, before, self._bits(firsts), strict=True):
+                if not torch.equal(old, new):
+                    changed.append((first, row))
         self._complete()
         return changed
 

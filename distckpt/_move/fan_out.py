@@ -142,16 +142,11 @@ def _join_overlaps(
     for unit in units:
         by_piece[unit.key, unit.giver, unit.row].append(unit)
     for piece_units in by_piece.values():
-        is_overloaded = hosts[piece_units[0].giver] in overloaded
-        if is_overloaded and _overlap(piece_units):
-            piece_units = _parts(piece_units)
+        if hosts[piece_units[0].giver] in overloaded and len(piece_units) > 1:
+            regions = [unit.region for unit in piece_units]
+            if find_overlap(*regions_to_arrays(regions)) is not None:
+                piece_units = _parts(piece_units)
         yield from piece_units
-
-
-def _overlap(units: Sequence[Unit]) -> bool:
-    if len(units) == 1:
-        return False
-    return find_overlap(*regions_to_arrays([unit.region for unit in units])) is not None
 
 
 def _parts(units: Iterable[Unit]) -> list[Unit]:

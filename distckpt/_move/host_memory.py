@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,32 +48,6 @@ class HostMemory(NamedTuple):
         return self.memory[rank][start : start + self.bucket_bytes]
 
 
-class KeptMemory:
-    """The buffers of the last move, cached for the group's next one.
-
-    Making them, and writing to each of their pages for the first time, takes as long as the copies.
-    """
-
-    def __init__(self) -> None:
-        self._cached: weakref.WeakKeyDictionary[Any, HostMemory] = weakref.WeakKeyDictionary()
-
-    def take(self, ranks: Ranks, bucket_bytes: int) -> HostMemory:
-        """Return the cached buffers, if their number is equal on all ranks.
-
-        A rank without suitable buffers gets a number of its own.
-        """
-        cached = None if ranks.size == 1 else self._cached.pop(ranks.group, None)
-        if cached is None or cached.bucket_bytes != bucket_bytes:
-            return HostMemory(-1 - ranks.rank, [], 0, {})
-        return cached
-
-    def keep(self, ranks: Ranks, memory: HostMemory) -> None:
-        """Keep the buffers of a successful move; nothing more arrives in them."""
-        self._cached.clear()
-        if ranks.size > 1:
-            self._cached[ranks.group] = memory
-
-
 def bucket_bytes_of(options: MoveOptions) -> int:
     """Return the buffer size that an option leaves room for."""
     return max(options.max_inflight_bytes // NUM_BUFFERS // _PAGE * _PAGE, _PAGE)
@@ -91,22 +64,25 @@ def share_memory(ranks: Ranks, bucket_bytes: int) -> HostMemory:
     with contextlib.ExitStack() as stack:
         with ranks.phase("make buffers"):
             descriptor = _new_file(num_bytes)
-            if descriptor is not None:
+            if descriptor >= 0:
                 stack.callback(os.close, descriptor)
-            own = _buffers(descriptor, num_bytes)
+            try:
+                own = _mapped(descriptor, num_bytes)
+            except (OSError, OverflowError, RuntimeError, TypeError) as error:
+                raise CheckpointingException(
+                    f"No memory for buffers of {num_bytes} bytes: set a smaller max_inflight_bytes."
+                ) from error
         return _shared(ranks, bucket_bytes, descriptor, own)
 
 
-def _shared(
-    ranks: Ranks, bucket_bytes: int, descriptor: int | None, own: torch.Tensor
-) -> HostMemory:
+def _shared(ranks: Ranks, bucket_bytes: int, descriptor: int, own: torch.Tensor) -> HostMemory:
     """Let the ranks of a machine open each other's memory."""
     token = int.from_bytes(os.urandom(7), "big")
     own[:8] = torch.from_numpy(np.array([token]).view(np.uint8))
     host = ranks.rank
-    if descriptor is not None:
+    if descriptor >= 0:
         host = host_number()
-    numbers = [host, os.getpid(), -1 if descriptor is None else descriptor, token]
+    numbers = [host, os.getpid(), descriptor, token]
     table = ranks.all_gather_numbers(numbers).tolist()
     hosts = [row[0] for row in table]
     memory = {ranks.rank: own}
@@ -121,33 +97,24 @@ def _shared(
     return HostMemory(table[0][-1], hosts, bucket_bytes, memory)
 
 
-def _new_file(num_bytes: int) -> int | None:
-    """Return a new file in memory, or None without such files."""
+def _new_file(num_bytes: int) -> int:
+    """Make a file in memory; return its descriptor, or -1."""
     if not hasattr(os, "memfd_create"):
-        return None
+        return -1
     try:
         descriptor = os.memfd_create("distckpt")
     except OSError:
-        return None
+        return -1
     try:
         os.truncate(descriptor, num_bytes)
     except (OSError, OverflowError):
         os.close(descriptor)
-        return None
+        return -1
     return descriptor
 
 
-def _buffers(descriptor: int | None, num_bytes: int) -> torch.Tensor:
-    try:
-        return _mapped(descriptor, num_bytes)
-    except (OSError, OverflowError, RuntimeError, TypeError) as error:
-        raise CheckpointingException(
-            f"No memory for buffers of {num_bytes} bytes: set a smaller max_inflight_bytes."
-        ) from error
-
-
-def _mapped(descriptor: int | None, num_bytes: int) -> torch.Tensor:
-    if descriptor is None:
+def _mapped(descriptor: int, num_bytes: int) -> torch.Tensor:
+    if descriptor < 0:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,24 +18,24 @@ from distckpt._base.memory import overlapping
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import MoveOptions
 from distckpt._base.tree import CONTAINERS, HOLE, dotted, map_leaves
+from distckpt._checkpoint.shards import divide, in_order
+from distckpt._checkpoint.stored_values import COMMON_STATE
 from distckpt._format import codec
-from distckpt._format.columns import compress, decompress
 from distckpt._geometry.region import Region
 from distckpt._io.read_values import warn_of_overflows
 from distckpt._models import objects
 from distckpt._models.bound_state import BoundState
 from distckpt._models.dtensor import has_parts
 from distckpt._models.optimizer.describe import OptimizerState
-from distckpt._move.agreements import Agreement, Agreements
+from distckpt._move.agreements import Agreements, reach
 from distckpt._move.assignment import MoveSettings
 from distckpt._move.carry import Staged, carry, check_arrival
 from distckpt._move.host_memory import HostMemory
-from distckpt._move.pieces import Piece, Pieces, pieces_of, table_of
+from distckpt._move.pieces import Piece, Pieces, packed, pieces_of, table_of, unpacked
 from distckpt._move.plan import RankPlan, plan_moves
 from distckpt._operations.shard_source import FamilyName, ShardSource
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
-from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard, find_ties
 from distckpt._state.stored_form import StoredEntry
 from distckpt.mapping._base import OpenReplicaId
@@ -46,8 +47,7 @@ from distckpt.rules._rules import Tie
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class GivenState:
+class GivenState(NamedTuple):
     """The tensors and values that this rank gives.
 
     Attributes:
@@ -101,7 +101,7 @@ def _described(
     pieces = pieces_of(tensors, rules, drops=True)
     objects_by_key = {cell.key: cell.global_shape for cell in cells.values()}
     ties = [_keys_of(pieces, pair) for pair in _tied(pieces)]
-    description = _packed(objects_by_key, bool(common), ties, pieces.table)
+    description = packed([objects_by_key, bool(common), ties, pieces.table])
     return GivenState(pieces, _encoded(cells, common), description)
 
 
@@ -134,7 +134,7 @@ def _tied(pieces: Pieces) -> list[tuple[int, int]]:
     pairs = []
     for row, (start, view) in enumerate(zip(starts, pieces.views, strict=True)):
         other = first.setdefault((start, view.device, view.shape, view.stride(), view.dtype), row)
-        if start and len(set(_keys_of(pieces, (other, row)))) > 1:
+        if start and pieces.key(other) != pieces.key(row):
             pairs.append((other, row))
     return pairs
 
@@ -170,6 +170,7 @@ class LiveSource(ShardSource):
 
     Attributes:
         ranks: the ranks that give and take.
+        location: name of the move, for messages.
         given: the state that this rank gives.
         fallback: source of the tensors that no rank gives, or None.
         options: options of the caller.
@@ -180,22 +181,28 @@ class LiveSource(ShardSource):
     """
 
     ranks: Ranks
+    location: str
     given: GivenState
     fallback: ShardSource | None
     options: MoveOptions
     agreements: Agreements
     memory: HostMemory
     compares: bool = False
+    directory: str = ""
     plan: RankPlan | None = None
     is_live = True
     marker: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Agree on the keys that all ranks give."""
-        self._held = self.agreements.reach(
-            self.ranks, "compare what is given", self.given.description, _join
+        self._held = reach(
+            self.agreements, self.ranks, "compare what is given", self.given.description, _join
         )
-        self._entries, self._has_values, self._ties = _read_joined(self._held)
+        kinds, self._has_values, self._ties = json.loads(self._held.result)
+        self._entries: dict[str, StoredEntry] = {}
+        for key, (dtype, shape) in kinds.items():
+            stored_as = None if dtype is None else FROM_NAME[dtype]
+            self._entries[key] = StoredEntry(stored_as, tuple(shape))
         self._values: dict[str, Any] | None = None
 
     def entries(self) -> dict[str, StoredEntry]:
@@ -207,44 +214,35 @@ class LiveSource(ShardSource):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {key: entry.shape for key, entry in self._entries.items()}
 
-    def rules_of_family(self, family: FamilyName, location: str, keys: Sequence[str]) -> list[Rule]:
+    def rules_of_family(self, family: FamilyName, keys: Sequence[str]) -> list[Rule]:
         if self._entries.keys() >= set(keys):
             # Both sides use the same names.
             return []
-        return super().rules_of_family(family, location, keys)
+        return super().rules_of_family(family, keys)
 
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
         values = self._all_values()
-        absent = []
+        absent = {}
         for shard in shards:
             if shard.unique_key not in values:
-                absent.append(shard)
+                absent[shard.unique_key] = shard
         if self.fallback is not None and absent:
-            loaded = self.fallback.read_objects(absent)
-            names = [shard.unique_key for shard in absent]
-            values = {**values, **dict(zip(names, loaded, strict=True))}
+            loaded = self.fallback.read_objects(list(absent.values()))
+            values = {**values, **dict(zip(absent, loaded, strict=True))}
         elif absent:
+            keys = {shard.key for shard in absent.values()}
             raise LoadMismatchError(
-                f"No rank holds {summarize_keys(shard.key for shard in absent)}: leave that out "
-                "of what is to be filled, or name a checkpoint that has it as fallback.",
-                unexpected={shard.key for shard in absent},
+                f"No rank holds {summarize_keys(keys)}: leave that out of what is to be filled, or "
+                "name a checkpoint that has it as fallback.",
+                unexpected=keys,
             )
         return [values[shard.unique_key] for shard in shards]
 
     def read(self, shards: Sequence[Shard], rules: Sequence[Rule]) -> list[Any]:
-        tensors = []
-        cells = []
-        for shard in shards:
-            if isinstance(shard, ShardedTensor):
-                tensors.append(shard)
-            else:
-                cells.append(shard)
+        tensors, cells = divide(shards)
         self._fill(pieces_of(tensors, rules))
-        values = iter(self.read_objects(cells))
-        filled = []
-        for shard in shards:
-            filled.append(shard.data if isinstance(shard, ShardedTensor) else next(values))
-        return filled
+        filled = [tensor.data for tensor in tensors]
+        return in_order(shards, filled, self.read_objects(cells))
 
     def _all_values(self) -> dict[str, Any]:
         """Return all ranks' objects and common state, by unique key."""
@@ -264,9 +262,9 @@ class LiveSource(ShardSource):
             values_by_rank = {rank: codec.decode(values) for values, rank in first_with.items()}
             if self.ranks.is_coordinator and len(values_by_rank) > 1:
                 _warn_of_different_values(values_by_rank)
-            common = _united_values(values_by_rank)
+            common: Any = functools.reduce(_united, values_by_rank.values(), {})
             if common or self.fallback is None:
-                self._values[_COMMON.unique_key] = common
+                self._values[COMMON_STATE.unique_key] = common
         return self._values
 
     def _fill(self, targets: Pieces) -> None:
@@ -297,15 +295,20 @@ class LiveSource(ShardSource):
         carry(ranks, plan, memory, self.given.pieces, staged.views)
         if plan.compared:
             check_arrival(ranks, plan, self.given.pieces, targets, staged.views)
-        self._warn_of_overflows(targets, staged)
-        _warn_of_differences(targets, staged.commit(apart))
-
-    def _warn_of_overflows(self, targets: Pieces, staged: Staged) -> None:
         warn_of_overflows(
             (piece.kind.key, self._entries[piece.kind.key].dtype, view.detach())
             for piece, view in zip(targets.table, staged.views, strict=True)
             if piece.kind.key in self._entries
         )
+        for pair in staged.commit(apart):
+            first, last = _keys_of(targets, pair)
+            logger.warning(
+                "%r and %r have different values, and were to be moved into memory that both have: "
+                "it has that of %r now. Take one of them, or give each memory of its own.",
+                first,
+                last,
+                last,
+            )
 
     def _check_fallback(self, gaps: Sequence[ShardedTensor]) -> None:
         """Refuse tensors that neither a rank nor the fallback holds.
@@ -334,28 +337,15 @@ class LiveSource(ShardSource):
 
     def _agree_on_plan(self, targets: Pieces, settings: MoveSettings) -> RankPlan:
         def decide(descriptions: Sequence[bytes]) -> list[bytes]:
-            sources = [table_of(_unpacked(given)[-1]) for given in self._held.descriptions]
-            requests = [table_of(_unpacked(taken)[-1]) for taken in descriptions]
-            plans = [plan.to_bytes() for plan in plan_moves(sources, requests, settings)]
+            sources = [table_of(unpacked(given)[-1]) for given in self._held.descriptions]
+            requests = [table_of(unpacked(taken)[-1]) for taken in descriptions]
+            plans = list(map(packed, plan_moves(sources, requests, settings)))
             _warn_of_untaken(sources, requests, self._ties)
             return plans
 
-        description = _packed(self._held.number, settings, targets.table)
-        agreed = self.agreements.reach(self.ranks, "plan the move", description, decide)
-        return RankPlan.from_bytes(agreed.result)
-
-
-_COMMON = ShardedObject(COMMON_KEY, None, (1,), (0,))
-
-
-def _packed(*values: Any) -> bytes:
-    """Encode a description, which ends with pieces."""
-    return compress(json.dumps(values, default=int).encode())
-
-
-def _unpacked(description: bytes) -> list[Any]:
-    values: list[Any] = json.loads(decompress(description))
-    return values
+        description = packed([self._held.number, settings, targets.table])
+        agreed = reach(self.agreements, self.ranks, "plan the move", description, decide)
+        return RankPlan(*unpacked(agreed.result))
 
 
 def _join(descriptions: Sequence[bytes]) -> list[bytes]:
@@ -364,21 +354,13 @@ def _join(descriptions: Sequence[bytes]) -> list[bytes]:
     has_values = False
     ties = []
     for description in descriptions:
-        cells, has_common, tied, rows = _unpacked(description)
+        cells, has_common, tied, rows = unpacked(description)
         has_values |= bool(cells) or has_common
         ties += tied
         kinds.update({key: (None, shape) for key, shape in cells.items()})
         for (key, dtype, shape, _), *_ in rows:
             kinds.setdefault(key, (dtype, shape))
     return [json.dumps([kinds, has_values, ties]).encode()] * len(descriptions)
-
-
-def _read_joined(agreed: Agreement) -> tuple[dict[str, StoredEntry], bool, list[list[str]]]:
-    kinds, has_values, ties = json.loads(agreed.result)
-    entries = {}
-    for key, (dtype, shape) in kinds.items():
-        entries[key] = StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape))
-    return entries, has_values, ties
 
 
 def _keys_of_tables(tables: Sequence[Sequence[Piece]]) -> set[str]:
@@ -405,19 +387,6 @@ def _warn_of_untaken(
         )
 
 
-def _warn_of_differences(targets: Pieces, pairs: Sequence[tuple[int, int]]) -> None:
-    """Warn of tensors with different values for one memory."""
-    for pair in pairs:
-        first, last = _keys_of(targets, pair)
-        logger.warning(
-            "%r and %r have different values, and were to be moved into memory that both have: it "
-            "has that of %r now. Take one of them, or give each memory of its own.",
-            first,
-            last,
-            last,
-        )
-
-
 def _gaps(plan: RankPlan, targets: Pieces, staged: Staged) -> list[ShardedTensor]:
     """Describe the regions of targets that no rank holds."""
     shards = []
@@ -433,15 +402,8 @@ def _gaps(plan: RankPlan, targets: Pieces, staged: Staged) -> list[ShardedTensor
 # --- Values that are no tensors -------------------------------------------------------------------
 
 
-def _united_values(values_by_rank: Mapping[int, Any]) -> Any:
-    """Unite nested dicts of values; the first rank that gives a value counts."""
-    united: Any = {}
-    for values in values_by_rank.values():
-        united = _united(united, values)
-    return united
-
-
 def _united(first: Any, other: Any) -> Any:
+    """Unite nested dicts of values; the first one counts."""
     if first is HOLE:
         return other
     if not (isinstance(first, dict) and isinstance(other, dict)):

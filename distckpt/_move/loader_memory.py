@@ -17,8 +17,7 @@ from distckpt._geometry.region import Region, intersect
 from distckpt._move.assignment import divide
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The elements of a view, as offset and strides in memory.
 
     At `index` lies element `offset + sum(index * strides)`.
@@ -37,13 +36,6 @@ class Layout:
         """Return a region of the view."""
         first = sum(i * s for i, s in zip(region.offset, self.strides, strict=True))
         return Layout(self.offset + first, region.shape, self.strides)
-
-
-class Box(NamedTuple):
-    """A box of a memory, and the matching view of another memory."""
-
-    region: Region
-    partner: Layout
 
 
 class _Axis(NamedTuple):
@@ -92,7 +84,7 @@ def factored(num_elements: int, strides: Sequence[int]) -> tuple[int, ...]:
     return (-(-num_elements // rows[-1]), *reversed(inner))
 
 
-def boxes(shape: tuple[int, ...], own: Layout, partner: Layout) -> Iterator[Box]:
+def boxes(shape: tuple[int, ...], own: Layout, partner: Layout) -> Iterator[tuple[Region, Layout]]:
     """Cut a view of a row-major memory of `shape` into boxes. Its partner is cut along with it.
 
     Elements that the view has several times, as expanded ones do, are in several boxes.
@@ -102,26 +94,28 @@ def boxes(shape: tuple[int, ...], own: Layout, partner: Layout) -> Iterator[Box]
     axes = map(_Axis, own.shape, own.strides, partner.strides)
     ordered = sorted((a for a in axes if a.size > 1), key=lambda axis: -axis.step)
     pair = _Pair(own.offset, partner.offset, _merged(ordered))
-    steps = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    yield from _placed(shape, steps, pair)
+    yield from _placed(shape, _steps_of(shape), pair)
+
+
+def _steps_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a row-major memory."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _merged(axes: Sequence[_Axis]) -> tuple[_Axis, ...]:
     """Join axes where both views continue into the next one."""
     merged: list[_Axis] = []
     for axis in axes:
-        last = None
-        if merged:
-            last = merged[-1]
         ends = (axis.size * axis.step, axis.size * axis.partner_step)
-        if last is not None and (last.step, last.partner_step) == ends:
-            merged[-1] = axis._replace(size=last.size * axis.size)
-        else:
-            merged.append(axis)
+        if merged and (merged[-1].step, merged[-1].partner_step) == ends:
+            axis = axis._replace(size=merged.pop().size * axis.size)
+        merged.append(axis)
     return tuple(merged)
 
 
-def _placed(shape: tuple[int, ...], steps: tuple[int, ...], pair: _Pair) -> Iterator[Box]:
+def _placed(
+    shape: tuple[int, ...], steps: tuple[int, ...], pair: _Pair
+) -> Iterator[tuple[Region, Layout]]:
     """Give each axis of a pair an axis of the memory.
 
     An axis that fits none is cut until it does.
@@ -146,7 +140,7 @@ def _placed(shape: tuple[int, ...], steps: tuple[int, ...], pair: _Pair) -> Iter
         axes.append(places.get(number, _ONE_ELEMENT))
     sizes = tuple(axis.size for axis in axes)
     strides = tuple(axis.partner_step for axis in axes)
-    yield Box(Region(tuple(start), sizes), Layout(pair.partner_offset, sizes, strides))
+    yield Region(tuple(start), sizes), Layout(pair.partner_offset, sizes, strides)
 
 
 def _place(shape: tuple[int, ...], steps: tuple[int, ...], step: int) -> int | None:
@@ -256,14 +250,9 @@ class Memory:
             self.pieces = _last_written(self.pieces)
             self.is_settled = True
 
-    def num_written(self, view: Layout) -> int:
-        """Count the elements of a view that were written."""
-        return num_elements(self.read(view, view))
-
     def layout(self, region: Region) -> Layout:
         """Return the layout of a region."""
-        strides = torch.empty(self.shape, device="meta").stride()
-        return Layout(0, self.shape, tuple(strides)).part(region)
+        return Layout(0, self.shape, _steps_of(self.shape)).part(region)
 
     def view(self, layout: Layout) -> torch.Tensor:
         """Return elements of a real memory as a tensor."""

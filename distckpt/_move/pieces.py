@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from distckpt._base.dtypes import TO_NAME
 from distckpt._base.errors import InvalidShardingError
+from distckpt._format.columns import compress, decompress
 from distckpt._geometry.region import Region
 from distckpt._plan.load import Request, request_of
 from distckpt._plan.translate import Translated, translate
@@ -17,7 +18,7 @@ from distckpt._state.shards import region_view, shard_regions
 from distckpt.mapping._base import BufferReplicaId, OpenReplicaId
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import is_main_replica
-from distckpt.rules._mapped import UNCHANGED
+from distckpt.rules._mapped import UNCHANGED, adjacent_rows
 from distckpt.rules._rule import Rule
 
 
@@ -67,6 +68,17 @@ class Pieces(NamedTuple):
         return self.table[row].kind.key
 
 
+def packed(values: Sequence[Any]) -> bytes:
+    """Encode a message, which may end with a table of pieces."""
+    return compress(json.dumps(values, default=int).encode())
+
+
+def unpacked(message: bytes) -> list[Any]:
+    """Decode a result of `packed`."""
+    values: list[Any] = json.loads(decompress(message))
+    return values
+
+
 def table_of(rows: Sequence[Sequence[Any]]) -> list[Piece]:
     """Return the pieces that a rank has sent, from JSON."""
     pieces = []
@@ -109,27 +121,9 @@ def pieces_of(
         replica = owners[number].replica_id
         is_main = not isinstance(replica, OpenReplicaId) and is_main_replica(replica)
         is_buffer = isinstance(replica, BufferReplicaId)
-        for region, part in _single_steps(request, view):
+        steps = request.step or (1,) * len(shape)
+        for region, place in adjacent_rows(request.region, steps):
             pieces.table.append(Piece(kind, region, is_main, is_buffer))
-            pieces.views.append(part)
+            pieces.views.append(view[place.slices()] if request.step else view)
             pieces.changes.append(change)
     return pieces
-
-
-def _single_steps(request: Request, view: torch.Tensor) -> Iterator[tuple[Region, torch.Tensor]]:
-    """Cut a piece whose elements lie apart into contiguous ones."""
-    apart = [axis for axis, step in enumerate(request.step) if step > 1]
-    if not apart:
-        yield request.region, view
-        return
-    offset, shape = request.region
-    step = request.step
-    for index in itertools.product(*(range(shape[axis]) for axis in apart)):
-        first = list(offset)
-        size = list(shape)
-        place = [slice(None)] * len(shape)
-        for axis, number in zip(apart, index, strict=True):
-            first[axis] += number * step[axis]
-            size[axis] = 1
-            place[axis] = slice(number, number + 1)
-        yield Region(tuple(first), tuple(size)), view[tuple(place)]

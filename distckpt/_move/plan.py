@@ -13,7 +13,6 @@ one. Buffers are used again every second wave.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -26,7 +25,6 @@ from distckpt._format.code_names import (
     places_of_scales,
     scale_beside,
 )
-from distckpt._format.columns import compress, decompress
 from distckpt._geometry.region import Region, intersect
 from distckpt._geometry.units import cut_region
 from distckpt._move.assignment import (
@@ -88,15 +86,6 @@ class RankPlan(NamedTuple):
     has_gaps: bool = False
     num_bytes: int = 0
 
-    def to_bytes(self) -> bytes:
-        """Encode for sending."""
-        return compress(json.dumps(self).encode())
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> RankPlan:
-        """Decode the result of `to_bytes`."""
-        return cls(*json.loads(decompress(data)))
-
 
 def plan_moves(
     sources: Sequence[Sequence[Piece]],
@@ -119,10 +108,9 @@ def plan_moves(
         for row, piece in enumerate(table):
             if piece.region.num_elements:
                 taken[settings.hosts[rank], piece.kind.key].append((rank, row))
-    for (_, key), places in sorted(taken.items(), key=lambda item: item[0][1]):
+    for _, places in sorted(taken.items(), key=lambda item: item[0][1]):
         for rank, row in places:
-            kind, region, *_ = targets[rank][row]
-            assignment.fill(key, kind, rank, row, region)
+            assignment.fill(rank, row, targets[rank][row])
     assignment.check_gaps()
     return _Schedule(assignment, sources, targets).plans()
 
@@ -213,7 +201,8 @@ class _Schedule:
         self._fan_out = FanOut(units, self._hosts, self._bucket // UNITS_PER_BUCKET)
         # By wave, ranks, and for the last ones whether the sender is the giver.
         self._num_messages: defaultdict[tuple[int, int, int], int] = defaultdict(int)
-        self._last_messages: dict[tuple[int, int, int, bool], _Message] = {}
+        # The rows in the plans of sender and receiver.
+        self._last_messages: dict[tuple[int, int, int, bool], list[list[int]]] = {}
         self._num_waves = self._sent_bytes = 0
         self._slots: dict[tuple[int, str], int] = {}
 
@@ -261,29 +250,31 @@ class _Schedule:
 
     def _place(self, unit: Unit) -> None:
         max_elements = max(1, self._bucket // UNITS_PER_BUCKET // unit.item_bytes)
-        for piece in cut_region(unit.region, max_elements):
-            common = ((rank, row, intersect(piece, region)) for rank, row, region in unit.takes)
-            takes = [(rank, row, part) for rank, row, part in common if part is not None]
+        for region in cut_region(unit.region, max_elements):
+            takes = []
+            for rank, row, taken in unit.takes:
+                common = intersect(region, taken)
+                if common is not None:
+                    takes.append((rank, row, common))
             if takes:
-                self._place_piece(unit, piece, takes)
+                self._place_region(unit, region, takes)
 
-    def _place_piece(self, unit: Unit, piece: Region, takes: list[tuple[int, int, Region]]) -> None:
+    def _place_region(
+        self, unit: Unit, region: Region, takes: list[tuple[int, int, Region]]
+    ) -> None:
         giver = unit.giver
         item = unit.item_bytes
-        size = piece.num_elements * item
-        by_host: defaultdict[int, list[tuple[int, int, Region]]] = defaultdict(list)
-        for take in takes:
-            by_host[self._hosts[take[0]]].append(take)
+        size = region.num_elements * item
         own_host = self._hosts[giver]
-        others = []
-        for host in by_host:
-            if host != own_host:
-                others.append({r for r, _, _ in by_host[host]})
-        hops = self._fan_out.hops(giver, others, size)
+        takers: defaultdict[int, set[int]] = defaultdict(set)
+        for rank, _, _ in takes:
+            takers[self._hosts[rank]].add(rank)
+        takers.pop(own_host, None)
+        hops = self._fan_out.hops(giver, list(takers.values()), size)
         wave = self._wave_of(giver, hops, size, item)
         start = self._reserve(giver, False, wave, size, item)
-        given_from = self._source_place(giver, unit.row, piece)
-        self._plans[giver].packs.append((wave, start, unit.row, given_from, piece.shape))
+        given_from = self._source_place(giver, unit.row, region)
+        self._plans[giver].packs.append((wave, start, unit.row, given_from, region.shape))
         place_by_host = {own_host: (wave, giver, False, start)}
         for hop in hops:
             landed = wave + hop.step - 1
@@ -292,14 +283,14 @@ class _Schedule:
             self._send(landed, hop, sent_from, at, size)
             place_by_host[self._hosts[hop.receiver]] = (landed, hop.receiver, True, at)
         dtype = self._assignment.holders[unit.key].kind.dtype
-        for host, host_takes in by_host.items():
-            for rank, row, part in host_takes:
-                place = self._target_place(rank, row, part)
-                within = part.relative_to(piece.offset).offset
-                self._plans[rank].takes.append(
-                    (*place_by_host[host], dtype, row, place, part.shape, within, piece.shape)
-                )
-                self._num_bytes[rank] += part.num_elements * item
+        for rank, row, part in takes:
+            packed = place_by_host[self._hosts[rank]]
+            place = self._target_place(rank, row, part)
+            within = part.relative_to(region.offset).offset
+            self._plans[rank].takes.append(
+                (*packed, dtype, row, place, part.shape, within, region.shape)
+            )
+            self._num_bytes[rank] += part.num_elements * item
 
     def _wave_of(self, giver: int, hops: Sequence[Hop], size: int, item: int) -> int:
         """Return the first wave with room in all buffers of a unit."""
@@ -328,38 +319,23 @@ class _Schedule:
         """Add a message to both ranks' plans, or extend the last one."""
         sender, receiver, step = hop
         is_given = step == 1
-        places = (start, at)
         self._sent_bytes += size
-        last = self._last_messages.get((wave, sender, receiver, is_given))
-        if last is not None and last.ends_at(places):
-            last.lengthen(size)
+        last = self._last_messages.get((wave, sender, receiver, is_given), ())
+        if [row[2] + row[3] for row in last] == [start, at]:
+            for row in last:
+                row[3] += size
             return
         number = self._num_messages[wave, sender, receiver]
         self._num_messages[wave, sender, receiver] += 1
-        message = _Message([wave, receiver, start, size, number], [wave, sender, at, size, number])
-        self._last_messages[wave, sender, receiver, is_given] = message
+        sent = [wave, receiver, start, size, number]
+        received = [wave, sender, at, size, number]
+        self._last_messages[wave, sender, receiver, is_given] = [sent, received]
         plan = self._plans[sender]
-        (plan.sends if is_given else plan.forwards).append(message.sent)
-        self._plans[receiver].receives.append(message.received)
+        (plan.sends if is_given else plan.forwards).append(sent)
+        self._plans[receiver].receives.append(received)
 
     def _source_place(self, rank: int, row: int, region: Region) -> tuple[int, ...]:
         return region.relative_to(self._sources[rank][row].region.offset).offset
 
     def _target_place(self, rank: int, row: int, region: Region) -> tuple[int, ...]:
         return region.relative_to(self._targets[rank][row].region.offset).offset
-
-
-class _Message(NamedTuple):
-    """The rows of a message in its sender's and receiver's plans."""
-
-    sent: list[int]
-    received: list[int]
-
-    def ends_at(self, places: tuple[int, int]) -> bool:
-        """Whether it ends at these places in both buffers."""
-        return all(row[2] + row[3] == place for row, place in zip(self, places, strict=True))
-
-    def lengthen(self, num_bytes: int) -> None:
-        """Add bytes that follow in both buffers."""
-        for row in self:
-            row[3] += num_bytes

@@ -16,7 +16,15 @@ from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
 from distckpt._geometry.region import Region
 from distckpt._models.bound_state import BoundState, named_tensors, place_of
-from distckpt._move.loader_memory import Layout, Memory, Piece, Step, boxes, overlaps
+from distckpt._move.loader_memory import (
+    Layout,
+    Memory,
+    Piece,
+    Step,
+    boxes,
+    num_elements,
+    overlaps,
+)
 from distckpt._move.recorder import Recorded, Recording, identity
 from distckpt._operations.checkpoint import open as open_checkpoint
 from distckpt.mapping._base import OpenReplicaId, ReplicaId
@@ -333,10 +341,13 @@ def _unfilled(tensors: Mapping[str, torch.Tensor], recording: Recording) -> dict
     """Count the elements of parameters that the loader did not write."""
     missing = {}
     for name, tensor in tensors.items():
+        num = tensor.numel()
         memory = recording.memory_of(tensor)
-        num = 0 if memory is None else memory.num_written(Layout.of(tensor))
-        if num < tensor.numel():
-            missing[name] = tensor.numel() - num
+        if memory is not None:
+            view = Layout.of(tensor)
+            num -= num_elements(memory.read(view, view))
+        if num > 0:
+            missing[name] = num
     return missing
 
 

@@ -206,7 +206,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Make a new tensor from one or several."""
         sources = _tensors_in(args)
         if any(isinstance(source, Recorded) for source in sources):
-            made = self._make(func, args, kwargs)
+            # Without storage, with the layout of a result.
+            others = {name: value for name, value in kwargs.items() if name != "device"}
+            meta = func(*tree_map(_meta_of, args), **others)
+            shape = factored(meta.numel(), meta.stride())
+            made = Recorded(self, Memory(shape, meta.dtype), meta)
         else:
             made = func(*args, **kwargs)
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
@@ -215,19 +219,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(part, source, func)
         return made
 
-    def _make(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recorded:
-        """Make a new tensor without storage, with the layout of a result."""
-        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
-        meta = func(*tree_map(_meta_of, args), **kwargs)
-        shape = factored(meta.numel(), meta.stride())
-        return Recorded(self, Memory(shape, meta.dtype), meta)
-
     def _write(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Copy one tensor into another, or fill it."""
         target = args[0]
-        value = None
-        if len(args) > 1:
-            value = args[1]
+        value = next(iter(args[1:]), None)
         if func.overloadpacket is aten.zero_ and isinstance(target, Recorded):
             return self._zero(target)
         if isinstance(target, Recorded) and target.memory.key is not None:

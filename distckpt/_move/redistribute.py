@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.messages import check_num_bytes, check_path
@@ -20,24 +20,25 @@ from distckpt._base.options import (
 )
 from distckpt._checkpoint.opening import find_checkpoint
 from distckpt._move.agreements import Agreements
-from distckpt._move.host_memory import HostMemory, KeptMemory, bucket_bytes_of, share_memory
+from distckpt._move.host_memory import HostMemory, bucket_bytes_of, share_memory
 from distckpt._move.live_source import LiveSource, describe_given, with_shards
 from distckpt._operations.load import read_targets, restore
 from distckpt._operations.load_request import LoadRequest, check_targets, describe_targets
-from distckpt._operations.shard_source import ShardSource, source_of
+from distckpt._operations.shard_source import source_of
 from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
 from distckpt._storage import locations
 from distckpt.mapping._wrappers import ShardedStateDict
 from distckpt.rules._rule import Rule
 from distckpt.rules._rules import check_rules
 
-logger = logging.getLogger(__name__)
-
-_agreements = Agreements()
+_agreements: Agreements = {}
 """Agreements of earlier calls: the plans of layouts that come again."""
 
-_memory = KeptMemory()
-"""Memory of the last successful call."""
+_memory: MutableMapping[Any, HostMemory] = WeakKeyDictionary()
+"""Memory of the last successful call, for its group's next one.
+
+Making it, and writing to each of its pages for the first time, takes as long as the copies.
+"""
 
 
 @collective()
@@ -107,12 +108,18 @@ def redistribute(
     with ranks.phase("check the arguments", same=request.of_all_ranks()) as vote:
         request.check()
         bucket_bytes = bucket_bytes_of(request.options)
-        memory = _memory.take(ranks, bucket_bytes)
-        vote.number = memory.number
-    if ranks.size == 1 or not vote.are_equal:
+        memory = None if ranks.size == 1 else _memory.pop(ranks.group, None)
+        # A rank without suitable memory votes alone.
+        vote.number = -1 - ranks.rank
+        if memory is not None and memory.bucket_bytes == bucket_bytes:
+            vote.number = memory.number
+    if memory is None or not vote.are_equal:
         memory = share_memory(ranks, bucket_bytes)
     report = run_move(ranks, old_state, new_state, request, _agreements, memory)
-    _memory.keep(ranks, memory)
+    # Nothing more arrives in it.
+    _memory.clear()
+    if ranks.size > 1:
+        _memory[ranks.group] = memory
     return report
 
 
@@ -210,37 +217,32 @@ def run_move(
         directory = locations.normalize(request.fallback)
     with timer.phase("plan"):
         given = describe_given(ranks, old_state, request.rules, request.family, directory)
-        fallback = _fallback(ranks, load, directory)
+        fallback = None
+        if directory:
+            checkpoint = find_checkpoint(ranks, directory)
+            with ranks.phase("open the fallback"):
+                fallback = source_of(ranks, checkpoint, load.options, load.process_group)
         source = LiveSource(
-            ranks, given, fallback, request.options, agreements, memory, request.compares
+            ranks,
+            request.place,
+            given,
+            fallback,
+            request.options,
+            agreements,
+            memory,
+            request.compares,
+            directory,
         )
         targets_state = with_shards(new_state, ranks.rank)
-        targets = describe_targets(
-            ranks, targets_state, load, request.place, lambda: source, directory
-        )
+        targets = describe_targets(ranks, targets_state, load, lambda: source)
         differences = check_targets(ranks, targets)
     with timer.phase("move"):
         read = read_targets(ranks, targets, differences)
     assert source.plan is not None
     moved = replace(read, num_bytes=source.plan.num_bytes)
-    figures = restore(ranks, new_state, moved, timer, "move").figures
+    _, _, figures = restore(ranks, new_state, moved, timer, "move")
     report = MoveReport(
         request.place, *figures, sent_bytes=source.plan.sent_bytes, version=request.version
     )
-    if ranks.is_coordinator:
-        logger.info("%s", report)
-    if request.options.on_report is not None:
-        publish(report, request.options.on_report)
+    publish(report, request.options.on_report, ranks.is_coordinator)
     return report
-
-
-def _fallback(ranks: Ranks, request: LoadRequest, location: str) -> ShardSource | None:
-    """Return the checkpoint with tensors that no rank holds.
-
-    Collective operation: all ranks must call it.
-    """
-    if not location:
-        return None
-    checkpoint = find_checkpoint(ranks, location)
-    with ranks.phase("open the fallback"):
-        return source_of(ranks, checkpoint, request.options, request.process_group)

@@ -18,7 +18,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import first_line
@@ -107,13 +107,6 @@ class Member:
         answer_of(lambda: self._store.append(INBOX, line), seconds)
 
 
-class _Answer(NamedTuple):
-    """An answer in the store until its member has read it."""
-
-    key: str
-    deadline: float
-
-
 class Leader:
     """Calls the members of each version together."""
 
@@ -124,12 +117,15 @@ class Leader:
         self._num_targets = num_targets
         self._asks: dict[str, Message] = {}
         self._called: dict[str, Message | None] = {}
-        self._answers: dict[str, _Answer] = {}
+        # The key of each member's last answer, and the end of its time in the store.
+        self._answers: dict[str, tuple[str, float]] = {}
         self._expected: set[str] = set()
         self._doubtful: set[str] = set()
         self._ahead: set[str] = set()
         self._num_read = self._num_rounds = 0
-        self._start = self._group = self._last_group = _AGAIN
+        self._start = self._last_start = _AGAIN
+        # Whether contact with a member of the last start was lost.
+        self._is_lost = False
 
     def start(self, version: int) -> Start:
         """Call all members that ask for a version, and let them begin.
@@ -161,17 +157,15 @@ class Leader:
             names = self._call(version, deadline)
         self._expected = {name for name in names if name not in self._sources}
         number = self._start.number
-        if names != self._start.names:
+        if self._is_lost or names != self._start.names:
             number = self._num_rounds
-            self._forget_group()
-        self._start = self._group = Start(number, names, version)
+            # The group before the last: members may still examine the last one.
+            forget_group(self._store, self._last_start.number, len(self._last_start.names))
+            self._last_start = self._start
+        self._start = Start(number, names, version)
+        self._is_lost = False
         self._let_begin(self._start)
         return self._start
-
-    def _forget_group(self) -> None:
-        """Forget the group before the last: members may still examine the last one."""
-        forget_group(self._store, self._last_group.number, len(self._last_group.names))
-        self._last_group = self._group
 
     def _call(self, version: int, deadline: float) -> list[str]:
         """Call all members that ask for a version; return the ones present, by rank."""
@@ -203,7 +197,7 @@ class Leader:
         lost = [self._start.names[rank] for rank in ranks]
         self._doubtful = self._expected.intersection(lost)
         # Its group does not work any more.
-        self._start = self._start._replace(names=[])
+        self._is_lost = True
         logger.warning(
             "lost contact with %s in version %d, which is moved again",
             ", ".join(lost) or "a member",
@@ -269,7 +263,7 @@ class Leader:
         If contact was lost at the end of a version, which is moved again, some members have all of
         it: these are ahead, and wait for the next one.
         """
-        is_again = self._is_again(version)
+        is_again = self._is_lost and version == self._start.version
         self._ahead = set()
         asking = []
         for name, ask in list(self._asks.items()):
@@ -281,11 +275,6 @@ class Leader:
             else:
                 self._answer(self._asks.pop(name), 0, self._refusal(name, requested, version))
         return sorted(asking, key=_order)
-
-    def _is_again(self, version: int) -> bool:
-        """Whether a version was begun before, and lost contact with a member."""
-        has_begun = self._start.number > 0
-        return has_begun and not self._start.names and version == self._start.version
 
     def _refusal(self, name: str, requested: int, version: int) -> str:
         text = (
@@ -366,19 +355,19 @@ class Leader:
         key = key_of_answer(message.name, message.number)
         # A member waits no longer, if it has the same timeout.
         deadline = time.monotonic() + 2 * (self._timeout + ANSWER_SECONDS)
-        self._answers[message.name] = _Answer(key, deadline)
+        self._answers[message.name] = (key, deadline)
         self._store.set(key, json.dumps(values))
 
     def _forget(self, name: str) -> None:
-        answer = self._answers.pop(name, None)
-        if answer is not None:
-            self._store.delete_key(answer.key)
+        if name in self._answers:
+            key, _ = self._answers.pop(name)
+            self._store.delete_key(key)
 
     def _forget_unread(self) -> None:
         """Forget the answers to members that do not read them any more."""
         now = time.monotonic()
-        for name, answer in list(self._answers.items()):
-            if answer.deadline < now:
+        for name, (_, deadline) in list(self._answers.items()):
+            if deadline < now:
                 self._forget(name)
 
 

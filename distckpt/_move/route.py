@@ -11,7 +11,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from distckpt._base import interrupts
@@ -131,7 +130,7 @@ class Route:
                 self._leader = Leader(self._store, size, num_targets, timeout)
             else:
                 self._member = Member(self._store, SOURCE, rank, timeout)
-        self._agreements = Agreements()
+        self._agreements: Agreements = {}
         self._group: tuple[int, Any, HostMemory] | None = None
 
     @interrupts.operation
@@ -202,12 +201,7 @@ class Route:
         """Return the route."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave the route."""
         self.close()
 

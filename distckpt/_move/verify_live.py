@@ -16,7 +16,7 @@ from distckpt._base.dtypes import FROM_NAME, TO_NAME, flat_bytes
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter, run_threads
-from distckpt._base.tree import at, dotted, leaves, listed
+from distckpt._base.tree import at, dotted, is_container, leaves
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._checkpoint.stored_values import load_common_state
@@ -146,9 +146,9 @@ def compare_with_memory(
     request = SaveRequest(
         path=location, process_group=process_group, has_target=False, verb="verify"
     )
-    described = describe_shards(ranks, live, request)
-    objects = (leaf for _, leaf in listed(live, (LoaderTarget,)))
-    targets = [leaf for leaf in objects if isinstance(leaf, LoaderTarget)]
+    described, _ = describe_shards(ranks, live, request)
+    objects = leaves(live, functools.partial(is_container, opaque=(LoaderTarget,)))
+    targets = [leaf for _, leaf in objects if isinstance(leaf, LoaderTarget)]
     for attempt in read_attempts(ranks, location):
         with attempt:
             stored = open_checkpoint(ranks, location, attempt=attempt)

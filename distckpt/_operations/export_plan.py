@@ -108,15 +108,24 @@ def plan_export(
         CheckpointingException: names, dtypes, shapes or extra files are not as they must be.
     """
     with ranks.phase("plan the export"):
-        selected, model = _select(source.stored, options)
+        selected = select_tensors(
+            source.stored.manifest,
+            options.keys,
+            # The rules of a family know which names of a tensor files do without.
+            options.tied == "write" or options.family is not None,
+            hidden_keys(source.stored),
+            left_out(source.stored, options.keys),
+        )
+        model = _model(options, selected)
         pairs, tied_keys = _ties(source.stored, selected, options.rules, model.rules)
+    rules = model.rules
     if pairs:
         apart = ranks.decide_json("compare what is tied", lambda: differing(source, pairs))
         if apart and ranks.is_coordinator:
             _warn_of_untied(source.stored, apart)
-        model = replace(model, rules=[rule for rule in model.rules if not _is_tie(rule, apart)])
+        rules = [rule for rule in rules if not (isinstance(rule, Tie) and rule.key in apart)]
     with ranks.phase("plan the export"):
-        model = replace(model, tied_keys=tied_keys)
+        model = replace(model, rules=rules, tied_keys=tied_keys)
         plan = _plan(source, options, selected, model, opened.adapter, ranks.is_coordinator)
         plan = replace(plan, left_out=_left_out(opened.checkpoints, options))
         if ranks.is_coordinator:
@@ -125,21 +134,6 @@ def plan_export(
             if isinstance(options.dtype, torch.dtype):
                 _warn_of_codes(source.stored, plan.outputs, options.dtype)
     return plan
-
-
-def _select(
-    stored: StoredCheckpoint, options: ExportOptions
-) -> tuple[dict[str, TensorSpec], _Model]:
-    """Select tensors, and read the facts about their model."""
-    selected = select_tensors(
-        stored.manifest,
-        options.keys,
-        # The rules of a family know which names of a tensor files do without.
-        options.tied == "write" or options.family is not None,
-        hidden_keys(stored),
-        left_out(stored, options.keys),
-    )
-    return selected, _model(options, selected)
 
 
 def _warn_of_untied(stored: StoredCheckpoint, apart: Sequence[str]) -> None:
@@ -291,14 +285,6 @@ def _check_is_no_checkpoint(directory: str) -> None:
         )
 
 
-def _config_beside(stored: StoredCheckpoint) -> dict[str, Any] | None:
-    """Read the configuration in a model's directory, None if there is none."""
-    path = locations.join(stored.location, CONFIG_NAMES[0])
-    from distckpt.families._config import read_config
-
-    return read_config(path) if locations.exists(path) else None
-
-
 # --- Tensors --------------------------------------------------------------------------------------
 
 
@@ -334,16 +320,17 @@ def _computed(
     """Put sources that compute values around the source of stored values."""
     if adapter is not None:
         stored = plan.source.stored
-        config = model.config or _config_beside(model.reference or stored)
+        config = model.config
+        path = locations.join((model.reference or stored).location, CONFIG_NAMES[0])
+        if not config and locations.exists(path):
+            from distckpt.families._config import read_config
+
+            config = read_config(path)
         tied = set(stored.manifest.aliases.values()) if options.tied == "drop" else set()
         plan = wing("computed").adapted(plan, adapter, config, tied)
     if options.quantize:
         plan = wing("computed").quantized(plan, options.quantize, model.reference)
     return plan
-
-
-def _is_tie(rule: Rule, names: Collection[str]) -> bool:
-    return isinstance(rule, Tie) and rule.key in names
 
 
 def _ties(

@@ -137,7 +137,10 @@ def check_target(sources: SourceLocations, target: str, overwrite: bool) -> None
     Only the coordinator calls it.
     """
     for source in sources.all:
-        _check_is_not_inside(target, source)
+        place = posix.resolve(source)
+        folders = [locations.join(place, name) for name in posix.SUBDIRECTORIES]
+        if target in (place, *folders):
+            raise CheckpointingException(f"The export cannot replace its own source {source!r}.")
     posix.put_back(target)
     if locations.isfile(target):
         raise CheckpointExistsError(f"{target!r} is a file, an export is a directory.")
@@ -153,14 +156,6 @@ def check_target(sources: SourceLocations, target: str, overwrite: bool) -> None
             f"{target!r} already holds an export ({present[0]!r}). Choose another directory, or, "
             "on local file systems, pass overwrite=True."
         )
-
-
-def _check_is_not_inside(target: str, source: str) -> None:
-    """Refuse a target that is a source, or one of its folders."""
-    place = posix.resolve(source)
-    folders = [locations.join(place, name) for name in posix.SUBDIRECTORIES]
-    if target in (place, *folders):
-        raise CheckpointingException(f"The export cannot replace its own source {source!r}.")
 
 
 def open_sources(ranks: Ranks, sources: SourceLocations, verify: bool) -> OpenedSources:

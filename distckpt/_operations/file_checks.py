@@ -14,12 +14,12 @@ from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.libc import read_into
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_REQUESTS, Pool, run_threads
-from distckpt._format.checksum import CHECKSUM_BYTES, checksum
+from distckpt._format.checksum import CHECKSUM_BYTES, Checksums, checksum
 from distckpt._format.chunk_table import NO_CHECKSUMS
 from distckpt._format.columns import joined_ranges
 from distckpt._format.manifest import Manifest
 from distckpt._format.marker import file_size
-from distckpt._format.stored_checkpoint import Checksums, StoredCheckpoint, read_checksums
+from distckpt._format.stored_checkpoint import StoredCheckpoint, read_checksums
 from distckpt._geometry.region import IntArray
 from distckpt._io.read import PIECE_BYTES, num_threads_at, unit_bytes_at
 from distckpt._storage import locations, object_store

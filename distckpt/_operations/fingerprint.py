@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -61,10 +61,10 @@ def fingerprint(
     request = SaveRequest(
         path="", process_group=process_group, has_target=False, verb="fingerprint"
     )
-    local = describe_shards(ranks, state_dict, request)
+    local, _ = describe_shards(ranks, state_dict, request)
     regions, manifest = plan_regions(ranks, local.shards, request.options, local.target.engine)
-    kinds = _Kinds(*ranks.decide_json("list the keys", lambda: _kinds_of(manifest)))
-    if not set(kinds.dtypes).intersection(FROM_NAME):
+    keys, dtypes, shapes, aliases = ranks.decide_json("list the keys", lambda: _kinds_of(manifest))
+    if not set(dtypes).intersection(FROM_NAME):
         raise ValueError(
             "The state dict holds no tensor that has a fingerprint on any rank: plain tensors are "
             "common state. Give it the module itself, such as {'model': model}."
@@ -72,13 +72,13 @@ def fingerprint(
     if ranks.is_coordinator:
         _warn_of_plain(local.common)
     with ranks.phase("compute fingerprints"):
-        own = sums_of(regions, len(kinds.keys))
+        own = sums_of(regions, len(keys))
     totals = sum_over_ranks(ranks, own)
     fingerprints = {}
-    for key, dtype, shape, number in zip(*kinds[:3], totals, strict=True):
+    for key, dtype, shape, number in zip(keys, dtypes, shapes, totals, strict=True):
         if dtype in FROM_NAME:
             fingerprints[key] = Fingerprint(dtype, tuple(shape), number)
-    return fingerprints | {alias: fingerprints[key] for alias, key in kinds.aliases.items()}
+    return fingerprints | {alias: fingerprints[key] for alias, key in aliases.items()}
 
 
 def _warn_of_plain(common: Any) -> None:
@@ -94,19 +94,10 @@ def _warn_of_plain(common: Any) -> None:
         )
 
 
-class _Kinds(NamedTuple):
-    """The keys of all ranks, as in the manifest of a save."""
-
-    keys: Sequence[str]
-    dtypes: Sequence[str]
-    shapes: list[list[int]]
-    aliases: dict[str, str]
-
-
-def _kinds_of(manifest: Manifest | None) -> _Kinds:
+def _kinds_of(manifest: Manifest | None) -> tuple[Any, ...]:
+    """Return the keys of all ranks, with dtypes, shapes and aliases."""
     assert manifest is not None
-    shapes = [list(shape) for shape in manifest.global_shapes]
-    return _Kinds(manifest.keys, manifest.dtypes, shapes, dict(manifest.aliases))
+    return manifest.keys, manifest.dtypes, manifest.global_shapes, dict(manifest.aliases)
 
 
 def computed_fingerprints(
@@ -148,11 +139,12 @@ def saved_fingerprints(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[st
         CheckpointingException: some have none.
     """
     manifest = stored.manifest
+    numbers = manifest.figures.get(FINGERPRINTS)
     lacking = []
     fingerprints = {}
     for key in keys:
-        number = saved_number(manifest, key)
-        if number is None:
+        number = NO_FINGERPRINT if numbers is None else int(numbers[manifest.key_index[key]])
+        if number == NO_FINGERPRINT:
             lacking.append(key)
         else:
             dtype = stored.dtype_name(key)
@@ -163,14 +155,3 @@ def saved_fingerprints(stored: StoredCheckpoint, keys: Sequence[str]) -> dict[st
             "with fingerprint=True, or compute them from what is stored, without stored=True."
         )
     return fingerprints
-
-
-def saved_number(manifest: Manifest, key: str) -> int | None:
-    """Return the number that was stored with a tensor, or None."""
-    numbers = manifest.figures.get(FINGERPRINTS)
-    if numbers is None:
-        return None
-    number = int(numbers[manifest.key_index[key]])
-    if number == NO_FINGERPRINT:
-        return None
-    return number

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -17,20 +16,13 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.options import LoadOptions, LoadReport, publish, with_changes
-from distckpt._base.tree import HOLE
+from distckpt._base.tree import HOLE, dotted
 from distckpt._checkpoint.consistent_read import read_attempts
 from distckpt._checkpoint.opening import find_checkpoint
 from distckpt._checkpoint.shards import filling
 from distckpt._checkpoint.stored_values import COMMON_STATE
 from distckpt._format.marker import schedulers_of
 from distckpt._models.restore import Saved, restore_objects
-from distckpt._operations.absent_values import (
-    absent_keys,
-    refuse_absent,
-    report_absent_values,
-    tensor_paths,
-    united,
-)
 from distckpt._operations.load_request import (
     Differences,
     LoadRequest,
@@ -38,18 +30,23 @@ from distckpt._operations.load_request import (
     check_targets,
     describe_targets,
 )
+from distckpt._operations.load_values import (
+    changes_of,
+    refuse_absent,
+    report_absent_values,
+    tensor_paths,
+    united,
+    warn_of_unchanged,
+)
 from distckpt._operations.shard_source import ShardSource, source_of
 from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks, collective
 from distckpt._state import flatten
 from distckpt._state.common_state import CONTENT_METADATA
-from distckpt._state.given_values import Changes, changes_of
 from distckpt._state.shards import Shard
 from distckpt._state.strictness import StrictHandling
 from distckpt._storage import locations
-from distckpt.mapping._wrappers import ShardedStateDict, StateDict
+from distckpt.mapping._wrappers import ShardedObject, ShardedStateDict, StateDict
 from distckpt.rules._rule import Rule
-
-logger = logging.getLogger(__name__)
 
 Strict = Literal["complete", "raise", "report"]
 """Handling of keys that only the checkpoint or only the request has."""
@@ -144,16 +141,9 @@ def load(
         fills_values=True,
         options=with_changes(load, LoadOptions, options, changes),
     )
-    loaded = run_load(Ranks(process_group), state_dict, request).state_dict
-    return _without_metadata(loaded, state_dict)
-
-
-def _without_metadata(loaded: StateDict, requested: ShardedStateDict) -> StateDict:
-    """Leave out the checkpoint's metadata, unless it was requested.
-
-    See `Checkpoint.metadata`. A module that was given instead of a state dict comes back as it is.
-    """
-    if isinstance(requested, dict) and CONTENT_METADATA not in requested:
+    loaded, _ = run_load(Ranks(process_group), state_dict, request)
+    # See `Checkpoint.metadata`. A module that is given in place of a dict comes back as it is.
+    if isinstance(state_dict, dict) and CONTENT_METADATA not in state_dict:
         loaded.pop(CONTENT_METADATA, None)
     return loaded
 
@@ -169,24 +159,9 @@ def _mode_of(strict: Strict, has_rules: bool) -> StrictHandling:
     raise ValueError(f"{where} is one of {', '.join(map(repr, modes))}, got {strict!r}{hint}.")
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """The outcome of a load.
-
-    Attributes:
-        state_dict: the result of `load`.
-        missing: keys that no rank requested, where the mode compares keys.
-        unexpected: keys that this rank requested and the checkpoint lacks.
-        report: figures of the load.
-    """
-
-    state_dict: StateDict
-    missing: frozenset[str]
-    unexpected: frozenset[str]
-    report: LoadReport
-
-
-def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -> Loaded:
+def run_load(
+    ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest
+) -> tuple[StateDict, Differences]:
     """Load a state dict as a request says, see `load`.
 
     Collective operation: all ranks must call it.
@@ -201,7 +176,7 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
             with timer.phase("plan"):
                 found = find_checkpoint(ranks, location, verify=options.verify, attempt=attempt)
                 choose_source = partial(source_of, ranks, found, options, request.process_group)
-                targets = describe_targets(ranks, state_dict, request, location, choose_source)
+                targets = describe_targets(ranks, state_dict, request, choose_source)
                 differences = check_targets(ranks, targets)
             with timer.phase("read") as details:
                 read = read_targets(ranks, targets, differences)
@@ -209,19 +184,16 @@ def run_load(ranks: Ranks, state_dict: ShardedStateDict, request: LoadRequest) -
         # After a change, ranks may see different files for a while: each reads its own.
         options = replace(options, share_reads="off")
     with filling():
-        restored = restore(ranks, state_dict, read, timer)
+        restored, absent_of_all, figures = restore(ranks, state_dict, read, timer)
     report = LoadReport(
         location,
-        *restored.figures,
-        missing=differences.missing | differences.left_out | read.lost,
-        unexpected=differences.unexpected_of_all | restored.absent_of_all,
+        *figures,
+        missing=differences.missing | read.lost,
+        unexpected=differences.unexpected_of_all | absent_of_all,
         **read.targets.source.figures,
     )
-    if ranks.is_coordinator:
-        logger.info("%s", report)
-    if options.on_report is not None:
-        publish(report, options.on_report)
-    return Loaded(restored.state_dict, differences.missing, differences.unexpected, report)
+    publish(report, options.on_report, ranks.is_coordinator)
+    return restored, differences
 
 
 @contextlib.contextmanager
@@ -266,20 +238,15 @@ def read_targets(ranks: Ranks, targets: Targets, differences: Differences) -> _R
     source = targets.source
     split = targets.split
     with ranks.phase("load") as vote:
-        absent = absent_keys(targets, differences)
-        numbers = []
+        absent = _absent_keys(targets, differences)
+        requested: dict[int, Shard] = {}
         for number, shard in enumerate(split.shards):
             if shard.key not in absent and number not in targets.ties:
-                numbers.append(number)
-        requested: list[Shard] = [split.shards[number] for number in numbers]
-        try:
-            *read, common = source.read([*requested, COMMON_STATE], targets.rules)
-        except LoadMismatchError as error:
-            if ranks.size == 1 or ranks.is_known_to_all(error):
-                _name_plain_tensors(error, source)
-            raise
+                requested[number] = shard
+        with _naming_plain_tensors(ranks, source):
+            *read, common = source.read([*requested.values(), COMMON_STATE], targets.rules)
         num_bytes = sum(value.nbytes for value in read if isinstance(value, torch.Tensor))
-        by_number = dict(zip(numbers, read, strict=True))
+        by_number = dict(zip(requested, read, strict=True))
         values = []
         for number, shard in enumerate(split.shards):
             number = targets.ties.get(number, number)
@@ -291,16 +258,43 @@ def read_targets(ranks: Ranks, targets: Targets, differences: Differences) -> _R
     return _Read(targets, loaded, num_bytes, lost)
 
 
-class Restored(NamedTuple):
-    """The restored state dict, and facts for the report.
+def _absent_keys(targets: Targets, differences: Differences) -> Mapping[str, Any]:
+    """Return the values for shards that are not read, by key."""
+    absent: dict[str, Any] = dict.fromkeys(differences.unexpected, HOLE)
+    if targets.request.family is None:
+        return absent
+    # Objects of Transformer Engine, which no Hugging Face directory holds; modules accept None for
+    # them.
+    for shard in targets.split.shards:
+        if isinstance(shard, ShardedObject) and shard.key.endswith("_extra_state"):
+            absent.setdefault(shard.key, None)
+    return absent
 
-    Its objects and values are filled. `absent_of_all` has the paths of values for which no rank has
-    got anything, `figures` the figures of all ranks.
-    """
 
-    state_dict: StateDict
-    absent_of_all: frozenset[str]
-    figures: Figures
+@contextlib.contextmanager
+def _naming_plain_tensors(ranks: Ranks, source: ShardSource) -> Iterator[None]:
+    """Say in errors of absent keys that common state has the tensors."""
+    try:
+        yield
+    except LoadMismatchError as error:
+        if ranks.size > 1 and not ranks.is_known_to_all(error):
+            raise
+        common = source.read_objects([COMMON_STATE])[0]
+        names = {dotted(path[1:]): str(path[0]) for path in tensor_paths(common)}
+        place = next((names[key] for key in sorted(error.unexpected) if key in names), None)
+        if place is None:
+            raise
+        advice = (
+            f"The common state has plain tensors of these names at {place!r}, which each rank gets "
+            f"whole: module.load_state_dict(distckpt.open(path).common_state[{place!r}]) loads "
+            "them."
+        )
+        if source.is_live:
+            advice = (
+                f"Plain tensors of these names are given at {place!r}: give the module itself "
+                "there, in the place of its state_dict()."
+            )
+        raise LoadMismatchError(f"{error} {advice}", error.missing, error.unexpected) from error
 
 
 def restore(
@@ -309,9 +303,10 @@ def restore(
     read: _Read,
     timer: PhaseTimer,
     moving: str = "read",
-) -> Restored:
+) -> tuple[StateDict, frozenset[str], Figures]:
     """Fill the objects and values of a state dict.
 
+    Return it, the paths of values for which no rank has got anything, and the figures of all ranks.
     `moving` is the phase in which the bytes came. Collective operation: all ranks must call it.
     """
     targets = read.targets
@@ -320,7 +315,7 @@ def restore(
     loaded = read.loaded
     absent_of_all = report_absent_values(ranks, targets, loaded)
     with ranks.telling("restore the objects of the state dict") as message:
-        saved = Saved(targets.location, schedulers_of(source.marker), source.shared_value)
+        saved = Saved(source.location, schedulers_of(source.marker), source.shared_value)
         values = targets.split.common if request.fills_values else {}
         changes = changes_of(state_dict, values, loaded)
         restored = restore_objects(targets.resolved, loaded, saved, request.asks_for_all)
@@ -332,31 +327,8 @@ def restore(
     # none.
     changes.apply()
     if ranks.is_coordinator:
-        _warn_of_unchanged(changes, targets.location)
-    return Restored(restored, absent_of_all, tuple(json.loads(message.answer)))
-
-
-def _name_plain_tensors(error: LoadMismatchError, source: ShardSource) -> None:
-    """Raise a clearer error if common state has the absent tensors."""
-    common = source.read_objects([COMMON_STATE])[0]
-    names = {".".join(map(str, path[1:])): str(path[0]) for path in tensor_paths(common)}
-    place = next((names[key] for key in sorted(error.unexpected) if key in names), None)
-    if place is None:
-        return
-    advice = (
-        f"The common state has plain tensors of these names at {place!r}, which each rank gets "
-        f"whole: module.load_state_dict(distckpt.open(path).common_state[{place!r}]) loads them."
-    )
-    if source.is_live:
-        advice = (
-            f"Plain tensors of these names are given at {place!r}: give the module itself there, "
-            "in the place of its state_dict()."
-        )
-    raise LoadMismatchError(
-        f"{error} {advice}",
-        error.missing,
-        error.unexpected,
-    ) from error
+        warn_of_unchanged(changes, source.location)
+    return restored, absent_of_all, tuple(json.loads(message.answer))
 
 
 def _overwritten_of_all(ranks: Ranks, targets: Targets) -> frozenset[str]:
@@ -365,32 +337,14 @@ def _overwritten_of_all(ranks: Ranks, targets: Targets) -> frozenset[str]:
     They are tied now, and were not tied when they were saved. LoadMismatchError where all of the
     checkpoint is to be loaded.
     """
-    lost = united(ranks, targets.source.overwritten)
+    source = targets.source
+    lost = united(ranks, source.overwritten)
     if targets.request.mode is StrictHandling.RAISE_ALL:
         raise LoadMismatchError(
-            f"The checkpoint {targets.location!r} holds {summarize_keys(lost)} with other values "
+            f"The checkpoint {source.location!r} holds {summarize_keys(lost)} with other values "
             "than the tensors of the state dict that they are tied to: what was saved was not "
             "tied. Untie them, or pass strict='complete' (StrictHandling.ASSUME_OK_UNEXPECTED in "
             "distckpt.megatron) to have the values of the others.",
             missing=lost,
         )
     return lost
-
-
-def _warn_of_unchanged(changes: Changes, location: str) -> None:
-    if changes.fixed:
-        logger.warning(
-            "what the checkpoint %r holds for %s is in the dict that load returns, and not in the "
-            "one that was given: tuples, frozen dicts, and lists of objects that have another "
-            "length cannot be changed",
-            location,
-            summarize_keys(changes.fixed),
-        )
-    if changes.not_filled:
-        logger.warning(
-            "the tensors %s of the state dict are not filled: what the checkpoint %r holds there "
-            "has other shapes, dtypes, memory or containers, or is no tensor, and takes their "
-            "places in the dict. A module that they belong to keeps its own values",
-            summarize_keys(changes.not_filled),
-            location,
-        )

@@ -114,7 +114,6 @@ class Targets:
 
     Attributes:
         request: the request of the caller.
-        location: location of the checkpoint.
         source: source of the values.
         described: the state dict with its objects described.
         resolved: the same, with the entries that the checkpoint has for them.
@@ -127,7 +126,6 @@ class Targets:
     """
 
     request: LoadRequest
-    location: str
     source: ShardSource
     described: objects.Description
     resolved: objects.Description
@@ -158,8 +156,8 @@ class Differences:
     """Keys that only the checkpoint or only the request has.
 
     Attributes:
-        missing: keys that only the checkpoint has; the same on all ranks.
-        left_out: stored keys that objects do not take, where keys are not compared.
+        missing: keys that only the checkpoint has, or where keys are not compared, stored keys that
+            objects do not take; the same on all ranks.
         unexpected: keys that this rank requests.
         unexpected_of_all: keys that some rank requests.
     """
@@ -167,21 +165,17 @@ class Differences:
     missing: frozenset[str] = frozenset()
     unexpected: frozenset[str] = frozenset()
     unexpected_of_all: frozenset[str] = frozenset()
-    left_out: frozenset[str] = frozenset()
 
 
 def describe_targets(
     ranks: Ranks,
     state_dict: ShardedStateDict,
     request: LoadRequest,
-    location: str,
     choose_source: Callable[[], ShardSource],
-    directory: str | None = None,
 ) -> Targets:
     """Describe the targets of a load, and choose their source.
 
-    `directory` has the configuration of the model, if that is not at the location. Collective
-    operation: all ranks must call it.
+    Collective operation: all ranks must call it.
     """
     with ranks.phase("flatten the state dict") as vote:
         source = choose_source()
@@ -195,8 +189,7 @@ def describe_targets(
         split = flatten.split(described.state_dict)
         _check_modules_are_different(described, split)
         ties = find_ties(split.shards)
-        at = location if directory is None else directory
-        rules = _rules(request, at, split.shards, ties, source)
+        rules = _rules(request, split.shards, ties, source)
         are_complex = may_be_complex(split.shards)
         # 0 where the keys of the checkpoint need not be known, 2 where the stored settings of
         # optimizers are needed as well.
@@ -221,7 +214,6 @@ def describe_targets(
             table = shard_table(split.shards, ties)
     return Targets(
         request=request,
-        location=location,
         source=source,
         described=described,
         resolved=resolved,
@@ -245,11 +237,11 @@ def _check_modules_are_different(described: objects.Description, split: flatten.
             modules.append(place)
     if len({place.prefix for place in modules}) == len(modules):
         return
-    tensors = [leaves(at(described.state_dict, place.path)) for place in modules]
-    keys = []
-    for shards in tensors:
-        keys.append(frozenset(shard.key for _, shard in shards if hasattr(shard, "key")))
-    if len(set(keys)) < len(keys):
+    keys = set()
+    for place in modules:
+        shards = leaves(at(described.state_dict, place.path))
+        keys.add(frozenset(shard.key for _, shard in shards if hasattr(shard, "key")))
+    if len(keys) < len(modules):
         flatten.check_keys_are_different(split, [place.path for place in modules])
 
 
@@ -263,7 +255,6 @@ def _shapes_of(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
 
 def _rules(
     request: LoadRequest,
-    location: str,
     shards: Sequence[Shard],
     ties: Mapping[int, int],
     source: ShardSource,
@@ -274,7 +265,7 @@ def _rules(
     shapes = _shapes_of(shards)
     family_rules: Sequence[Rule] = ()
     if request.family is not None:
-        family_rules = source.rules_of_family(request.family, location, list(shapes))
+        family_rules = source.rules_of_family(request.family, list(shapes))
     stored = None
     if request.rules or family_rules:
         stored = source.shapes()
@@ -362,13 +353,11 @@ def check_targets(ranks: Ranks, targets: Targets) -> Differences:
     # The members of a move may have rules of their own.
     if request.rules and not source.is_live:
         warn_of_unmatched(request.rules, ranks.gather(flags))
-    differences = Differences()
-    if request.compares_keys and not targets.rules:
-        differences = _compare_keys(ranks, targets, requested)
+    differences = _compare_keys(ranks, targets, requested)
     if vote.largest:
         entries = targets.entries
-        left_out = refuse_left_out(ranks, coverage, entries, targets.location, source.is_live)
-        return replace(differences, left_out=left_out)
+        left_out = refuse_left_out(ranks, coverage, entries, source.location, source.is_live)
+        return replace(differences, missing=differences.missing | left_out)
     return differences
 
 
@@ -459,7 +448,9 @@ def absent_ties(
 def _compare_keys(ranks: Ranks, targets: Targets, requested: set[str]) -> Differences:
     """Find keys that differ, and handle them as the mode says."""
     request = targets.request
-    location = targets.location
+    if targets.rules or not request.compares_keys:
+        return Differences()
+    location = targets.source.location
     mode = request.mode
     stored = frozenset(targets.stored)
     own_garbage: list[str] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import threading
 import weakref
@@ -30,8 +29,6 @@ from distckpt._ranks import groups
 from distckpt._ranks.collectives import Figures, PhaseTimer, Ranks
 from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt.mapping._wrappers import CommonStateDict, StateDict
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,31 +147,22 @@ def write_and_commit_to(ranks: Ranks, save: PlannedSave, output: Output) -> Save
                 with ranks.phase("find the directory of the save"):
                     output.check_is_seen()
             with ranks.telling("save") as exchange:
-                own = _write_own(ranks, prepared, output)
+                output.check_is_seen()
+                if has_own_folders:
+                    prepared.folder_suffix = output.folder_suffix
+                own = prepared.write_own(output.location, ranks)
+                output.sync()
                 exchange.payload = pack_parts([timer.figures(prepared.num_bytes), own])
         with timer.phase("commit"), ranks.answering(exchange, "commit"):
             if ranks.is_coordinator:
                 figures, reports = zip(*map(unpack_parts, exchange.payloads), strict=True)
-                _commit(save, output, reports)
+                fields = complete_marker(save, output.location, reports)
+                if save.source is not None and marker_of(save.location) != save.source:
+                    # It is no longer the source of this save.
+                    raise replaced(save.location)
+                output.commit(fields, prepared.written)
                 exchange.answer = json.dumps(timer.united(figures, "write")).encode()
     return report_save(ranks, save, tuple(json.loads(exchange.answer)))
-
-
-def _write_own(ranks: Ranks, prepared: PreparedSave, output: Output) -> bytes:
-    """Write the files of this rank; return its report to the coordinator."""
-    output.check_is_seen()
-    if prepared.folder_suffix is not None:
-        prepared.folder_suffix = output.folder_suffix
-    own = prepared.write_own(output.location, ranks)
-    output.sync()
-    return own
-
-
-def _commit(save: PlannedSave, output: Output, reports: Sequence[bytes]) -> None:
-    fields = complete_marker(save, output.location, reports)
-    if save.source is not None:
-        _check_source(save)
-    output.commit(fields, save.prepared.written)
 
 
 def complete_marker(save: PlannedSave, directory: str, reports: Sequence[bytes]) -> dict[str, Any]:
@@ -189,12 +177,6 @@ def complete_marker(save: PlannedSave, directory: str, reports: Sequence[bytes])
         # A fixed length, so that markers of equal saves have the same size.
         duration["seconds"] = f"{save.timer.seconds:012.3f}"
     return {**duration, **save.request.notes, **fields, **config_fields(save.config)}
-
-
-def _check_source(save: PlannedSave) -> None:
-    """Refuse to replace a checkpoint other than the source of this save."""
-    if marker_of(save.location) != save.source:
-        raise replaced(save.location)
 
 
 def aim(
@@ -213,16 +195,14 @@ def aim(
         has_marker=True,
         has_own_folders=has_own_folders,
     )
-    output.aim(location, settings)
+    output.target = location
+    output.settings = settings
 
 
 def report_save(ranks: Ranks, save: PlannedSave, figures: Figures) -> SaveReport:
     """Return the report of a committed save, and publish it."""
     report = SaveReport(save.location, *figures, save.prepared.plan_reused)
-    if ranks.is_coordinator:
-        logger.info("%s", report)
-    if save.request.options.on_report is not None:
-        publish(report, save.request.options.on_report)
+    publish(report, save.request.options.on_report, ranks.is_coordinator)
     return report
 
 
@@ -319,11 +299,11 @@ def raise_unseen_error(handles: list[Any]) -> None:
 
     `handles` are `SaveHandle`s; the list is emptied.
     """
-    unseen = []
+    errors = []
     for handle in handles:
         if not handle.was_asked:
-            unseen.append(handle)
+            errors.append(handle.exception())
     handles.clear()
-    for error in [handle.exception() for handle in unseen]:
+    for error in errors:
         if error is not None:
             raise error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +20,7 @@ from distckpt._format import codec
 from distckpt._format.marker import (
     BUILT_IN,
     CheckpointingConfig,
-    note_of_modules,
-    note_of_schedulers,
+    note_of_objects,
 )
 from distckpt._io.planned_shards import (
     EngineSettings,
@@ -50,8 +48,6 @@ from distckpt.mapping._wrappers import CommonStateDict, ShardedObject, ShardedSt
 
 if TYPE_CHECKING:
     from distckpt.strategies.base import SaveShardedStrategy
-
-logger = logging.getLogger(__name__)
 
 
 @collective()
@@ -180,36 +176,28 @@ def plan_save(
     """
     timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
     with timer.phase("describe"):
-        own, verdict = _describe(ranks, state_dict, request, timer, output)
+        own, verdict = describe_shards(ranks, state_dict, request, output)
+        timer.location = own.target.location
     with timer.phase("plan"):
         prepared = _prepare(ranks, own, verdict, request)
     request = replace(request, notes={**request.notes, **own.notes})
     return PlannedSave(own.target.location, request, own.target.config, prepared, timer)
 
 
-def describe_shards(ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest) -> LocalSave:
-    """Describe a state dict as a save does.
-
-    Collective operation: all ranks must call it.
-    """
-    timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
-    own, _ = _describe(ranks, state_dict, request, timer)
-    return own
-
-
-def _describe(
+def describe_shards(
     ranks: Ranks,
     state_dict: ShardedStateDict,
     request: SaveRequest,
-    timer: PhaseTimer,
     output: Output | None = None,
 ) -> tuple[LocalSave, PlanVerdict]:
     """Describe a state dict in the same way on all ranks.
 
     The coordinator creates the directory of the output if the cached plans fit.
+
+    Collective operation: all ranks must call it.
     """
     with ranks.telling("describe the state dict", same=request.of_all_ranks()) as exchange:
-        own, exchange.payload = _describe_own(ranks, state_dict, request, timer)
+        own, exchange.payload = _describe_own(ranks, state_dict, request)
     if output is not None:
         aim(output, own.target.location, request)
     with ranks.answering(exchange, "create directories"):
@@ -231,7 +219,7 @@ def _describe(
 
 
 def _describe_own(
-    ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest, timer: PhaseTimer
+    ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
 ) -> tuple[LocalSave, bytes]:
     """Check the arguments and describe this rank's state dict, without exchanges.
 
@@ -239,7 +227,6 @@ def _describe_own(
     """
     with ranks.part("check the arguments", decision=True):
         target = _check_target(ranks, request)
-    timer.location = target.location
     with ranks.part("flatten the state dict"):
         description, digest = _describe_objects(ranks, state_dict, request)
         own = _flatten(ranks, target, description, request)
@@ -326,7 +313,8 @@ def _flatten(
 ) -> LocalSave:
     """Take a state dict apart into shards and common state."""
     state_dict = objects.completed(description)
-    split = _split(state_dict, request)
+    warns = request.options.unsupported == "warn"
+    split = flatten.split(state_dict, leaves_out=warns)
     shards, common, _ = split
     if any(shard.key == COMMON_KEY for shard in shards):
         raise InvalidShardingError(f"The key {COMMON_KEY!r} is reserved: rename yours.")
@@ -342,7 +330,7 @@ def _flatten(
         try:
             digest = common_state.digest(compared)
         except UnsupportedObjectError:
-            if request.options.unsupported != "warn":
+            if not warns:
                 raise
             # The coordinator logs the values that are left out when it encodes them.
             common = cast(CommonStateDict, codec.without_unsupported(common)[0])
@@ -350,21 +338,8 @@ def _flatten(
             digest = common_state.digest(compared)
     if ranks.is_coordinator:
         shards = [*shards, ShardedObject(COMMON_KEY, common, (1,), (0,))]
-    notes = note_of_modules(description.names, description.module_prefixes)
-    notes |= note_of_schedulers(description.schedulers)
+    notes = note_of_objects(description.names, description.module_prefixes, description.schedulers)
     return LocalSave(target, description, shards, common, compared, digest, notes)
-
-
-def _split(state_dict: StateDict, request: SaveRequest) -> flatten.SplitState:
-    if request.options.unsupported != "warn":
-        return flatten.split(state_dict)
-    problems: list[str] = []
-    split = flatten.split(state_dict, problems=problems)
-    if problems:
-        logger.warning(
-            "tensors that cannot be stored are left out (%d): %s", len(problems), " ".join(problems)
-        )
-    return split
 
 
 def _check_metadata_entry(state_dict: StateDict, request: SaveRequest) -> None:

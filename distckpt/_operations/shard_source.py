@@ -42,6 +42,8 @@ class ShardSource(ABC):
     """A checkpoint, or memory of ranks, that shards are read from.
 
     Attributes:
+        location: its location, for messages.
+        directory: location of the model's configuration, if that is another one.
         marker: the fields of its marker.
         overwritten: keys whose values were overwritten, since other keys' tensors have their
             memory.
@@ -49,6 +51,8 @@ class ShardSource(ABC):
             several dtypes.
     """
 
+    location: str
+    directory = ""
     marker: Mapping[str, Any]
     is_live = False
     overwritten: Collection[str] = frozenset()
@@ -95,11 +99,11 @@ class ShardSource(ABC):
         """
         return HOLE
 
-    def rules_of_family(self, family: FamilyName, location: str, keys: Sequence[str]) -> list[Rule]:
+    def rules_of_family(self, family: FamilyName, keys: Sequence[str]) -> list[Rule]:
         """Return the rules from requested names to names of this source."""
         from distckpt.families._config import config_for, rules_for
 
-        return rules_for(config_for(family, location), keys, self.shapes())
+        return rules_for(config_for(family, self.directory or self.location), keys, self.shapes())
 
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
         """Return stored shapes by key, if known without reading."""
@@ -119,7 +123,7 @@ def source_of(
     location = stored.location
     choice = options.strategy
     if choice is None and is_built_in(marker):
-        return _OpenCheckpoint(ranks, stored, options, None, marker)
+        return _OpenCheckpoint(ranks, location, marker, stored, options)
     if choice is None:
         choice = (marker["sharded_backend"], marker.get("sharded_backend_version", 1))
     from distckpt.strategies.base import choose_load_strategy
@@ -129,13 +133,14 @@ def source_of(
     except CheckpointingException as error:
         raise CheckpointingException(f"Cannot read {location!r}: {error}") from error
     if strategy is not None:
-        return _UserStrategy(ranks, strategy.configure(options, process_group), location, marker)
+        configured = strategy.configure(options, process_group)
+        return _UserStrategy(ranks, location, marker, configured)
     if not is_built_in(marker):
         raise CheckpointingException(
             f"{location!r} was written by the strategy {marker['sharded_backend']!r}, which the "
             "built-in one does not read: pass that strategy."
         )
-    return _OpenCheckpoint(ranks, stored, options, engine.exchange_group, marker)
+    return _OpenCheckpoint(ranks, location, marker, stored, options, engine.exchange_group)
 
 
 @dataclass(frozen=True)
@@ -149,10 +154,11 @@ class _OpenCheckpoint(ShardSource):
     """
 
     ranks: Ranks
+    location: str
+    marker: Mapping[str, Any]
     stored: StoredCheckpoint
     options: LoadOptions
-    exchange_group: Any
-    marker: Mapping[str, Any]
+    exchange_group: Any = None
     overwritten: set[str] = field(default_factory=set)
     figures: dict[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -162,17 +168,15 @@ class _OpenCheckpoint(ShardSource):
         with self.ranks.phase("read the keys of the checkpoint"):
             entries = entries_of(self.stored)
         entries |= dict.fromkeys(self.settings, StoredEntry(None, (1,)))
-        visible = {}
-        for key, entry in entries.items():
-            if key not in self.hidden:
-                visible[key] = entry
-        return visible
+        for key in self.hidden:
+            entries.pop(key, None)
+        return entries
 
     def for_objects(self, described: Description, has_optimizers: bool) -> ShardSource:
         if not _may_hold_state_dicts(self.stored, has_optimizers):
             return self
-        translated = wing("state_dicts").translated(self.ranks, self.stored, described)
-        stored, settings, hidden = translated
+        names = wing("state_dicts")
+        stored, settings, hidden = names.translated(self.ranks, self.stored, described)
         return replace(self, stored=stored, settings=settings, hidden=hidden)
 
     def optimizer_keys(self) -> set[str]:
@@ -239,9 +243,9 @@ class _UserStrategy(ShardSource):
     """A checkpoint that a strategy of the user reads."""
 
     ranks: Ranks
-    strategy: LoadShardedStrategy
     location: str
     marker: Mapping[str, Any]
+    strategy: LoadShardedStrategy
 
     def entries(self) -> dict[str, StoredEntry]:
         listed = self.ranks.decide_json("read the keys of the checkpoint", self._listed_entries)
@@ -265,8 +269,8 @@ class _UserStrategy(ShardSource):
                 "with the built-in strategy only."
             )
         by_name = {str(number): shard for number, shard in enumerate(shards)}
-        values = self.strategy.load(dict(by_name), self.location)
-        return [values[name] for name in by_name]
+        values = self.strategy.load(by_name, self.location)
+        return [values[str(number)] for number in range(len(shards))]
 
     def read_objects(self, shards: Sequence[ShardedObject]) -> list[Any]:
         return self.read(shards, ())

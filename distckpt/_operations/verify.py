@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -149,29 +149,20 @@ def verify(
         return comparison
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
-            report = _verify(location, attempt, mode, num_threads, progress)
+            started = time.perf_counter()
+            timer = PhaseTimer("verify", 0, location)
+            with timer.phase("plan"):
+                stored = open_or_describe(location, attempt.marker, attempt)
+            if isinstance(stored, Problem):
+                report = unopened_report(location, mode, stored, time.perf_counter() - started)
+            else:
+                with timer.phase("read") as details:
+                    checked = _check_content(stored, mode, num_threads, progress)
+                    details["bytes"] = checked.num_bytes
+                report = report_of_verify(stored, mode, checked, time.perf_counter() - started)
             if report.problems:
                 attempt.check_is_there()
     return report
-
-
-def _verify(
-    location: str,
-    attempt: ReadAttempt,
-    mode: str,
-    num_threads: int | None,
-    progress: Progress | None,
-) -> VerifyReport:
-    started = time.perf_counter()
-    timer = PhaseTimer("verify", 0, location)
-    with timer.phase("plan"):
-        stored = open_or_describe(location, attempt.marker, attempt)
-    if isinstance(stored, Problem):
-        return unopened_report(location, mode, stored, time.perf_counter() - started)
-    with timer.phase("read") as details:
-        checked = _check_content(stored, mode, num_threads, progress)
-        details["bytes"] = checked.num_bytes
-    return report_of_verify(stored, mode, checked, time.perf_counter() - started)
 
 
 def unopened_report(location: str, mode: str, problem: Problem, seconds: float) -> VerifyReport:
@@ -271,7 +262,10 @@ def _check_content(
         if not keys or problems:
             return Checked(problems, num_bytes)
         # 3. Tensors have the fingerprints that they had in memory.
-        problems = _check_fingerprints(stored, keys, counter.add)
+        from distckpt._operations.fingerprint import computed_fingerprints
+
+        computed = computed_fingerprints(stored, keys, counter.add)
+        problems = describe_fingerprints(stored, computed)
         return Checked(problems, num_bytes + tensor_bytes, len(keys))
 
 
@@ -302,15 +296,6 @@ def keys_with_fingerprints(stored: StoredCheckpoint) -> list[str]:
     are_whole = counts >= np.array([math.prod(shape) for shape in manifest.global_shapes])
     has_fingerprint = (numbers != NO_FINGERPRINT) & are_whole
     return list(itertools.compress(manifest.keys, has_fingerprint.tolist()))
-
-
-def _check_fingerprints(
-    stored: StoredCheckpoint, keys: Sequence[str], add_bytes: Callable[[int], None]
-) -> list[Problem]:
-    from distckpt._operations.fingerprint import computed_fingerprints
-
-    computed = computed_fingerprints(stored, keys, add_bytes)
-    return describe_fingerprints(stored, computed)
 
 
 def describe_fingerprints(stored: StoredCheckpoint, computed: Mapping[str, Any]) -> list[Problem]:

@@ -166,11 +166,15 @@ def undecoded(stored: StoredCheckpoint, key: str) -> str:
     """
     known = stored.manifest.key_index
     module = key[: key.rfind(".") + 1]
-    names = []
-    for suffix in ("_packed", "_blocks", "._data"):
-        names.append(key + suffix)
-    for name in ("qweight", "W_q", "_weight_qdata", "compressed"):
-        names.append(module + name)
+    names = (
+        f"{key}_packed",
+        f"{key}_blocks",
+        f"{key}._data",
+        f"{module}qweight",
+        f"{module}W_q",
+        f"{module}_weight_qdata",
+        f"{module}compressed",
+    )
     codes = next((name for name in names if name in known), None)
     if codes is None:
         return ""

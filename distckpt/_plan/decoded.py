@@ -90,7 +90,7 @@ def _aliases_in_view(
 
 def _with_names(quantized: QuantizedTensor, names: Mapping[str, str]) -> QuantizedTensor:
     """Return a quantized tensor with other keys for its parts."""
-    parts = {role: replace(part, key=names[part.key]) for role, part in quantized.parts.items()}
+    parts = {role: part._replace(key=names[part.key]) for role, part in quantized.parts.items()}
     companions = tuple(names[key] for key in quantized.companions)
     return replace(quantized, parts=parts, companions=companions)
 
@@ -173,6 +173,8 @@ def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]
                 owners.append((len(pieces), index))
                 requests.append(Request(spec.key, spec.shape, part_region))
             pieces.append(Piece(quantized, region, copy, regions, []))
+    if not requests:
+        return pieces
     for part in plan_load(view, requests):
         piece, index = owners[part.request]
         pieces[piece].copies.append(part._replace(request=index))

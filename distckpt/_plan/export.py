@@ -327,19 +327,17 @@ def _check_scales_are_there(
 ) -> None:
     index = stored.manifest.key_index
     unexplained = []
-    keys = []
     for output in code_outputs:
+        name = output.name
         for part in output.mapped.parts:
-            keys.append((output.name, part.key))
-    for name, key in keys:
-        scales = scales_of(key, index)
-        if len(scales) > len(scales_of(name, names)):
-            raise _without_scales(stored, key, name, scales)
-        if not scales and are_codes_beside_scales(key, stored.dtype_name(key)):
-            unexplained.append((name, key))
-    places = {}
-    if unexplained:
-        places = places_of_scales(names)
+            scales = scales_of(part.key, index)
+            if len(scales) > len(scales_of(name, names)):
+                raise _without_scales(stored, part.key, name, scales)
+            if not scales and are_codes_beside_scales(part.key, stored.dtype_name(part.key)):
+                unexplained.append((name, part.key))
+    if not unexplained:
+        return
+    places = places_of_scales(names)
     for name, key in unexplained:
         stored_scale = scale_beside(key, stored.manifest.scale_places)
         if stored_scale is not None and scale_beside(name, places) is None:

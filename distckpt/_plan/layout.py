@@ -164,11 +164,11 @@ def _divided(groups: Iterable[list[PlannedChunk]]) -> Iterator[list[PlannedChunk
             yield [chunk for chunk in group if bool(_OF_OPTIMIZER.search(chunk.key)) == is_apart]
 
 
-def _groups_for_files(chunks: Iterable[tuple[int, PlannedChunk]]) -> list[list[PlannedChunk]]:
-    """Divide numbered chunks into groups with one chunk of a key each."""
+def _groups_for_files(chunks: Iterable[PlannedChunk]) -> list[list[PlannedChunk]]:
+    """Divide chunks into groups with one chunk of a key each."""
     by_key: dict[int, list[PlannedChunk]] = {}
-    for index, chunk in chunks:
-        by_key.setdefault(index, []).append(chunk)
+    for chunk in chunks:
+        by_key.setdefault(chunk.key_id, []).append(chunk)
     groups: list[list[PlannedChunk]] = []
     for chunks_of_key in by_key.values():
         for number, chunk in enumerate(coalesced(chunks_of_key)):
@@ -178,8 +178,8 @@ def _groups_for_files(chunks: Iterable[tuple[int, PlannedChunk]]) -> list[list[P
     return groups
 
 
-def _chunks_of_pieces(table: ShardTable, pieces: Pieces) -> Iterator[tuple[int, PlannedChunk]]:
-    """Yield `(key number in the table, chunk)` for each piece."""
+def _chunks_of_pieces(table: ShardTable, pieces: Pieces) -> Iterator[PlannedChunk]:
+    """Yield a chunk for each piece."""
     # A table lists shards in order; few of them may have pieces.
     indices = table.key_ids[np.searchsorted(table.shard_ids, pieces.shard_ids)]
     columns = (column.tolist() for column in (*pieces, indices))
@@ -191,7 +191,7 @@ def _chunks_of_pieces(table: ShardTable, pieces: Pieces) -> Iterator[tuple[int, 
         if dtype != OBJECT:
             num_bytes = region.num_elements * ITEM_BYTES[dtype]
         parts = ((shard_id, region),)
-        yield index, PlannedChunk(key_id, table.keys[index], dtype, region, num_bytes, parts)
+        yield PlannedChunk(key_id, table.keys[index], dtype, region, num_bytes, parts)
 
 
 def lay_out_tensor_file(
@@ -205,11 +205,12 @@ def lay_out_tensor_file(
     chunks = sorted(chunks, key=lambda chunk: chunk.num_bytes <= SMALL_CHUNK_BYTES)
     entries = [Entry(c.key, c.dtype, c.region.shape, c.num_bytes) for c in chunks]
     order = layout_order(entries)
-    shapes = {chunks[i].key: global_shapes[chunks[i].key] for i in order}
+    in_order = [chunks[i] for i in order]
+    shapes = {chunk.key: global_shapes[chunk.key] for chunk in in_order}
     own = {**_OWN_METADATA, GLOBAL_SHAPES: json.dumps(shapes, separators=(",", ":"))}
-    metadata = sharding_metadata({chunks[i].key: chunks[i].region for i in order}, own)
+    metadata = sharding_metadata({chunk.key: chunk.region for chunk in in_order}, own)
     header, _ = build_header([entries[i] for i in order], metadata)
-    return PlannedFile(name, header, [chunks[i] for i in order])
+    return PlannedFile(name, header, in_order)
 
 
 def open_object_file(rank: int, objects: Sequence[PlannedChunk]) -> PlannedFile:

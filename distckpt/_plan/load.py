@@ -50,8 +50,7 @@ class Request(NamedTuple):
     """A region of a key to load.
 
     With `allow_shape_mismatch`, the global shape may differ from the stored one, and values that
-    are not stored stay unread. With `step`, the elements lie that far apart along the axes;
-    `plan_load` takes requests without it, see `covered`.
+    are not stored stay unread. With `step`, the elements lie that far apart along the axes.
     """
 
     key: str
@@ -59,10 +58,6 @@ class Request(NamedTuple):
     region: Region
     allow_shape_mismatch: bool = False
     step: tuple[int, ...] = ()
-
-    def covered(self) -> Request:
-        """Request everything from the first to the last element."""
-        return self._replace(region=covering(self.region, self.step), step=())
 
 
 def request_of(shard: ShardedTensor, region: Region) -> Request:
@@ -288,7 +283,8 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
     The keys of the requests are all stored.
 
     Returns:
-        Copies grouped by request. Their targets cover each request exactly.
+        Copies grouped by request. Their targets cover each request exactly. Requests with a `step`,
+        whose elements must be stored as well, have none, see `read_apart`.
 
     Raises:
         LoadMismatchError: a request has another global shape than the stored tensor, or is not
@@ -299,27 +295,38 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
     for request, key_id in zip(requests, key_ids, strict=True):
         if request.global_shape != manifest.global_shapes[key_id]:
             _check_shape(stored, request)
-    offsets, shapes = regions_to_arrays(
-        [request.region for request in requests], manifest.offsets.shape[1]
-    )
+    regions = _covered(requests)
+    offsets, shapes = regions_to_arrays(regions, manifest.offsets.shape[1])
     common = _intersect_chunks(manifest, np.array(key_ids, np.int64), offsets, shapes)
     manifest.chunks.check_rows(common.chunks)
     fault = _find_fault(common, _stored_extents(stored, requests, shapes))
     if fault is not None:
         request = requests[fault.tensor]
+        region = regions[fault.tensor]
         if fault.num_covers > 1:
             raise CorruptCheckpointError(
-                f"Some of region {request.region} of key {request.key!r} is stored twice in "
+                f"Some of region {region} of key {request.key!r} is stored twice in "
                 f"{stored.location!r}, which no save does: the manifest is damaged. Load another "
                 "checkpoint."
             )
         raise LoadMismatchError(
-            f"Region {request.region} of key {request.key!r} is not stored completely in "
+            f"Region {region} of key {request.key!r} is not stored completely in "
             f"{stored.location!r}: it was saved with gaps (validate_access_integrity=False). "
             "Request a region that was saved.",
             unexpected=[request.key],
         )
-    return _to_copies(common, [len(request.region.shape) for request in requests])
+    return _to_copies(common, requests)
+
+
+def _covered(requests: Sequence[Request]) -> list[Region]:
+    """Return the region around the elements of each request."""
+    regions = []
+    for request in requests:
+        region = request.region
+        if request.step:
+            region = covering(region, request.step)
+        regions.append(region)
+    return regions
 
 
 class _Intersections(NamedTuple):
@@ -370,13 +377,17 @@ def _intersect_chunks(
     return batches[0]
 
 
-def _to_copies(common: _Intersections, ndims: Sequence[int]) -> list[Copy]:
+def _to_copies(common: _Intersections, requests: Sequence[Request]) -> list[Copy]:
+    ndims = [len(request.region.shape) for request in requests]
+    apart = {number for number, request in enumerate(requests) if request.step}
     columns = [common.chunks.tolist(), common.requests.tolist()]
     for rows in (common.in_chunks, common.in_requests, common.shapes):
         columns.append(list(map(tuple, rows.tolist())))
     copies = []
     most = common.shapes.shape[1]
     for chunk, request, in_chunk, in_request, shape in zip(*columns, strict=True):
+        if request in apart:
+            continue
         ndim = ndims[request]
         if ndim < most:
             in_chunk, in_request, shape = in_chunk[:ndim], in_request[:ndim], shape[:ndim]

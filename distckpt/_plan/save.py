@@ -137,15 +137,15 @@ def _pieces_of_lines(
     for members, _ in shared:
         whole_owner[members] = -1
     loads = groups.loads_of(whole_owner, num_ranks)
-    cut_lines = []
+    lines_to_cut = []
     for members, candidates in shared:
         num_bytes = int(groups.num_bytes[members].sum())
         shares = writer_shares(loads[candidates], num_bytes)
         loads[candidates] += shares
         tolerance = cut_tolerance(num_bytes, len(candidates))
-        cut_lines.append((members, candidates, np.cumsum(shares)[:-1], tolerance))
-    parts = parts_of_lines(table, groups, whole_owner, cut_lines)
-    return _pieces_of_ranks(table, aliases, parts, num_ranks)
+        lines_to_cut.append((members, candidates, np.cumsum(shares)[:-1], tolerance))
+    pieces = assign_pieces(table, groups, whole_owner, lines_to_cut)
+    return _pieces_of_ranks(table, aliases, pieces, num_ranks)
 
 
 def cut_tolerance(num_bytes: int, num_ranks: int) -> int:
@@ -328,7 +328,7 @@ def even_shares(loads: IntArray, total: int) -> IntArray:
 
 
 Slice: TypeAlias = tuple[int, int, int, int]
-"""A part of a cut group: group, rank, first element, last element + 1."""
+"""A piece of a cut group: group, rank, first element, last element + 1."""
 
 
 def _cut_line(
@@ -344,7 +344,7 @@ def _cut_line(
     Each cut is at most `tolerance` from its even position in `cuts`, in bytes.
 
     Returns:
-        The rank that writes each group whole, -1 if it is cut; and the parts of cut groups.
+        The rank that writes each group whole, -1 if it is cut; and the pieces of cut groups.
     """
     sizes = groups.num_bytes[members]
     ends = np.cumsum(sizes)
@@ -401,15 +401,15 @@ CutLine: TypeAlias = tuple[IntArray, IntArray, IntArray, int]
 """A line to cut: its members, candidates, cuts and tolerance, see `_cut_line`."""
 
 
-class OwnedParts(NamedTuple):
-    """The parts that ranks write, in the order of the ranks.
+class OwnedPieces(NamedTuple):
+    """The pieces that ranks write, in the order of the ranks.
 
     Attributes:
-        ranks: the writer of each part.
-        rows: the row of the table that has each part.
-        offsets: with `shapes`, the region of each part.
+        ranks: the writer of each piece.
+        rows: the row of the table that has each piece.
+        offsets: with `shapes`, the region of each piece.
         shapes: see `offsets`.
-        is_whole: whether the part is the whole region of its row.
+        is_whole: whether the piece is the whole region of its row.
     """
 
     ranks: IntArray
@@ -419,26 +419,26 @@ class OwnedParts(NamedTuple):
     is_whole: npt.NDArray[np.bool_]
 
     def bounds(self, num_ranks: int) -> list[int]:
-        """Return the first part of each rank, then the number of parts."""
+        """Return the first piece of each rank, then the number of pieces."""
         bounds: list[int] = np.searchsorted(self.ranks, np.arange(num_ranks + 1)).tolist()
         return bounds
 
 
-def parts_of_lines(
-    table: GlobalTable, groups: Groups, whole_owner: IntArray, cut_lines: Iterable[CutLine]
-) -> OwnedParts:
-    """Cut lines, and list the parts that ranks write; those of one rank in the order of groups.
+def assign_pieces(
+    table: GlobalTable, groups: Groups, whole_owner: IntArray, lines_to_cut: Iterable[CutLine]
+) -> OwnedPieces:
+    """Cut lines, and list the pieces that ranks write; those of one rank in the order of groups.
 
     `whole_owner` has the rank that writes a group which is in no line.
     """
     whole_owner = whole_owner.copy()
     cut: list[Slice] = []
-    for members, candidates, cuts, tolerance in cut_lines:
+    for members, candidates, cuts, tolerance in lines_to_cut:
         owners, slices = _cut_line(table, groups, members, cuts, candidates, tolerance)
         whole_owner[members] = owners
         cut += slices
     group_ids = [np.flatnonzero(whole_owner >= 0)]
-    owners_of_parts = [whole_owner[group_ids[0]]]
+    owners_of_pieces = [whole_owner[group_ids[0]]]
     num_whole = len(group_ids[0])
     whole_rows = groups.rows[group_ids[0]]
     offsets = [table.offsets[whole_rows]]
@@ -447,18 +447,18 @@ def parts_of_lines(
     for group, rank, first, last in cut:
         origin = table.row_region(int(groups.rows[group]))
         regions = list(flat_range_regions(origin.shape, first, last))
-        part_offsets, part_shapes = regions_to_arrays(regions)
-        offsets.append(widen(part_offsets + np.array(origin.offset, np.int64), ndim, 0))
-        shapes.append(widen(part_shapes, ndim, 1))
+        piece_offsets, piece_shapes = regions_to_arrays(regions)
+        offsets.append(widen(piece_offsets + np.array(origin.offset, np.int64), ndim, 0))
+        shapes.append(widen(piece_shapes, ndim, 1))
         group_ids.append(np.full(len(regions), group))
-        owners_of_parts.append(np.full(len(regions), rank))
+        owners_of_pieces.append(np.full(len(regions), rank))
     group_id = np.concatenate(group_ids)
-    owner = np.concatenate(owners_of_parts)
+    owner = np.concatenate(owners_of_pieces)
     order = np.arange(num_whole)
     if cut:
         order = np.argsort(group_id, kind="stable")
     order = order[stable_order(owner[order], int(owner.max(initial=0)) + 1)]
-    return OwnedParts(
+    return OwnedPieces(
         ranks=owner[order],
         rows=_rows_of_holders(groups, group_id[order], owner[order]),
         offsets=np.concatenate(offsets)[order],
@@ -481,17 +481,17 @@ def _rows_of_holders(groups: Groups, group_id: IntArray, owner: IntArray) -> Int
 
 
 def _pieces_of_ranks(
-    table: GlobalTable, aliases: Collection[int], parts: OwnedParts, num_ranks: int
+    table: GlobalTable, aliases: Collection[int], owned: OwnedPieces, num_ranks: int
 ) -> list[Pieces]:
     is_stored = np.ones(len(table.keys), np.bool_)
     is_stored[list(aliases)] = False
     pieces = Pieces(
-        (np.cumsum(is_stored) - 1)[table.key_ids[parts.rows]],
-        table.shard_ids[parts.rows],
-        parts.offsets,
-        parts.shapes,
+        (np.cumsum(is_stored) - 1)[table.key_ids[owned.rows]],
+        table.shard_ids[owned.rows],
+        owned.offsets,
+        owned.shapes,
     )
     pieces_of_ranks = []
-    for low, high in itertools.pairwise(parts.bounds(num_ranks)):
+    for low, high in itertools.pairwise(owned.bounds(num_ranks)):
         pieces_of_ranks.append(Pieces(*(column[low:high] for column in pieces)))
     return pieces_of_ranks

@@ -84,6 +84,11 @@ class Units:
         target = Region(tuple(map(operator.add, place, copy.target.offset)), source.shape)
         return Copy(copy.chunk, source, copy.request, target)
 
+    @property
+    def chunks(self) -> IntArray:
+        """The chunk of each unit."""
+        return np.array([copy.chunk for copy in self.copies], np.int64)[self.copy_of]
+
     def take(self, numbers: IntArray) -> Units:
         """Return some of the units."""
         columns = (self.copy_of, self.cells, self.offsets, self.shapes)
@@ -277,11 +282,6 @@ class UnitTable(NamedTuple):
         first = np.concatenate([head, kinds, numbers.max(axis=1, initial=0)], dtype=np.int64)
         return first.tobytes() + compress(numbers.tobytes())
 
-    def take(self, rows: IntArray) -> UnitTable:
-        """Return the units in some rows."""
-        names, offsets, shapes, num_bytes, group = self
-        return UnitTable(names[rows], offsets[rows], shapes[rows], num_bytes[rows], group)
-
 
 class UnitMessage(NamedTuple):
     """The encoded units of a rank.
@@ -332,7 +332,7 @@ def describe_units(
     numbers = {}
     for dtype in set(dtypes):
         numbers[dtype] = zlib.crc32(str(dtype).encode()) * _KINDS + dtype.itemsize
-    chunks = np.array([copy.chunk for copy in divided.copies], np.int64)[divided.copy_of]
+    chunks = divided.chunks
     kinds = np.array([numbers[dtypes[copy.request]] for copy in divided.copies], np.int64)
     return UnitTable(
         np.column_stack([chunks, divided.cells, kinds[divided.copy_of]]),

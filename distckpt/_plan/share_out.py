@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._format.columns import Column, narrow
+from distckpt._format.columns import Column, joined_ranges, narrow
 from distckpt._format.manifest import Manifest
 from distckpt._geometry.region import IntArray, row_hashes
 from distckpt._plan.save import even_shares, lines
@@ -235,10 +235,7 @@ def _in_order(rows: Column, starts: IntArray, groups: IntArray) -> tuple[Column,
 def _rows_of_groups(rows: Column, starts: IntArray, groups: Column) -> Column:
     """Return the rows of some groups, one after the other."""
     firsts = starts[groups]
-    counts = starts[groups + 1] - firsts
-    ends = np.cumsum(counts)
-    within = np.arange(counts.sum()) - np.repeat(ends - counts, counts)
-    rows_of_groups: Column = rows[np.repeat(firsts, counts) + within]
+    rows_of_groups: Column = rows[joined_ranges(firsts, starts[groups + 1] - firsts)]
     return rows_of_groups
 
 

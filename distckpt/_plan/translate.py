@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -23,6 +23,9 @@ from distckpt.rules._rule import Rule
 from distckpt.rules._rules import Tie, apply_rules, invert, matched_rules
 
 logger = logging.getLogger(__name__)
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Shapes of the tensors of a model, by key."""
 
 
 def _tensors_of_other_ranks(
@@ -52,7 +55,7 @@ def _ties(rules: Sequence[Rule]) -> dict[str, str]:
 def decide_ties(
     rules: Sequence[Rule],
     model_rules: Sequence[Rule],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     shared: Mapping[str, str],
     stored: Collection[str],
 ) -> list[Rule]:
@@ -81,7 +84,7 @@ def decide_ties(
 def without_ties(
     rules: Sequence[Rule],
     model_rules: Sequence[Rule],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     stored: Collection[str],
 ) -> list[Rule]:
     """Leave out ties whose tensors are both given and both stored.
@@ -114,9 +117,7 @@ def _around_ties(
     return [*rules, *model_rules[:first]], _ties(model_rules), after
 
 
-def _shapes_after(
-    rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
+def _shapes_after(rules: Sequence[Rule], shapes: Shapes) -> Shapes:
     """Return the shapes of the tensors that rules make, by name."""
     made = _apply_some(rules, {key: TensorSpec(shape, "F32") for key, shape in shapes.items()})
     return {name: tensor.shape for name, tensor in made.items()}
@@ -125,7 +126,7 @@ def _shapes_after(
 def _decided(
     ties: Mapping[str, str],
     rules: Sequence[Rule],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     stored: Collection[str],
 ) -> list[Rule]:
     """Return ties of names that are not stored to a stored name."""
@@ -145,7 +146,7 @@ def _decided(
 def _stored_ones(
     ties: Mapping[str, str],
     rules: Sequence[Rule],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     stored: Collection[str],
 ) -> set[str]:
     """Return the names of tied tensors that are stored."""
@@ -170,7 +171,7 @@ def _apply_some(
     return apply_rules([replace(rule, optional=True, count=None) for rule in rules], tensors)
 
 
-def stored_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+def stored_names(rules: Sequence[Rule], shapes: Shapes) -> set[str]:
     """Return the checkpoint's keys for tensors of the model.
 
     Not all rules need match.
@@ -179,7 +180,7 @@ def stored_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -
     return set(_apply_some(rules, infos))
 
 
-def match_flags(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+def match_flags(rules: Sequence[Rule], shapes: Shapes) -> bytes:
     """Return a byte per rule: does it match a tensor on this rank?"""
     flags = matched_rules(rules, _infos(rules, shapes))
     are_ties = [isinstance(rule, Tie) and rule.key in shapes for rule in rules]
@@ -202,7 +203,7 @@ def warn_of_unmatched(rules: Sequence[Rule], flags: Sequence[bytes]) -> None:
             )
 
 
-def _infos(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSpec]:
+def _infos(rules: Sequence[Rule], shapes: Shapes) -> dict[str, TensorSpec]:
     ties = _ties(rules)
     return {ties.get(key, key): TensorSpec(shape, "F32") for key, shape in shapes.items()}
 

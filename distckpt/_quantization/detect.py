@@ -10,8 +10,8 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._quantization.numbers import NUMBERS
@@ -19,8 +19,7 @@ from distckpt._quantization.quantized import E8M0, QuantizedTensor, StoredPart
 from distckpt.rules._mapped import TensorSpec
 
 
-@dataclass(frozen=True)
-class Naming:
+class Naming(NamedTuple):
     """Names of the parts of a tensor.
 
     They are endings of keys that replace the tensor's own ending.
@@ -140,7 +139,10 @@ def _find(
     names = {"codes": key, **{role: stem + ending for role, ending in naming.others.items()}}
     if _has_more(stem, names.values(), dependencies):
         return None
-    parts = {role: _part(name, tensors[name]) for role, name in names.items() if name in tensors}
+    parts = {}
+    for role, name in names.items():
+        if name in tensors:
+            parts[role] = StoredPart(name, tensors[name].dtype, tuple(tensors[name].shape))
     quantized = _describe(parts, settings)
     return quantized and replace(quantized, companions=_companions(key, tensors))
 
@@ -164,10 +166,6 @@ def _companions(key: str, tensors: Collection[str]) -> tuple[str, ...]:
     module = key.rpartition(".")[0]
     names = [f"{module}.{scale}" for scale in _ACTIVATION_SCALES]
     return tuple(name for name in names if name in tensors)
-
-
-def _part(key: str, info: TensorSpec) -> StoredPart:
-    return StoredPart(key, info.dtype, tuple(info.shape))
 
 
 # --- Forms ----------------------------------------------------------------------------------------
@@ -269,47 +267,43 @@ def _block_shape(
         return None
     if overall is not None and not _fits_all(overall.shape, shape, grid):
         return None
-    columns = _sizes_of_columns(number, scale, blocks)
-    rows = _sizes_of_rows(number, blocks)
+    rows, columns = _sizes(number, scale, blocks)
+    others: _Sizes = ((), ())
     # A configuration that contradicts the scales must not be passed over.
-    sizes = [*[_Sizes((), are_known=True)] * (len(shape) - 2), rows, columns]
+    sizes = [*[others] * (len(shape) - 2), rows, columns]
     axes = zip(shape, grid, sizes[-len(shape) :], strict=True)
     block = tuple(_block(*axis) for axis in axes)
     # One scale for more than a group: these are not 4-bit numbers.
-    is_too_wide = number == "e2m1" and block[-1] > columns.sizes[0]
+    is_too_wide = number == "e2m1" and block[-1] > columns[0][0]
     if 0 in block or is_too_wide:
         return None
     return block
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Sizes that blocks may have along an axis.
+_Sizes: TypeAlias = tuple[Sequence[int], Sequence[int]]
+"""Known and usual sizes of blocks along an axis.
 
-    Attributes:
-        sizes: the candidates.
-        are_known: whether the format or a configuration names them. Then the last block may be
-            smaller; else other sizes would fit as well.
-    """
-
-    sizes: Sequence[int]
-    are_known: bool
+The format or a configuration names the known ones, which are preferred. With them, the last block
+may be smaller; else other sizes would fit as well.
+"""
 
 
-def _sizes_of_rows(number: str, blocks: Sequence[Sequence[int]]) -> _Sizes:
+def _sizes(
+    number: str, scale: StoredPart, blocks: Sequence[Sequence[int]]
+) -> tuple[_Sizes, _Sizes]:
+    """Return the sizes of blocks along rows and columns."""
     rows = [block[0] for block in blocks]
-    # Some programs store groups of columns of integers transposed.
-    usual = () if number == "int8" else _BLOCKS
-    return _Sizes(rows or usual, are_known=bool(rows))
-
-
-def _sizes_of_columns(number: str, scale: StoredPart, blocks: Sequence[Sequence[int]]) -> _Sizes:
-    if number == "e2m1":
-        width = 16 if scale.dtype == "F8_E4M3" else 32
-        return _Sizes([width], are_known=True)
     columns = [block[1] for block in blocks]
-    usual = GROUPS if number == "int4" else _BLOCKS
-    return _Sizes(columns or usual, are_known=bool(columns))
+    usual_rows: Sequence[int] = _BLOCKS
+    usual_columns: Sequence[int] = _BLOCKS
+    if number == "int8":
+        # Some programs store groups of columns of integers transposed.
+        usual_rows = ()
+    elif number == "int4":
+        usual_columns = GROUPS
+    elif number == "e2m1":
+        columns = [16 if scale.dtype == "F8_E4M3" else 32]
+    return (rows, usual_rows), (columns, usual_columns)
 
 
 def _grid(scales: tuple[int, ...], shape: tuple[int, ...], is_by_channel: bool) -> tuple[int, ...]:
@@ -355,8 +349,9 @@ def _block(size: int, count: int, candidates: _Sizes) -> int:
         return max(1, size)
     if count == size:
         return 1
-    fitting = {block for block in candidates.sizes if -(-size // block) == count}
-    if not candidates.are_known:
+    known, usual = candidates
+    fitting = {block for block in known or usual if -(-size // block) == count}
+    if not known:
         fitting = {block for block in fitting if size % block == 0}
     if len(fitting) != 1:
         return 0

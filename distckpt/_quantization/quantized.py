@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from distckpt._base.dtypes import FROM_NAME, ITEM_BYTES
 from distckpt._base.lazy import torch
@@ -25,8 +26,7 @@ become infinite, small ones zero.
 """
 
 
-@dataclass(frozen=True)
-class StoredPart:
+class StoredPart(NamedTuple):
     """A stored tensor: key, safetensors name of the dtype, and shape."""
 
     key: str

@@ -219,12 +219,9 @@ class Ranks(Exchanges):
             yield
         except BaseException as caught:
             error = caught
-            self._log(error, name)
-            if interrupts.is_forced():
-                raise
-        message = _FINE + told.answer
-        if error is not None:
-            message = _describe(error)
+            message = self._message_of(error, name)
+        else:
+            message = _FINE + told.answer
         told.answer = self._result(self.broadcast(message, name), name, error, told)
 
     @staticmethod
@@ -267,10 +264,11 @@ class Ranks(Exchanges):
         It is a decision, see `phase`. The ranks must be in the same call already: the messages
         differ from other phases.
         """
-        if self.size == 1:
-            return function()
-        (sent, *_), error = self._attempt(name, lambda: [function()])
-        return self._result(self.broadcast(sent, name), name, error)
+        told = Told({})
+        with self.answering(told, name):
+            if self.is_coordinator:
+                told.answer = function()
+        return told.answer
 
     def decide_each(
         self, name: str, function: Callable[[], Sequence[bytes]], told: Told | None = None
@@ -281,34 +279,34 @@ class Ranks(Exchanges):
         """
         if self.size == 1:
             return function()[0]
-        sent, error = self._attempt(name, function)
+        sent = [b""] * self.size
+        error: BaseException | None = None
+        if self.is_coordinator:
+            try:
+                sent = [_FINE + payload for payload in function()]
+            except BaseException as caught:
+                error = caught
+                sent = [self._message_of(error, name)] * self.size
         return self._result(self.scatter(sent, name), name, error, told)
 
     def decide_json(self, name: str, function: Callable[[], Any]) -> Any:
         """Like `decide`, for values that JSON can hold."""
         return json.loads(self.decide(name, lambda: json.dumps(function()).encode()))
 
-    def _attempt(
-        self, name: str, function: Callable[[], Sequence[bytes]]
-    ) -> tuple[list[bytes], BaseException | None]:
-        """Return the coordinator's message for each rank, and the error.
+    def _message_of(self, error: BaseException, name: str) -> bytes:
+        """Return the coordinator's message about its error.
 
-        A message holds the result or the error.
+        Raise the error if it leaves the other ranks.
         """
-        if not self.is_coordinator:
-            return [b""] * self.size, None
-        try:
-            return [_FINE + payload for payload in function()], None
-        except BaseException as error:
-            self._log(error, name)
-            if interrupts.is_forced():
-                raise
-            return [_describe(error)] * self.size, error
+        self._log(error, name)
+        if interrupts.is_forced():
+            raise error
+        return json.dumps(describe_error(error)).encode()
 
     def _result(
         self, message: bytes, name: str, error: BaseException | None, told: Told | None = None
     ) -> bytes:
-        """Return the result in a message of `_attempt`, or raise its error.
+        """Return the result in a coordinator's message, or raise its error.
 
         In the second half of a phase, a failure of its first half comes in its place.
         """
@@ -338,10 +336,6 @@ class Ranks(Exchanges):
         if mark_known(agreed, self.group) is error:
             raise agreed
         raise agreed from error
-
-
-def _describe(error: BaseException) -> bytes:
-    return json.dumps(describe_error(error)).encode()
 
 
 def _given_group(*args: Any, process_group: Any = None, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 from distckpt._base import errors
 from distckpt._base.errors import CheckpointingException, LoadMismatchError, RankFailedError
@@ -154,16 +154,11 @@ def describe_error(error: BaseException | None) -> dict[str, Any] | None:
     }
     if isinstance(error, LoadMismatchError):
         description.update(missing=sorted(error.missing), unexpected=sorted(error.unexpected))
-    elif _is_of_system(error):
+    elif not description["is_ours"] and isinstance(error, OSError) and error.errno is not None:
         description.update(
             errno=error.errno, strerror=error.strerror, filename=str(error.filename or "")
         )
     return description
-
-
-def _is_of_system(error: BaseException) -> TypeGuard[OSError]:
-    is_numbered = isinstance(error, OSError) and error.errno is not None
-    return is_numbered and not isinstance(error, CheckpointingException)
 
 
 def _rebuild_error(description: dict[str, Any]) -> BaseException:

@@ -8,12 +8,17 @@ positions in lists stay the same.
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import logging
+import signal
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import torch
 
 from distckpt._base.errors import (
     CheckpointingException,
@@ -27,19 +32,17 @@ from distckpt._base.tree import (
     compacted,
     dotted,
     filled,
-    fold,
     leaves,
     map_leaves,
     on_the_way,
     rebuilt,
     without_holes,
 )
-from distckpt._format.codec import refuse_unknown
+from distckpt._format.codec import refuse_unknown, register_object_type
 from distckpt._format.codec.encode import how_to_register, unknown_objects
-from distckpt._state.adopted import adopt
 from distckpt._state.shards import Shard
 from distckpt._state.stored_form import StoredEntry, stored_form
-from distckpt.mapping._base import ShardedBase
+from distckpt.mapping._base import ShardedBase, kind_of
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import (
     LocalNonpersistentObject,
@@ -49,13 +52,6 @@ from distckpt.mapping._wrappers import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Slot:
-    """The place of a shard in a skeleton."""
-
-    number: int
 
 
 @dataclass(slots=True)
@@ -80,13 +76,83 @@ class SplitState(NamedTuple):
     """A flattened state dict.
 
     `shards` are its sharded leaves, including the ones that factories build; `common` is the rest
-    of the tree with holes for everything else; `skeleton` is the tree with marks for shards, local
-    objects and factories, and holes for the rest.
+    of the tree with holes for everything else; `skeleton` is the tree with the numbers of shards,
+    marks for local objects and factories, and holes for the rest.
     """
 
     shards: list[Shard]
     common: Any
     skeleton: Any
+
+
+# --- Objects of Megatron --------------------------------------------------------------------------
+# Objects of Megatron Core are recognized by their structure, so Megatron need not be installed, and
+# every version and copy of it will do.
+
+# The arguments of Megatron's scripts hold a signal.
+register_object_type(signal.Signals)
+# Transformer layers keep their extra state in files in memory.
+register_object_type(io.BytesIO, "io.BytesIO", to_state=io.BytesIO.getvalue, from_state=io.BytesIO)
+
+
+def adopt(node: Any) -> Any:
+    """Convert an object of Megatron to its equivalent in distckpt.
+
+    Other values are returned as they are.
+    """
+    convert = _converter_of(type(node))  # type: ignore[arg-type]  # Classes are hashable.
+    if convert is None:
+        return node
+    return convert(node)
+
+
+def _adopt_tensor(node: Any) -> ShardedTensor:
+    data = node.data
+    dtype = node.dtype
+    # Megatron stores 8-bit tensors of Transformer Engine in the precision that they represent.
+    is_packed = (
+        getattr(type(data), "dequantize", torch.Tensor.dequantize) is not torch.Tensor.dequantize
+    )
+    if data is not None and is_packed:
+        data = data.detach().dequantize()
+        dtype = data.dtype
+    return ShardedTensor(
+        node.key,
+        data,
+        dtype,
+        node.local_shape,
+        node.global_shape,
+        node.global_offset,
+        node.axis_fragmentations,
+        node.replica_id,
+        node.prepend_axis_num,
+        node.allow_shape_mismatch,
+        getattr(node, "flattened_range", None),
+    )
+
+
+def _adopt_factory(node: Any) -> ShardedTensorFactory:
+    flat = getattr(node, "flattened_range", None)
+    return ShardedTensorFactory(
+        node.key, node.data, node.build_fn, node.merge_fn, node.replica_id, flat
+    )
+
+
+_CONVERTERS: dict[str | None, Callable[[Any], Any]] = {
+    "ShardedTensor": _adopt_tensor,
+    "ShardedObject": lambda node: ShardedObject(
+        node.key, node.data, node.global_shape, node.global_offset, node.replica_id
+    ),
+    "ShardedTensorFactory": _adopt_factory,
+    "LocalNonpersistentObject": lambda node: LocalNonpersistentObject(node.unwrap()),
+}
+
+
+@functools.cache
+def _converter_of(cls: type) -> Callable[[Any], Any] | None:
+    if issubclass(cls, ShardedBase | LocalNonpersistentObject):
+        return None
+    return _CONVERTERS.get(kind_of(cls))  # type: ignore[arg-type]  # Classes are hashable.
 
 
 # --- Taking a state dict apart --------------------------------------------------------------------
@@ -95,34 +161,39 @@ class SplitState(NamedTuple):
 def split(
     state_dict: Any,
     entries: Mapping[str, StoredEntry] = MappingProxyType({}),
-    problems: list[str] | None = None,
+    leaves_out: bool = False,
 ) -> SplitState:
     """Flatten a sharded state dict into shards, common state and structure.
 
-    With the `entries` of a checkpoint, shards are requested in their stored form. With `problems`,
-    tensors that cannot be stored are left out, and their problems are added there.
+    With the `entries` of a checkpoint, shards are requested in their stored form. With
+    `leaves_out`, a warning names tensors that cannot be stored, and they are left out.
     """
     if not isinstance(state_dict, dict):
         raise CheckpointingException(
             f"A sharded state dict is a dict, such as {{'model': model, 'step': 100}}, got "
             f"{type(state_dict).__name__}."
         )
-    flattening = _Flattening(entries, problems)
-    skeleton, common = fold(flattening.take, _join, state_dict, _is_walked)
+    flattening = _Flattening(entries, leaves_out)
+    skeleton, common = map_leaves(flattening.take, state_dict, _is_walked, join=_join)
     if common is HOLE:
         common = {}
+    problems = flattening.problems
+    if problems:
+        text = "tensors that cannot be stored are left out (%d): %s"
+        logger.warning(text, len(problems), " ".join(problems))
     return SplitState(flattening.shards, common, skeleton)
 
 
 class _Flattening:
     """A walk that collects shards; each leaf becomes a pair of its mark and its common value."""
 
-    def __init__(self, entries: Mapping[str, StoredEntry], problems: list[str] | None) -> None:
+    def __init__(self, entries: Mapping[str, StoredEntry], leaves_out: bool) -> None:
         self.shards: list[Shard] = []
+        self.problems: list[str] = []
         self._entries = entries
-        self._problems = problems
+        self._leaves_out = leaves_out
 
-    def take(self, node: Any) -> tuple[Any, Any]:
+    def take(self, position: Position, node: Any) -> tuple[Any, Any]:
         """Take a leaf of the state dict."""
         # By far the most frequent types first; isinstance is slow for an abstract class.
         if type(node) not in _NEVER_FOREIGN:
@@ -131,11 +202,11 @@ class _Flattening:
             node = self._stored_form(node)
         if type(node) is ShardedTensor or isinstance(node, ShardedTensor | ShardedObject):
             self.shards.append(node)
-            return _Slot(len(self.shards) - 1), HOLE
+            return len(self.shards) - 1, HOLE
         if isinstance(node, ShardedTensorFactory):
             with _naming(node, "build_fn"):
                 shards_and_more = node.build()
-            built, _ = fold(self._take_built, _join, shards_and_more, _is_walked)
+            built, _ = map_leaves(self._take_built, shards_and_more, _is_walked, join=_join)
             return _Merge(node, built), HOLE
         if isinstance(node, ShardedBase):
             raise UnsupportedObjectError(
@@ -146,8 +217,8 @@ class _Flattening:
             return _Local(node.unwrap()), HOLE
         return HOLE, node
 
-    def _take_built(self, node: Any) -> tuple[Any, Any]:
-        mark, value = self.take(node)
+    def _take_built(self, position: Position, node: Any) -> tuple[Any, Any]:
+        mark, value = self.take(position, node)
         if value is HOLE:
             return mark, HOLE
         # Values other than shards that a factory builds, it builds again for loading.
@@ -157,10 +228,10 @@ class _Flattening:
         try:
             return stored_form(tensor, self._entries.get(tensor.key))
         except UnsupportedObjectError as error:
-            if self._problems is None:
+            if not self._leaves_out:
                 raise
             if is_main_replica(tensor.replica_id):
-                self._problems.append(str(error))
+                self.problems.append(str(error))
             return LocalNonpersistentObject(None)
 
 
@@ -259,8 +330,8 @@ def _numbers_of(mark: Any) -> set[int]:
 
     The mark stands for a shard, or a factory of shards.
     """
-    if isinstance(mark, _Slot):
-        return {mark.number}
+    if isinstance(mark, int):
+        return {mark}
     numbers: set[int] = set()
     if isinstance(mark, _Merge):
         for _, inner in leaves(mark.built):
@@ -314,8 +385,8 @@ def _warn_of_unknown(skeleton: Any, common: Any) -> None:
 def _value_of(mark: Any, values: Sequence[Any]) -> Any:
     if mark is HOLE:
         return HOLE
-    if isinstance(mark, _Slot):
-        return values[mark.number]
+    if isinstance(mark, int):
+        return values[mark]
     if isinstance(mark, _Local):
         return mark.value
     built = map_leaves(lambda _, inner: _value_of(inner, values), mark.built)

@@ -156,26 +156,18 @@ class CloudLocation(RemoteLocation):
             if failures and failures[-1] is not error:
                 # This error is about the attempt to abort the upload.
                 raise failures[-1] from error
-            if not self._was_completed(error, num_bytes):
+            is_missing = isinstance(error, FileNotFoundError) and error.filename == self.location
+            # An attempt whose answer was lost may have completed the upload.
+            head = self._head() if is_missing else None
+            if head is None or head["size"] != num_bytes:
                 raise
 
-    def _was_completed(self, error: OSError, num_bytes: int) -> bool:
-        """Return whether a lost attempt has completed an upload that is missing.
-
-        The answer to that attempt was lost.
-        """
-        if not isinstance(error, FileNotFoundError) or error.filename != self.location:
-            return False
-        head = self._head()
-        return head is not None and head["size"] == num_bytes
-
     def open_for_writing(self) -> Any:
-        return _Writer(
-            self,
-            self._connection.obstore.open_writer(
-                self._connection.streams, self._path, buffer_size=PART_BYTES
-            ),
+        connection = self._connection
+        file = connection.obstore.open_writer(
+            connection.streams, self._path, buffer_size=PART_BYTES
         )
+        return _Writer(file, self.location)
 
     def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -199,9 +191,7 @@ class CloudLocation(RemoteLocation):
         return {name: head[name] for name in ("e_tag", "version") if head[name] is not None}
 
     def _put_if(self, known_version: Any, data: bytes) -> bool:
-        mode = known_version
-        if known_version is None:
-            mode = "create"
+        mode = "create" if known_version is None else known_version
         num_attempts = 0
 
         def put() -> None:
@@ -249,9 +239,7 @@ class CloudLocation(RemoteLocation):
         except OSError as error:
             self._warn_of_uploads("listed", "s3:ListBucketMultipartUploads", error)
             return []
-        prefix = f"{self._path}/"
-        if not self._path:
-            prefix = ""
+        prefix = self._path and f"{self._path}/"
         root = self.location.removesuffix(self._path).rstrip("/")
         uploads = []
         for item in items:
@@ -308,24 +296,27 @@ class CloudLocation(RemoteLocation):
         return os_error(error, self.location)
 
 
-class _Writer:
+class _Writer(NamedTuple):
     """An object that is written in one stream."""
 
-    def __init__(self, location: CloudLocation, file: Any) -> None:
-        self._location = location.location
-        self._file = file
+    file: Any
+    location: str
 
     def write(self, data: bytes | memoryview) -> None:
-        self._call(self._file.write, data)
+        with _naming(self.location):
+            self.file.write(data)
 
     def close(self) -> None:
-        self._call(self._file.close)
+        with _naming(self.location):
+            self.file.close()
 
-    def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        try:
-            function(*arguments)
-        except Exception as error:
-            raise os_error(error, self._location) from error
+
+@contextlib.contextmanager
+def _naming(location: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise os_error(error, location) from error
 
 
 # --- Connections ----------------------------------------------------------------------------------

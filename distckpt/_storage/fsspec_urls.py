@@ -254,11 +254,10 @@ class FsspecLocation(RemoteLocation):
 
     @property
     def _has_no_buckets(self) -> bool:
-        protocol = self._uncached.protocol
-        names = set(protocol)
-        if isinstance(protocol, str):
-            names = {protocol}
-        return not names.isdisjoint(_WITHOUT_BUCKETS)
+        names = self._uncached.protocol
+        if isinstance(names, str):
+            names = [names]
+        return not _WITHOUT_BUCKETS.isdisjoint(names)
 
     def remove_empty_folders(self) -> None:
         is_bucket = "/" not in self._path.strip("/")

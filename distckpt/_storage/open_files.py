@@ -11,6 +11,8 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -22,10 +24,14 @@ MAX_OPEN = 16
 _MOST_OPEN = 1024
 
 
+@dataclass
 class _Opened:
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.is_checked = False
+    fd: int
+    is_checked: bool = False
+
+
+def _state_of(fd: int) -> FileState:
+    return FileState.of_local(os.fstat(fd))
 
 
 class OpenFiles:
@@ -99,7 +105,9 @@ class OpenFiles:
         try:
             with naming(file):
                 if state is not None and not opened.is_checked:
-                    self._check_state(file, opened.fd, state)
+                    look = partial(_state_of, opened.fd)
+                    if has_changed(state, look(), look):
+                        raise written_to(file)
                     opened.is_checked = True
                 yield opened.fd
         finally:
@@ -120,14 +128,6 @@ class OpenFiles:
             self._unused[file] = [*self._unused.pop(file, ()), opened]
             self._num_unused += 1
         self._close_unused(self._num_unused - self._max_open)
-
-    @staticmethod
-    def _check_state(file: str, fd: int, state: FileState) -> None:
-        def look() -> FileState:
-            return FileState.of_local(os.fstat(fd))
-
-        if has_changed(state, look(), look):
-            raise written_to(file)
 
     def _open(self, file: str) -> int:
         flags = os.O_RDONLY | os.O_CLOEXEC
@@ -151,12 +151,8 @@ class OpenFiles:
                 closed += self._unused.pop(file)
             self._num_unused -= len(closed)
         for opened in closed:
-            _close(opened.fd)
+            # The bytes that were read have been compared already: an error of closing says nothing
+            # about them.
+            with contextlib.suppress(OSError):
+                os.close(opened.fd)
         return len(closed)
-
-
-def _close(fd: int) -> None:
-    # The bytes that were read have been compared already: an error of closing says nothing about
-    # them.
-    with contextlib.suppress(OSError):
-        os.close(fd)

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from distckpt._base.memory import Bytes
@@ -41,16 +42,16 @@ def upload_files(
     handed over, from several threads.
     """
     num_at_once = min(num_requests, len(files))
+    num_of_each = num_requests // num_at_once
     stop = threading.Event()
     with (
         Pool(num_requests, thread_name_prefix="distckpt-io") as readers,
         Pool(num_at_once, thread_name_prefix="distckpt-upload") as uploaders,
     ):
-        num_of_each = num_requests // num_at_once
-        uploads = [
-            _Upload(file, num_of_each, max_part_bytes, readers, stop, progress) for file in files
-        ]
-        running = [uploaders.submit(upload.run) for upload in uploads]
+        running = []
+        for file in files:
+            upload = _Upload(file, num_of_each, max_part_bytes, readers, stop, progress)
+            running.append(uploaders.submit(upload.run))
         try:
             wait_for_all(running)
         finally:
@@ -69,67 +70,60 @@ class _Stopped(Exception):
     """End of an upload because another one has failed."""
 
 
+@dataclass
 class _Upload:
-    def __init__(
-        self,
-        file: OutgoingFile,
-        num_requests: int,
-        max_part_bytes: int,
-        readers: Pool,
-        stop: threading.Event,
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        self._file = file
-        self._num_requests = num_requests
-        self._max_part_bytes = max_part_bytes
-        self._readers = readers
-        self._stop = stop
-        self._progress = progress or (lambda num_bytes: None)
-        self._num_reported = 0
+    file: OutgoingFile
+    num_requests: int
+    max_part_bytes: int
+    readers: Pool
+    stop: threading.Event
+    progress: Callable[[int], None] | None
+    num_reported: int = 0
 
     def run(self) -> None:
-        num_units = len(self._file.unit_bytes)
-        num_bytes = len(self._file.header) + sum(self._file.unit_bytes)
-        remote = object_store.at(self._file.location)
+        num_bytes = len(self.file.header) + sum(self.file.unit_bytes)
+        remote = object_store.at(self.file.location)
         if num_bytes <= PART_BYTES:
             self._check()
-            remote.write(self._file.header + b"".join(map(self._read, range(num_units))))
-            self._progress(sum(self._file.unit_bytes))
+            numbers = range(len(self.file.unit_bytes))
+            remote.write(self.file.header + b"".join(map(self._read, numbers)))
+            for number in numbers:
+                self._report(number)
         else:
-            part_bytes = part_bytes_of(num_bytes, self._max_part_bytes)
-            remote.write_stream(self._pieces, num_bytes, self._num_requests, part_bytes)
+            part_bytes = part_bytes_of(num_bytes, self.max_part_bytes)
+            remote.write_stream(self._pieces, num_bytes, self.num_requests, part_bytes)
 
     def _pieces(self) -> Iterator[bytes]:
         """Yield the header and the units.
 
         With several requests at a time, more units are read ahead.
         """
-        yield self._file.header
+        yield self.file.header
         ahead: deque[Future[bytes]] = deque()
-        num_units = len(self._file.unit_bytes)
-        num_ahead = self._num_requests - 1
+        num_units = len(self.file.unit_bytes)
+        num_ahead = self.num_requests - 1
         for number in range(num_units + num_ahead):
             if number < num_units:
-                ahead.append(self._readers.submit(self._read, number))
+                ahead.append(self.readers.submit(self._read, number))
             if number >= num_ahead:
                 self._check()
                 yield ahead.popleft().result()
                 # In another thread: this one drives obstore's requests, and the callback may make
                 # requests of its own.
-                self._readers.submit(self._report, number - num_ahead).result()
+                self.readers.submit(self._report, number - num_ahead).result()
 
     def _read(self, number: int) -> bytes:
         content = io.BytesIO()
-        content.writelines(self._file.read(number))
+        content.writelines(self.file.read(number))
         # Without a copy: nothing else refers to it.
         return content.getvalue()
 
     def _report(self, number: int) -> None:
         # A stream that has failed begins again.
-        if number == self._num_reported:
-            self._num_reported += 1
-            self._progress(self._file.unit_bytes[number])
+        if self.progress is not None and number == self.num_reported:
+            self.num_reported += 1
+            self.progress(self.file.unit_bytes[number])
 
     def _check(self) -> None:
-        if self._stop.is_set():
+        if self.stop.is_set():
             raise _Stopped

@@ -21,8 +21,9 @@ from distckpt._commit import posix
 from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._format.manifest import OBJECT, Manifest, needs_checksum_files, take_figures
 from distckpt._format.marker import (
-    copied_note_of_modules,
-    note_of_schedulers,
+    names_of_module,
+    note_of_objects,
+    prefixes_of_modules,
     schedulers_of,
 )
 from distckpt._format.planned_manifest import planned_manifest
@@ -160,9 +161,13 @@ class ReshardPlan:
 
 def plan_reshard(ranks: Ranks, stored: StoredCheckpoint, request: ReshardRequest) -> ReshardPlan:
     """Plan the same on all ranks, which must all call it."""
-    notes = note_of_schedulers(schedulers_of(stored.marker))
+    marker = stored.marker
+    names: list[str] = []
+    prefixes: list[str] = []
     if not (request.rules or request.rename):
-        notes |= copied_note_of_modules(stored.marker)
+        names = names_of_module(marker)
+        prefixes = prefixes_of_modules(marker)
+    notes = note_of_objects(names, prefixes, schedulers_of(marker))
     with ranks.phase("plan the new checkpoint") as vote:
         if request.is_in_place and stored.manifest.origin is not None:
             # Its files would stay.

@@ -18,8 +18,7 @@ from distckpt._base.messages import check_count
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter, run_threads
 from distckpt._base.version import __version__
-from distckpt._checkpoint.consistent_read import check_files
-from distckpt._checkpoint.file_states import changed_file, seconds_until_settled
+from distckpt._checkpoint.consistent_read import changed_file, check_files, seconds_until_settled
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._foreign.seals import (
     Seal,

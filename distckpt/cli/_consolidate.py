@@ -10,9 +10,8 @@ from typing import Any
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.options import ExportOptions
 from distckpt._compute.merge import merge, plan_merge
-from distckpt._operations.consolidate import consolidate, plan_consolidation
+from distckpt._operations.consolidate import ExportReport, consolidate, plan_consolidation
 from distckpt._operations.export_plan import ExportPlan
-from distckpt._operations.export_write import ExportReport
 from distckpt._plan.export import OutputTensor
 from distckpt.cli._output import Output, count_text, shape_text, size_text
 from distckpt.cli._selection import call, dtype_option, given, warn_of_overflows

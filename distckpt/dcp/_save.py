@@ -9,7 +9,7 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import SaveReport
-from distckpt._operations.async_save import async_save as save_in_background
+from distckpt._operations.background_save import async_save as save_in_background
 from distckpt._operations.save import save as save_now
 from distckpt._ranks.collectives import Ranks, collective
 from distckpt.dcp import _arguments as arguments

@@ -116,8 +116,12 @@ def _check_equal(target: LoaderTarget, stored: Checkpoint) -> None:
     different = set()
     for name in target.places():
         shard = target[name]
+        data = shard.data
+        assert data is not None
         region = Region(shard.global_offset, shard.local_shape)
-        if not _holds(shard.data, stored.read(shard.key, region.slices())):
+        values = stored.read(shard.key, region.slices()).to(data.dtype).view(data.shape)
+        # As bytes, since NaN does not equal itself.
+        if not torch.equal(flat_bytes(data.cpu()), flat_bytes(values)):
             different.add(shard.key)
     if different:
         raise LoadMismatchError(
@@ -126,14 +130,6 @@ def _check_equal(target: LoaderTarget, stored: Checkpoint) -> None:
             "to load updates itself; or it was started with other weights, then set check=False.",
             unexpected=different,
         )
-
-
-def _holds(data: torch.Tensor | None, values: torch.Tensor) -> bool:
-    if data is None:
-        return False
-    expected = values.to(data.dtype).view(data.shape)
-    # As bytes, since NaN does not equal itself.
-    return torch.equal(flat_bytes(data.cpu()), flat_bytes(expected))
 
 
 # ---- SGLang

@@ -93,7 +93,7 @@ class Config(NamedTuple):
         )
 
 
-def forms(config: Config, *, has_tower: bool = False) -> list[Rule]:
+def forms(config: Config, *, has_tower: bool) -> list[Rule]:
     """Turn the forms of a Megatron checkpoint into one, without its optimizer."""
     rules: list[Rule] = [Drop(key, optional=True) for key in ("optimizer.**", "chained_*.**")]
     if has_tower:
@@ -151,16 +151,14 @@ def outside_layers(config: Config, *, tied: bool = False) -> list[Rule]:
     }
     embedding, output = names
     size = config.number_of("vocab_size", most=_MAX_SIZE)
+    rules: list[Rule] = []
     if config("tie_word_embeddings", default=tied):
-        trim = Trim(output, axis=0, size=size, is_vocabulary=True, optional=True)
         # Files may hold apart the tensors that the configuration ties.
-        rules: list[Rule] = [
+        rules = [
             Tie(output, embedding, optional=True),
-            trim,
+            Trim(output, axis=0, size=size, is_vocabulary=True, optional=True),
             Rename(output, names.pop(output), optional=True),
         ]
-    else:
-        rules = []
     rules += [Trim(key, axis=0, size=size, is_vocabulary=True, count=1) for key in names]
     names["decoder.final_layernorm.weight"] = "model.norm.weight"
     return rules + [Rename(key, name, count=1) for key, name in names.items()]
@@ -223,11 +221,13 @@ def move(
 
 def norms(count: int) -> list[Rule]:
     """Return the rules for the norms before attention and MLP."""
-    names = {
-        "input_layernorm.weight": "input_layernorm.weight",
-        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    }
-    return move(count, names)
+    return move(
+        count,
+        {
+            "input_layernorm.weight": "input_layernorm.weight",
+            "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        },
+    )
 
 
 def attention(
@@ -366,8 +366,8 @@ def latent_attention(config: Config) -> list[Rule]:
         names |= {
             "linear_q_down_proj.weight": "q_a_proj.weight",
             "linear_q_up_proj.weight": "q_b_proj.weight",
+            "q_layernorm.weight": "q_a_layernorm.weight",
         }
-        names["q_layernorm.weight"] = "q_a_layernorm.weight"
     return move(
         config.layers, {f"self_attention.{old}": f"self_attn.{new}" for old, new in names.items()}
     )

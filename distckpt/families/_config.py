@@ -16,7 +16,7 @@ from distckpt._storage import locations
 from distckpt.families._blocks import MTP_NAMES, Config, IncompleteConfigError, joined_experts
 from distckpt.families._megatron import megatron_rules
 from distckpt.families._towers import text_part
-from distckpt.families._transformers_names import transformers_rules, with_defaults
+from distckpt.families._transformers_names import Shapes, transformers_rules, with_defaults
 from distckpt.rules._rule import Rule
 from distckpt.rules._rules import Rename, Transpose
 
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
-
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 Source: TypeAlias = Literal["megatron", "transformers"]
 """Program whose names tensors have in memory, or in the checkpoint."""
@@ -180,8 +178,7 @@ def _count_token_prediction(config: dict[str, Any], keys: Iterable[str]) -> None
     """
     numbers = []
     for key in keys:
-        match = _MTP_KEY.search(key)
-        if match is not None:
+        if match := _MTP_KEY.search(key):
             numbers.append(int(match[1]))
     for part in (config, config.get("text_config")):
         if not isinstance(part, dict):
@@ -206,8 +203,7 @@ def forms_on_disk(config: Config, shapes: Shapes) -> list[Rule]:
     rules: list[Rule] = []
     fused: dict[str, str] = {}
     for name in shapes:
-        match = _FUSED.fullmatch(name)
-        if match is not None:
+        if match := _FUSED.fullmatch(name):
             fused[f"{match[1]}*{match[2]}"] = name
     for block, name in fused.items():
         rules += joined_experts(block, shapes[name][0])

@@ -40,7 +40,7 @@ def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
     """Return the rules from Megatron Core's keys to Hugging Face's names."""
     values = Config(config)
     model_type = values("model_type")
-    composed = COMPOSED.get(values("model_type"))
+    composed = COMPOSED.get(model_type)
     if why := _UNKNOWN.get(model_type):
         raise CheckpointingException(
             f"The Megatron keys of model_type {model_type!r} are not known: {why}."
@@ -149,10 +149,9 @@ def _qwen3_next(config: Config) -> list[Rule]:
     """
     every = config.number_of("full_attention_interval", default=4)
     num = config.number_of("num_hidden_layers")
-    usual = []
-    for number in range(1, num + 1):
-        usual.append("full_attention" if number % every == 0 else "linear_attention")
-    num_linear = config("layer_types", default=usual).count("linear_attention")
+    num_linear = num - num // every
+    if kinds := config("layer_types", default=()):
+        num_linear = kinds.count("linear_attention")
     is_dense = config("model_type") == "qwen3_5_text"
     mlps = gated_mlp(config.layers) if is_dense else _with_gated_shared_expert(config)
     return [
@@ -326,8 +325,14 @@ def _dots1(config: Config) -> list[Rule]:
     return _usual(config, _after_dense(config), qk_norm=True)
 
 
-_NEMOTRON_KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-_NEMOTRON_KINDS |= {"linear_attention": "mamba", "full_attention": "attention"}
+_NEMOTRON_KINDS = {
+    "M": "mamba",
+    "*": "attention",
+    "-": "mlp",
+    "E": "moe",
+    "linear_attention": "mamba",
+    "full_attention": "attention",
+}
 
 
 def _nemotron_h(config: Config) -> list[Rule]:

@@ -119,7 +119,7 @@ def _are_stored(saved: Mapping[str, MappedTensor], tied: Collection[str], on_dis
 
 def _is_of(keys: Collection[str], mapped: MappedTensor) -> bool:
     """Return whether a tensor is made of certain tensors only."""
-    return all(part.key in keys for part in mapped.parts)
+    return bool(mapped.parts) and all(part.key in keys for part in mapped.parts)
 
 
 def _recorders(shapes: Shapes) -> dict[str, _Recorder]:
@@ -137,7 +137,14 @@ def _saved(model: Any, shapes: Shapes) -> dict[str, MappedTensor]:
         raise CheckpointingException(
             f"transformers' conversion of {model.config.model_type!r} cannot be followed: {error}"
         ) from error
-    return _recorded(converted)
+    recorded = {}
+    for name, tensor in converted.items():
+        if not isinstance(tensor, _Recorder):
+            raise CheckpointingException(
+                f"transformers' conversion computes {name!r}, which rules cannot."
+            )
+        recorded[name] = tensor.mapped
+    return recorded
 
 
 def _loaded(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) -> dict[str, MappedTensor]:
@@ -163,11 +170,15 @@ def _conversions(model: Any, quantizer: Any, shapes: Shapes, on_disk: Shapes) ->
     """Return transformers' conversions of files, by a name in memory."""
     loading = _core_model_loading()
     steps = _loading_steps(model, quantizer)
+    prefix = model.base_model_prefix
     by_pattern = {pattern: step for step in steps[1] for pattern in step.source_patterns}
     recorders = _recorders(on_disk)
     conversions: dict[str, Any] = {}
     for name in sorted(on_disk, key=loading.dot_natural_key):
-        key, pattern = _renamed(name, steps, model.base_model_prefix, shapes)
+        key, pattern = loading.rename_source_key(name, *steps, prefix, shapes)
+        if key not in shapes and name in shapes:
+            # It has its name in memory in the file.
+            key, pattern = loading.rename_source_key(name, [], [], prefix, shapes)
         if key not in shapes:
             continue
         if key not in conversions:
@@ -188,18 +199,6 @@ def _loading_steps(model: Any, quantizer: Any) -> tuple[list[Any], list[Any]]:
     )
 
 
-def _renamed(
-    name: str, steps: tuple[list[Any], list[Any]], prefix: str, shapes: Shapes
-) -> tuple[str, Any]:
-    """Return a stored tensor's name in memory, and its converter's pattern."""
-    rename = _core_model_loading().rename_source_key
-    key, pattern = rename(name, *steps, prefix, shapes)
-    if key not in shapes and name in shapes:
-        # It has its name in memory in the file.
-        key, pattern = rename(name, [], [], prefix, shapes)
-    return key, pattern
-
-
 def _core_model_loading() -> Any:
     return importlib.import_module("transformers.core_model_loading")
 
@@ -213,14 +212,11 @@ def _make_model(config: Mapping[str, Any]) -> Any:
     names = [name for name in config.get("architectures") or () if hasattr(transformers, name)]
     try:
         settings = transformers.AutoConfig.for_model(model_type, **values)
+        make = transformers.AutoModelForCausalLM.from_config
+        if names:
+            make = getattr(transformers, names[0])._from_config
         with torch.device("meta"), _NoInitialization():
-            if names:
-                return getattr(transformers, names[0])._from_config(
-                    settings, attn_implementation="eager"
-                )
-            return transformers.AutoModelForCausalLM.from_config(
-                settings, attn_implementation="eager"
-            )
+            return make(settings, attn_implementation="eager")
     except Exception as error:  # of any class, by the model and by the checks of its configuration
         raise CheckpointingException(
             f"transformers {transformers.__version__} makes no model of type {model_type!r}, "
@@ -250,10 +246,8 @@ def _model_with(keys: Collection[str], config: Mapping[str, Any]) -> tuple[Any, 
     """
     model = _make_model(config)
     settings = config.get("quantization_config")
-    if not settings:
-        return model, None
     others = set(keys) - model.state_dict().keys()
-    if others:
+    if settings and others:
         quantized = _make_model(config)
         quantizers = importlib.import_module("transformers.quantizers")
         try:
@@ -275,9 +269,9 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     parts = {}
     for name, part in config.items():
-        if name.endswith("_config") and isinstance(part, Mapping):
+        is_part = name.endswith("_config") and name != "quantization_config"
+        if is_part and isinstance(part, Mapping):
             parts[name] = part
-    parts.pop("quantization_config", None)
     if not parts or importlib.util.find_spec("transformers") is None:
         return None
     try:
@@ -292,15 +286,6 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
         if values.get(name):
             completed[name] = {**values[name], **part}
     return completed
-
-
-def _recorded(tensors: Mapping[str, Any]) -> dict[str, MappedTensor]:
-    unknown = [name for name, tensor in tensors.items() if not isinstance(tensor, _Recorder)]
-    if unknown:
-        raise CheckpointingException(
-            f"transformers' conversion computes {unknown[0]!r}, which rules cannot."
-        )
-    return {name: tensor.mapped for name, tensor in tensors.items()}
 
 
 _DTYPE = "F32"

@@ -15,8 +15,7 @@ from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.messages import summarize_keys
 from distckpt._base.options import ExportOptions, check_switch, with_changes
-from distckpt._checkpoint.consistent_read import read_attempts
-from distckpt._checkpoint.file_states import describe
+from distckpt._checkpoint.consistent_read import describe, read_attempts
 from distckpt._foreign.hugging_face import HuggingFaceReader, read_directory
 from distckpt._foreign.seals import read_sealed
 from distckpt._format.foreign_formats import HUGGING_FACE
@@ -24,10 +23,9 @@ from distckpt._format.manifest import Manifest
 from distckpt._format.manifest_reading import manifest_from_bytes
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.tensor_source import TensorSource
-from distckpt._operations.consolidate import consolidate
+from distckpt._operations.consolidate import ExportReport, consolidate, write_and_commit
 from distckpt._operations.export_plan import ExportPlan, plan_export
 from distckpt._operations.export_request import OpenedSources, check_request
-from distckpt._operations.export_write import ExportReport, write_and_commit
 from distckpt._plan.export import (
     OutputTensor,
     check_codes,

@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeAlias
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import check_choice
 from distckpt._geometry.region import Region
-from distckpt.families._config import Shapes, read_config, rules_for
+from distckpt.families._config import read_config, rules_for
+from distckpt.families._transformers_names import Shapes
 from distckpt.jax._maxtext import EMBEDDING, LOGITS, MaxTextModel
 from distckpt.rules._mapped import MappedTensor, TensorSpec, identity
 from distckpt.rules._rule import Rule

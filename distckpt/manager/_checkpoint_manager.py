@@ -19,8 +19,7 @@ from distckpt._base.public import SaysOtherNames
 from distckpt._commit import posix
 from distckpt._io import background
 from distckpt._operations import background_save
-from distckpt._operations.async_save import reserve_for
-from distckpt._operations.background_save import SaveHandle, release_staging_memory
+from distckpt._operations.background_save import SaveHandle, release_staging_memory, reserve_for
 from distckpt._operations.load import Strict, load
 from distckpt._operations.planned_save import (
     SaveRequest,
@@ -301,7 +300,8 @@ class CheckpointManager(SaysOtherNames):
         self._has_planned = True
         write = partial(self._place.write, step)
         if self._is_async:
-            return background_save.start(ranks, background_save.prepare(ranks, planned, write))
+            save = background_save.BackgroundSave(ranks, planned, write)
+            return background_save.start(ranks, save)
         report = write(ranks, planned)
         return background_save.finished_handle(report.location, lambda: report)
 

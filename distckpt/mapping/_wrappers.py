@@ -12,8 +12,15 @@ from typing import Any, NoReturn, TypeAlias, cast
 from distckpt._base.errors import InvalidShardingError, class_of_both
 from distckpt._base.lazy import torch
 from distckpt._base.tree import Position, children_of, dotted, nested_items_iter
-from distckpt.mapping._base import INTEGERS, ReplicaId, ShardedBase, fail, integers
-from distckpt.mapping._kinds import ShardedMeta, megatron_counterpart
+from distckpt.mapping._base import (
+    INTEGERS,
+    ReplicaId,
+    ShardedBase,
+    ShardedMeta,
+    fail,
+    integers,
+    megatron_counterpart,
+)
 
 StateDict: TypeAlias = dict[str, Any]
 CommonStateDict: TypeAlias = dict[str, Any]

@@ -5,15 +5,14 @@ Nothing of Megatron is imported before such a name is used.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, megatron_error
-from distckpt._state.adopted import adopt
+from distckpt._state.flatten import adopt
 from distckpt._state.strictness import StrictHandling
 from distckpt.mapping._sharded_tensor import ShardedTensor
 from distckpt.mapping._wrappers import (
@@ -86,36 +85,21 @@ def taking_ours(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         values = [*args, *kwargs.values()]
         theirs = [_as_megatron(value, name) for value in values]
         named = dict(zip(kwargs, theirs[len(args) :], strict=True))
-        with _own_errors():
+        try:
             result = function(*theirs[: len(args)], **named)
+        except Exception as error:
+            if isinstance(error, megatron_error() or ()):
+                raise CheckpointingException(str(error)) from error
+            raise
         if result is None:
             # It works in place.
             for value, changed in zip(values, theirs, strict=True):
-                _put_back(value, changed)
+                if value is not changed and isinstance(value, dict):
+                    value.clear()
+                    value.update(dict_list_map_outplace(adopt, changed))
         return result
 
     return call
-
-
-def _put_back(container: Any, changed: Any) -> None:
-    """Put the results of a conversion back into its state dict."""
-    if container is not changed and isinstance(container, dict):
-        container.clear()
-        container.update(dict_list_map_outplace(adopt, changed))
-
-
-@contextlib.contextmanager
-def _own_errors() -> Iterator[None]:
-    """Raise errors of Megatron as errors of distckpt.
-
-    These are also instances of Megatron's.
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, megatron_error() or ()):
-            raise CheckpointingException(str(error)) from error
-        raise
 
 
 def _as_megatron(value: Any, name: str) -> Any:

@@ -25,6 +25,7 @@ from distckpt._checkpoint.shards import (
     describe_tensors,
     load_shards,
 )
+from distckpt._checkpoint.stored_values import COMMON_STATE
 from distckpt._commit import posix
 from distckpt._format.manifest import OBJECT
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -35,7 +36,7 @@ from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt._storage import locations
 from distckpt._tools.remove_tensors import remove_tensors
 from distckpt.mapping._sharded_tensor import ShardedTensor
-from distckpt.mapping._wrappers import ShardedObject, ShardedStateDict, StateDict
+from distckpt.mapping._wrappers import ShardedObject, StateDict
 from distckpt.strategies.base import (
     LoadShardedStrategy,
     choose_load_strategy,
@@ -64,8 +65,7 @@ def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
     for attempt in read_attempts(Ranks.alone(), location):
         with attempt:
             strategy = _strategy_that_reads(location, attempt)
-            request: ShardedStateDict = {"common": ShardedObject(COMMON_KEY, None, (1,), (0,))}
-            common = strategy.load(request, location)["common"]
+            common = strategy.load({"common": COMMON_STATE.without_data()}, location)["common"]
     compacted: StateDict = flatten.compact(common)
     return compacted
 

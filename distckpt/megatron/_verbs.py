@@ -235,10 +235,10 @@ def load(
         warns_of_values=mode is not StrictHandling.IGNORE_ALL,
         options=with_changes(load, LoadOptions, None, {**own, **changes, **checks}),
     )
-    loaded = run_load(Ranks(process_group), sharded_state_dict, request)
+    loaded, differences = run_load(Ranks(process_group), sharded_state_dict, request)
     if StrictHandling.requires_returning_mismatch_keys(mode):
-        return loaded.state_dict, set(loaded.missing), set(loaded.unexpected)
-    return loaded.state_dict
+        return loaded, set(differences.missing), set(differences.unexpected)
+    return loaded
 
 
 # ---- background saves as requests, which a queue of asynchronous calls schedules
@@ -255,7 +255,7 @@ def _request_of(
     """
     request = background_save.in_background(replace(request, verb="async_save"))
     planned = _without_limit_on_copies(plan_save(ranks, state_dict, request))
-    save = background_save.prepare(ranks, planned)
+    save = BackgroundSave(ranks, planned)
     return AsyncRequest(
         async_fn=_write_request,
         async_fn_args=(save, None, os.getpid()),

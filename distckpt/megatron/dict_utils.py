@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from distckpt._base.public import set_public_home
-from distckpt._base.tree import Position, children_of, fold, nested_items_iter, new_like
+from distckpt._base.tree import Position, children_of, map_leaves, nested_items_iter, new_like
 
 __all__ = [
     "DiffResult",
@@ -235,7 +235,7 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
 
     The copies are plain ones. If `x` is a leaf, return `f(x)`.
     """
-    return fold(f, new_like, x, _is_nested)
+    return map_leaves(lambda _, leaf: f(leaf), x, _is_nested, join=new_like)
 
 
 def _is_nested(x: Any) -> bool:

@@ -19,9 +19,9 @@ import importlib
 import signal
 from typing import Any
 
-from distckpt._base.tree import fold, is_plain_container, new_like
+from distckpt._base.tree import is_plain_container, map_leaves, new_like
 from distckpt._format.codec import register_object_type
-from distckpt._state.adopted import adopt
+from distckpt._state.flatten import adopt
 from distckpt.mapping._wrappers import ShardedStateDict
 
 __all__ = ["convert", "register_types"]
@@ -53,7 +53,9 @@ def convert(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
     Raises:
         InvalidShardingError: an object describes an impossible placement.
     """
-    converted: ShardedStateDict = fold(adopt, _join, sharded_state_dict, _is_converted)
+    converted: ShardedStateDict = map_leaves(
+        lambda _, leaf: adopt(leaf), sharded_state_dict, _is_converted, join=_join
+    )
     return converted
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from distckpt._plan.selection import renamed
 from distckpt._state.common_state import storable_metadata
 from distckpt.mapping._base import ShardedBase
 from distckpt.mapping._sharded_tensor import ShardedTensor
@@ -178,7 +179,7 @@ def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -
 
     The key is `ShardedBase.key`; the keys of dicts stay.
     """
-    _rename_keys(sharded_state_dict, lambda key: prefix + key)
+    apply_prefix_mapping(sharded_state_dict, {"": prefix})
 
 
 def replace_prefix_for_sharding(
@@ -195,7 +196,7 @@ def replace_prefix_for_sharding(
                 f"expected every key to begin with prefix {old_prefix!r}, but found {value.key!r}; "
                 "apply_prefix_mapping leaves other keys alone"
             )
-    _rename_keys(sharded_state_dict, lambda key: new_prefix + key[len(old_prefix) :])
+    apply_prefix_mapping(sharded_state_dict, {old_prefix: new_prefix})
 
 
 def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[str, str]) -> None:
@@ -205,21 +206,11 @@ def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[
     counts; other keys stay.
     """
 
-    def rename(key: str) -> str:
-        for old, new in prefix_map.items():
-            if key.startswith(old):
-                return new + key[len(old) :]
-        return key
-
-    _rename_keys(sharded_state_dict, rename)
-
-
-def _rename_keys(sharded_state_dict: ShardedStateDict, rename: Callable[[str], str]) -> None:
     # By identity: a value that is at several positions of a state dict is renamed once.
     # In a list, since a single wrapped value is accepted as well.
     wrapped = {id(v): v for v in nested_values([sharded_state_dict]) if isinstance(v, ShardedBase)}
     for value in wrapped.values():
-        value.key = rename(value.key)
+        value.key = renamed(value.key, prefix_map)
 
 
 def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:

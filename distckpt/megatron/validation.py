@@ -16,7 +16,7 @@ from distckpt._commit.presence import READER_VERSION, check_marker
 from distckpt._format.marker import read_marker
 from distckpt._operations.verify import verify
 from distckpt._ranks.collectives import Ranks
-from distckpt._state.adopted import adopt
+from distckpt._state.flatten import adopt
 from distckpt._state.shards import Shard, merge_tables, shard_table
 from distckpt._state.strictness import StrictHandling, handle_mismatch, parse_strict_flag
 from distckpt._state.validation import validate_shards
@@ -99,17 +99,14 @@ def _to_json(shard: Shard) -> dict[str, Any]:
 
 
 def _from_json(fields: dict[str, Any]) -> Shard:
-    plain: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, list):
-            value = tuple(value)
-        plain[name] = value
-    if "dtype" not in plain:
-        return ShardedObject(data=None, **plain)
-    flat = plain.pop("flattened_range")
-    dtype = getattr(torch, plain.pop("dtype"))
+    if isinstance(fields["replica_id"], list):
+        fields["replica_id"] = tuple(fields["replica_id"])
+    if "dtype" not in fields:
+        return ShardedObject(data=None, **fields)
+    flat = fields.pop("flattened_range")
+    dtype = getattr(torch, fields.pop("dtype"))
     return ShardedTensor(
-        data=None, dtype=dtype, flattened_range=None if flat is None else slice(*flat), **plain
+        data=None, dtype=dtype, flattened_range=None if flat is None else slice(*flat), **fields
     )
 
 
@@ -159,7 +156,9 @@ def validate_integrity_and_strict_load(
         known = _keys_of(ckpt_sharded_metadata.values())
         unexpected = _keys_of(local_metadata or _sharded_leaves(sharded_state_dict)) - known
         if StrictHandling.requires_global_app_metadata(strict):
-            missing = known - _keys_of_all(global_metadata)
+            if global_metadata is None:
+                raise CheckpointingException("Cannot find missing keys: global_metadata is None.")
+            missing = known.difference(*map(_keys_of, global_metadata))
         handle_mismatch(strict, missing, unexpected, known, "given as metadata")
     if validate_access_integrity:
         if global_metadata is None:
@@ -172,12 +171,6 @@ def validate_integrity_and_strict_load(
 
 def _keys_of(shards: Iterable[ShardedBase]) -> set[str]:
     return {shard.key for shard in shards}
-
-
-def _keys_of_all(global_metadata: Sequence[Sequence[ShardedBase]] | None) -> set[str]:
-    if global_metadata is None:
-        raise CheckpointingException("Cannot find missing keys: global_metadata is None.")
-    return set[str]().union(*map(_keys_of, global_metadata))
 
 
 def adjust_non_strict_load(

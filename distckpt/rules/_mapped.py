@@ -136,36 +136,33 @@ def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, RegionCo
     ]
 
 
-def _cut(mapped: MappedTensor, region: Region) -> list[tuple[RegionCopy, Region]]:
-    """Return the parts with elements in a region.
+def _cut(mapped: MappedTensor, region: Region) -> Iterator[tuple[RegionCopy, Region]]:
+    """Yield the parts with elements in a region.
 
     Each comes with the part of its target in the region.
     """
     check_inside(region, mapped.shape)
-    overlaps = []
     for part, target in _common_with(mapped, region):
         if part.target_step:
             target = _on_steps(part, target)
         if target.num_elements:
-            overlaps.append((part, target))
-    return overlaps
+            yield part, target
 
 
-def _common_with(mapped: MappedTensor, region: Region) -> list[tuple[RegionCopy, Region]]:
-    """Return the parts that cover elements of a region.
+def _common_with(mapped: MappedTensor, region: Region) -> Iterator[tuple[RegionCopy, Region]]:
+    """Yield the parts that cover elements of a region.
 
     Each comes with the elements that it covers.
     """
     if len(mapped.parts) > _FEW_PARTS:
         rows, offsets, shapes = intersect_many(*mapped.target_arrays, *region)
-        regions = map(Region, map(tuple, offsets.tolist()), map(tuple, shapes.tolist()))
-        return [(mapped.parts[row], common) for row, common in zip(rows, regions, strict=True)]
-    overlaps = []
+        for row, offset, shape in zip(rows, offsets.tolist(), shapes.tolist(), strict=True):
+            yield mapped.parts[row], Region(tuple(offset), tuple(shape))
+        return
     for part in mapped.parts:
         common = intersect(covering(part.target, part.target_step), region)
         if common is not None:
-            overlaps.append((part, common))
-    return overlaps
+            yield part, common
 
 
 def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:
@@ -174,8 +171,12 @@ def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:
     See `resolve`.
     """
     check_inside(region, mapped.shape)
-    common = (intersect(region, padding) for padding in mapped.padding)
-    return [piece.relative_to(region.offset) for piece in common if piece is not None]
+    zeros = []
+    for padding in mapped.padding:
+        common = intersect(region, padding)
+        if common is not None:
+            zeros.append(common.relative_to(region.offset))
+    return zeros
 
 
 def _on_steps(part: RegionCopy, common: Region) -> Region:
@@ -317,26 +318,27 @@ def add(mapped: MappedTensor, value: float) -> MappedTensor:
 def single_rows(mapped: MappedTensor) -> Iterator[RegionCopy]:
     """Cut parts with separate elements into parts of adjacent elements."""
     for part in mapped.parts:
-        apart = [axis for axis, step in enumerate(part.target_step) if step > 1]
-        if apart:
-            yield from _rows_of(part, apart)
-        else:
-            yield part._replace(target_step=())
+        if not part.target_step:
+            yield part
+            continue
+        for row, _ in adjacent_rows(part.target, part.target_step):
+            yield _restrict(part, row, row)._replace(target_step=())
 
 
-def _rows_of(part: RegionCopy, apart: Sequence[int]) -> Iterator[RegionCopy]:
-    """Cut a part by combinations of indices along some axes."""
-    first, shape = part.target
-    steps = part.target_step
-    row_shape = shape
-    for axis in apart:
-        row_shape = with_item(row_shape, axis, 1)
-    for index in itertools.product(*(range(shape[axis]) for axis in apart)):
-        offset = first
-        for axis, number in zip(apart, index, strict=True):
-            offset = with_item(offset, axis, first[axis] + number * steps[axis])
-        row = Region(offset, row_shape)
-        yield _restrict(part, row, row)._replace(target_step=())
+def adjacent_rows(region: Region, steps: tuple[int, ...]) -> Iterator[tuple[Region, Region]]:
+    """Cut elements that lie apart into rows of adjacent ones.
+
+    Yield each row, and its region among the elements.
+    """
+    counts = []
+    sizes = []
+    for size, step in zip(region.shape, steps, strict=True):
+        counts.append(size if step > 1 else 1)
+        sizes.append(1 if step > 1 else size)
+    for index in itertools.product(*map(range, counts)):
+        starts = zip(region.offset, index, steps, strict=True)
+        offset = tuple(first + number * step for first, number, step in starts)
+        yield Region(offset, tuple(sizes)), Region(index, tuple(sizes))
 
 
 def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor], dtype: str) -> MappedTensor:
@@ -398,17 +400,14 @@ def join(pieces: Sequence[MappedTensor], axis: int) -> MappedTensor:
     end = 0
     for piece in pieces:
         for part in piece.parts:
-            parts.append(_moved(part, axis, end) if end else part)
+            offset, shape = part.target
+            place = Region(with_item(offset, axis, offset[axis] + end), shape)
+            parts.append(part._replace(target=place))
         end += piece.shape[axis]
         trimmed += piece.trimmed
     return MappedTensor(
         with_item(pieces[0].shape, axis, end), pieces[0].dtype, tuple(parts), trimmed
     )
-
-
-def _moved(part: RegionCopy, axis: int, distance: int) -> RegionCopy:
-    offset, shape = part.target
-    return part._replace(target=Region(with_item(offset, axis, offset[axis] + distance), shape))
 
 
 def check_inside(region: Region, shape: tuple[int, ...], key: str | None = None) -> None:

@@ -299,9 +299,14 @@ class Stack(Rule):
         keys: Sequence[str],
         tensors: Mapping[str, MappedTensor],
     ) -> MappedTensor:
-        first = tensors[next(key for key in keys if key in tensors)]
+        first_key = next(key for key in keys if key in tensors)
+        first = tensors[first_key]
         shape = list(first.shape)
+        if not -len(shape) <= self.axis + 1 <= len(shape) + 1:
+            why = f"a stack of such tensors has no axis {self.axis}"
+            raise misfit(self, first_key, first, why)
         axis = self.axis % (len(shape) + 1)
+        check_packed(self, first_key, first, moves_last_axis=axis == len(shape))
         shape.insert(axis, 1)
         info = TensorSpec(first.shape, first.dtype)
         pieces = []
@@ -330,6 +335,11 @@ class Interleave(OneNameRule):
 
     axis: int = 0
     num: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num < 1:
+            raise ValueError(f"{self}: interleave one piece or more")
 
     def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Produced:
         axis = normalize_axis(self, key, tensor, self.axis)

@@ -196,12 +196,15 @@ class Assemble(Rule):
         for key in self.sources:
             groups[key] = ([key], [])
         for name, mapped in self.tensors.items():
-            keys = list(dict.fromkeys(part.key for part in mapped.parts))
+            # An empty tensor has no parts: it comes with the first source.
+            keys = [part.key for part in mapped.parts] or list(self.sources)[:1]
             group = groups[keys[0]]
-            for other in [groups[key] for key in keys if groups[key] is not group]:
-                group[0].extend(other[0])
-                group[1].extend(other[1])
-                groups.update(dict.fromkeys(other[0], group))
+            for key in keys:
+                other = groups[key]
+                if other is not group:
+                    group[0].extend(other[0])
+                    group[1].extend(other[1])
+                    groups.update(dict.fromkeys(other[0], group))
             group[1].append(name)
         return list({id(group): group for group in groups.values()}.values())
 

@@ -10,7 +10,6 @@ import contextlib
 import math
 import operator
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -101,28 +100,25 @@ def save_safetensors_streaming(
     """
     location = locations.normalize(filepath)
     layout = _lay_out([list(_announced(state_dict_meta).values())], metadata)
-    if not locations.is_local(location):
-        if not rename:
-            raise ValueError(
-                f"rename=False needs a local path; {os.fspath(filepath)!r} can only be written in "
-                "place"
-            )
-        if locations.exists(location):
-            raise _in_the_way(location)
-        with _written_files([location], layout, tensor_iter):
-            return os.fspath(filepath)
-    if os.path.isdir(location):
+    is_local = locations.is_local(location)
+    if not (is_local or rename):
+        raise ValueError(
+            f"rename=False needs a local path; {os.fspath(filepath)!r} can only be written in place"
+        )
+    is_taken = os.path.isdir if is_local else locations.exists
+    if is_taken(location):
         raise _in_the_way(location)
+    written = location
     if not rename:
         # Programs look for it there; a file of an earlier call is replaced.
-        temporary = f"{location}.tmp"
-        locations.remove_file(temporary)
-        with _written_files([temporary], layout, tensor_iter):
-            return temporary
-    temporary = locations.temporary_beside(location)
-    with _written_files([temporary], layout, tensor_iter):
-        locations.replace_file(temporary, location)
-    return os.fspath(filepath)
+        written = f"{location}.tmp"
+        locations.remove_file(written)
+    elif is_local:
+        written = locations.temporary_beside(location)
+    with _written_files([written], layout, tensor_iter):
+        if is_local and rename:
+            locations.replace_file(written, location)
+    return os.fspath(filepath) if rename else written
 
 
 def save_safetensors_streaming_sharded(
@@ -196,9 +192,12 @@ def _announced(state_dict_meta: StateDictMeta) -> dict[str, Entry]:
             )
         if min(sizes, default=0) < 0:
             raise ValueError(f"the tensor {name!r} is announced with the shape {sizes}")
-        if name in entries or name == "__metadata__" or not _is_text(name):
-            problem = "twice" if name in entries else "under a name that safetensors does not allow"
-            raise ValueError(f"the tensor {name!r} is announced {problem}")
+        if name in entries:
+            raise ValueError(f"the tensor {name!r} is announced twice")
+        if name == "__metadata__" or not _is_text(name):
+            raise ValueError(
+                f"the tensor {name!r} is announced under a name that safetensors does not allow"
+            )
         meta = TensorMeta(name, known, sizes)
         entries[name] = Entry(*meta, meta.num_bytes)
     return entries
@@ -284,7 +283,7 @@ def _aligned(entries: Sequence[Entry]) -> Sequence[Entry]:
     return entries
 
 
-class _Files(ABC):
+class _Files:
     """Files of a layout, of which one at a time is open.
 
     There may be more than a process may open.
@@ -296,14 +295,6 @@ class _Files(ABC):
         self._created: list[str] = []
         self._location = ""
         self._file: Any = None
-
-    @abstractmethod
-    def create(self) -> None:
-        """Begin before the first tensor comes."""
-
-    @abstractmethod
-    def write(self, file: int, entry: Entry, tensor: torch.Tensor) -> None:
-        """Write a tensor."""
 
     def finish(self) -> None:
         """Complete all files."""
@@ -405,33 +396,28 @@ def _written_files(
     Raises:
         ValueError: announced tensors are missing, or other tensors have come.
     """
-    kind = _LocalFiles if locations.is_local(paths[0]) else _RemoteFiles
-    files = kind(paths, layout)
+    files: _LocalFiles | _RemoteFiles = _RemoteFiles(paths, layout)
+    if locations.is_local(paths[0]):
+        files = _LocalFiles(paths, layout)
+    awaited = dict.fromkeys(layout.places)
     try:
         files.create()
-        _write_all(files, layout, tensor_iter)
+        for name, tensor in tensor_iter:
+            _check(layout, awaited, name, tensor)
+            files.write(*layout.places[name], tensor.detach())
+            del awaited[name]
+            # Its memory is needed for the next one.
+            del tensor
+        if awaited:
+            raise ValueError(
+                f"{len(awaited)} of {len(layout.places)} announced tensors were not written: "
+                f"{summarize_keys(awaited)}"
+            )
         files.finish()
         yield
     except BaseException:
         files.remove()
         raise
-
-
-def _write_all(
-    files: _Files, layout: StreamLayout, tensor_iter: Iterable[tuple[str, torch.Tensor]]
-) -> None:
-    awaited = dict.fromkeys(layout.places)
-    for name, tensor in tensor_iter:
-        _check(layout, awaited, name, tensor)
-        files.write(*layout.places[name], tensor.detach())
-        del awaited[name]
-        # Its memory is needed for the next one.
-        del tensor
-    if awaited:
-        raise ValueError(
-            f"{len(awaited)} of {len(layout.places)} announced tensors were not written: "
-            f"{summarize_keys(awaited)}"
-        )
 
 
 def _check(

@@ -136,8 +136,7 @@ def _cast_floats(
     target = as_torch_dtype(dtype)
     if not target.is_floating_point:
         raise ValueError(f"floating tensors are not cast to {target}: give a floating dtype")
-    is_cast = tensor.is_floating_point() and tensor.element_size() > 1
-    if is_cast:
+    if tensor.is_floating_point() and tensor.element_size() > 1:
         return tensor.to(target)
     return tensor
 

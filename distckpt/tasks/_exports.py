@@ -15,14 +15,18 @@ from distckpt._compute.merge import check_is_apart, check_terms, plan_opened_sum
 from distckpt._format.hf_names import INDEX_NAME, SINGLE_NAME, belongs_to_export
 from distckpt._io.export import export_settings, num_export_threads, output_file
 from distckpt._io.write import NewFile
-from distckpt._operations.consolidate import plan_opened
+from distckpt._operations.consolidate import (
+    ExportReport,
+    complete_export,
+    plan_opened,
+    report_of_export,
+)
 from distckpt._operations.export_request import (
     check_export_options,
     check_target,
     locate_sources,
     open_sources,
 )
-from distckpt._operations.export_write import ExportReport, complete_export, report_of_export
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.tasks._outputs import FileWork, overflows_of

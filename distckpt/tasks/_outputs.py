@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from distckpt._base.memory import Bytes
-from distckpt._checkpoint.file_states import states_of
+from distckpt._checkpoint.consistent_read import states_of
 from distckpt._commit.output import Output, OutputSettings, continued_output
 from distckpt._format.marker import CONFIG_FNAME
-from distckpt._geometry.units import Span
+from distckpt._geometry.units import Unit
 from distckpt._io.tensor_source import TensorSource
 from distckpt._io.write import Fill, NewFile, WriteSettings, write_files, write_span
 from distckpt._storage import locations
@@ -58,7 +58,7 @@ class OutputWork(Work):
             output = self.output()
             output.begin_again()
             if is_new:
-                output.check_space()
+                output.check_space(self.settings.num_bytes)
 
     def damaged(self) -> list[str]:
         directory = self.directory()
@@ -162,7 +162,7 @@ def _counting_from(file: NewFile, start: int, uncounted: Fill) -> NewFile:
     """
     starts = list(itertools.accumulate(file.chunk_bytes, initial=len(file.header)))
 
-    def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
+    def fill(unit: Unit, memory_of_thread: Bytes) -> list[Bytes]:
         if unit and starts[unit[0].chunk] + unit[0].start < start:
             return uncounted(unit, memory_of_thread)
         return file.fill(unit, memory_of_thread)

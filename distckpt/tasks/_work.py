@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 
 from distckpt._base import version
 from distckpt._base.errors import CheckpointingException
-from distckpt._checkpoint.consistent_read import reading
-from distckpt._checkpoint.file_states import states_of_files
+from distckpt._checkpoint.consistent_read import reading, states_of_files
 from distckpt._checkpoint.opening import check_is_unchanged
 from distckpt._format.manifest import FORMAT_VERSION
 from distckpt._format.stored_checkpoint import StoredCheckpoint

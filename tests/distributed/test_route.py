@@ -399,7 +399,7 @@ def _contact_is_lost_at_the_end(rank: int, address: str) -> list[int]:
     def losing(*args: Any) -> Any:
         restored = original(*args)
         redistribute.restore = original
-        raise lost_contact({1: TimeoutError()}, f"lost after {restored.figures[0]} bytes")
+        raise lost_contact({1: TimeoutError()}, f"lost after {restored[-1][0]} bytes")
 
     if rank == 0:
         redistribute.restore = losing

@@ -72,14 +72,15 @@ def plan_divided(
     payloads = [b""] * len(tables)
     for rank, planner in planners.items():
         payloads[rank] = planner.finish(CutPoints(**columns_of(cuts[rank])))
-    coordinator.gather_shares(payloads)
+    shares_of_ranks = coordinator.join_shares(payloads)
     pieces = []
     factors = []
     for table, own, rows_of_rank, shares in zip(
-        tables, own_keys, rows, coordinator.shares_by_rank(), strict=True
+        tables, own_keys, rows, shares_of_ranks, strict=True
     ):
         answers = []
-        for message, rows_of_planner in zip(unpack_parts(shares), rows_of_rank, strict=True):
+        _, *messages = unpack_parts(shares)
+        for message, rows_of_planner in zip(messages, rows_of_rank, strict=True):
             answers.append(PlannedRows.from_bytes(message, rows_of_planner))
         pieces.append(join_pieces(table, answers, own.ids, aliases))
         factors.append(join_factors(table, answers))

@@ -368,6 +368,17 @@ def weights_of(num_experts=2, width=8):
             ),
             "do not hold 3 experts with gate",
         ),
+        (
+            lambda: grouped_mlp_sharded_state_dict(
+                *weights_of(),
+                sharded_offsets=[(1, 0, 2)],
+                num_local_experts=2,
+                gated=True,
+                ep_rank=0,
+                ep_size=1,
+            ),
+            r"sharded_offsets \[\(1, 0, 2\)\] must give .* for the axes 0 to 0",
+        ),
     ],
 )
 def test_errors_say_what_does_not_fit(make, problem):

@@ -393,6 +393,8 @@ MISFITS = [
     (Concat(("a", "b.1"), "x", axis=1), r"'b\.1' of shape \(5, 6\).*'a' has shape \(4, 6\)"),
     (Concat(("a", "a"), "x"), "uses 'a' twice, for 'x' and for 'x'"),
     (Transpose("a", "x", (0, 2, 1)), "should have 3 axes"),
+    (Stack("b.*", "x", axis=3, size=2), "a stack of such tensors has no axis 3"),
+    (Stack("b.*", "x", axis=-4, size=2), "a stack of such tensors has no axis -4"),
     (Trim("a", 0, 5), "axis 0 cannot be trimmed to size 5"),
     (Rename("a", "b.0"), "named 'b.0': it is in the checkpoint, and Rename.* makes it of 'a'"),
     (Rename("b.*", "x"), "named 'x': Rename.* makes it of 'b.0', and Rename.* makes it of 'b.1'"),
@@ -439,6 +441,8 @@ def test_a_rule_must_match_something_and_as_often_as_it_says():
         (Concat, ("a", "x"), "a tuple of one pattern or more"),
         (Concat, (("a.*", "b"), "x"), "same number of wildcards"),
         (Transpose, ("a", "b", (0, 2)), "name every axis"),
+        (Interleave, ("a", "b", 0, 0), "one piece or more"),
+        (Interleave, ("a", "b", 0, -2), "one piece or more"),
     ],
 )
 def test_rules_that_make_no_sense_cannot_be_made(rule, arguments, message):
@@ -447,11 +451,13 @@ def test_rules_that_make_no_sense_cannot_be_made(rule, arguments, message):
 
 
 def test_bytes_that_hold_two_elements_are_not_torn_apart():
-    tensors = {"a": TensorSpec((4, 6), "F4")}
-    for rule in (Transpose("a", "b"), Unstack("a", "b{i}", axis=1)):
+    tensors = {"a": TensorSpec((4, 6), "F4"), "c.0": TensorSpec((4, 6), "F4")}
+    stack = Stack("c.*", "d", axis=-1, size=1)
+    for rule in (Transpose("a", "b"), Unstack("a", "b{i}", axis=1), stack):
         with pytest.raises(InvalidShardingError, match="must stay together"):
             apply_rules([rule], tensors)
-    assert len(apply_rules([Unstack("a", "b{i}"), Split("b0", ("x", "y"))], tensors)) == 5
+    rules = [Unstack("a", "b{i}"), Split("b0", ("x", "y")), replace(stack, axis=1)]
+    assert len(apply_rules(rules, tensors)) == 6
 
 
 def test_keys_with_a_prefix_need_one_more_rule():
@@ -509,6 +515,32 @@ def test_listed_tensors_are_assembled_of_what_earlier_rules_made():
         apply_rules([assemble], {"a": TensorSpec((4, 6), "I64"), "b": TensorSpec((4,), "I64")})
     with pytest.raises(LoadMismatchError, match="'a' is missing"):
         apply_rules([assemble], {"b": TensorSpec((3,), "I64")})
+
+
+def test_listed_tensors_may_share_several_sources():
+    arrays = numbered_arrays(a=(2,), b=(2,), c=(2,))
+    rules = [
+        Split("b", ("b0", "b1")),
+        Split("c", ("c0", "c1")),
+        Concat(("b0", "c0"), "x"),
+        Concat(("a", "b1", "c1"), "y"),
+    ]
+    assemble = Assemble(apply_rules(rules, infos(arrays)), {"a": (2,), "b": (2,), "c": (2,)})
+    expected = {
+        "x": np.concatenate([arrays["b"][:1], arrays["c"][:1]]),
+        "y": np.concatenate([arrays["a"], arrays["b"][1:], arrays["c"][1:]]),
+    }
+    assert_same(converted([assemble], arrays), expected)
+    assert_round_trip([assemble], arrays)
+
+
+def test_listed_tensors_may_be_empty():
+    arrays = numbered_arrays(w=(2,), e=(0, 3))
+    recorded = apply_rules([Rename("e", "x"), Rename("w", "y")], infos(arrays))
+    assemble = Assemble(recorded, {"w": (2,), "e": (0, 3)})
+    expected = {"x": arrays["e"], "y": arrays["w"]}
+    assert_same(converted([assemble], arrays), expected)
+    assert_round_trip([assemble], arrays)
 
 
 def test_stacked_and_interleaved_tensors_come_back():

@@ -7,8 +7,9 @@ import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from distckpt._base.dtypes import LazyTable
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
-from distckpt._base.lazy import LazyTable, torch
+from distckpt._base.lazy import torch
 from distckpt._foreign.torch_dist.unpickle import (
     GlobalName,
     Record,

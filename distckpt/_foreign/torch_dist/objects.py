@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distckpt._base.lazy import LazyTable, torch
+from distckpt._base.dtypes import LazyTable
+from distckpt._base.lazy import torch
 from distckpt._foreign.torch_dist.archive import Archive, ReadRange
 from distckpt._foreign.torch_dist.unpickle import (
     GlobalName,

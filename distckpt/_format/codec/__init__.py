@@ -52,7 +52,7 @@ from distckpt._base.tree import (
     rebuilt,
 )
 from distckpt._format import safetensors_file
-from distckpt._format.codec.decode import Entries, decode_node
+from distckpt._format.codec.decode import Entries, decode_node, require
 from distckpt._format.codec.encode import (
     KEY,
     UnknownObject,
@@ -75,7 +75,6 @@ from distckpt._format.codec.tree import (
     default_functions,
     entry_name,
     error_about_classes,
-    require,
     to_text,
     type_name,
 )
@@ -410,16 +409,11 @@ def _split_blob(blob: memoryview) -> tuple[str, Entries]:
             f"An encoded object is of codec version {version:.50}; this release of distckpt reads "
             f"version {CODEC_VERSION}. Install a newer release: pip install --upgrade distckpt"
         )
-    require(
-        version == CODEC_VERSION,
-        f"codec version {version!r:.50}, this distckpt reads {CODEC_VERSION!r}",
-    )
-    require(
-        all(entry.dtype == "U8" and len(entry.shape) == 1 for entry in layout),
-        "an entry is not of bytes",
-    )
+    if version != CODEC_VERSION:
+        raise ValueError(f"codec version {version!r:.50}, this distckpt reads {CODEC_VERSION!r}")
     entries = Entries()
     for entry in layout:
+        require(entry.dtype == "U8" and len(entry.shape) == 1, "an entry is not of bytes")
         entries[entry.name] = blob[entry.first_byte : entry.first_byte + entry.num_bytes]
     entries.orders = safetensors_file.parse_json(metadata.get("orders", "{}"))
     if "tree_entry" in metadata:

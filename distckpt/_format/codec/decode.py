@@ -36,7 +36,6 @@ from distckpt._format.codec.tree import (
     is_plain_dtype,
     is_tagged,
     registration_named,
-    require,
 )
 
 _MAX_NDIM = 1024
@@ -53,6 +52,12 @@ class Entries(dict[str, memoryview]):
     """Whether the tree holds objects of unknown classes."""
     orders: Mapping[str, Any] = MappingProxyType({})
     """Entry number -> order of its transposed tensor's axes in memory."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError, which `decode` reports as damage, unless a condition holds."""
+    if not condition:
+        raise ValueError(message)
 
 
 def decode_node(node: Json, entries: Entries, depth: int) -> Any:

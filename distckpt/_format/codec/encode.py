@@ -11,6 +11,7 @@ import collections
 import contextlib
 import datetime
 import functools
+import itertools
 import math
 import re
 import struct
@@ -35,7 +36,6 @@ from distckpt._format.codec.tree import (
     TENSOR_DTYPES,
     Json,
     Raw,
-    advice_to_register,
     is_plain_dtype,
     is_tagged,
     nodes,
@@ -128,10 +128,10 @@ _Encoder = Callable[[Any, Writer], Json]
 
 def encode_node(obj: object, writer: Writer) -> Json:
     """Return the tree of an object; other bytes go to `writer.entries`."""
-    return _encoder_of(obj, writer)(obj, writer)
+    return _encoder_of(obj)(obj, writer)
 
 
-def _encoder_of(obj: object, writer: Writer) -> _Encoder:
+def _encoder_of(obj: object) -> _Encoder:
     cls = type(obj)
     encoder = encoders().get(cls)
     if encoder is not None:
@@ -190,10 +190,7 @@ def _refusal_of_kind(obj: object) -> tuple[str, str] | None:
 
 
 def is_object_of_state(obj: object) -> bool:
-    """Return whether an object has its own state, or is sharded.
-
-    Modules have one.
-    """
+    """Return whether an object is sharded, or has state as modules do."""
     if isinstance(obj, type) or type(obj) in encoders() or type(obj) in REGISTERED:
         return False
     methods = (getattr(obj, name, None) for name in ("state_dict", "load_state_dict"))
@@ -219,7 +216,7 @@ def _encode_children(
     nodes = []
     for template, name, child in children:
         writer.path[-1] = (template, name)
-        nodes.append(_encoder_of(child, writer)(child, writer))
+        nodes.append(_encoder_of(child)(child, writer))
     writer.leave(owner)
     return nodes
 
@@ -242,10 +239,7 @@ def _encode_dict(obj: Mapping[Any, object], writer: Writer, template: str = ITEM
     if all(type(key) is str and _is_unicode(key) for key in obj) and not is_tagged(obj):
         return dict(zip(obj, values, strict=True))
     pairs = zip(encode_inline(obj, KEY, writer), values, strict=True)
-    flat: list[Json] = []
-    for pair in pairs:
-        flat += pair
-    return {"$dict": flat}
+    return {"$dict": list(itertools.chain.from_iterable(pairs))}
 
 
 def _encode_defaultdict(obj: collections.defaultdict[Any, object], writer: Writer) -> Json:
@@ -407,7 +401,28 @@ def how_to_register(unknown: UnknownObject) -> str:
     """Return advice to register the class of an unknown object."""
     while inner := next(unknown_objects(unknown.state), None):
         _, unknown = inner
-    return advice_to_register(unknown.name, unknown.state, unknown.fault)
+    name = unknown.name
+    if name.startswith(NOT_STORED):
+        return (
+            f"the save left out this value, of type {name.removeprefix(NOT_STORED)!r}, and stored "
+            f"all others ({unknown.state}). Leave it out of the load."
+        )
+    if unknown.fault:
+        return (
+            f"what is stored of {name!r} does not fit its class as it is registered here "
+            f"({unknown.fault}). Before loading, register the class as it was saved, or a "
+            "from_state that takes such a state."
+        )
+    if name.startswith("megatron."):
+        return (
+            f"its class is Megatron's {name!r}, which is unknown here. Before loading, import it, "
+            "from a version of Megatron that has it."
+        )
+    return (
+        f"its class is registered as {name!r}, which is unknown here. Before loading, call "
+        f"distckpt.register_object_type(cls, name={name!r}), with to_state= and from_state= unless "
+        "cls is an Enum class, a dataclass or a namedtuple class."
+    )
 
 
 def _encode_state(kind: str, to_state: Callable[[Any], object]) -> _Encoder:

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distckpt._base.dtypes import LazyTable
 from distckpt._base.errors import UnsupportedObjectError
-from distckpt._base.lazy import LazyTable, torch
+from distckpt._base.lazy import torch
 
 MAX_DEPTH = 128
 """Containers inside one another. Each takes up to four nested calls, of which Python allows 1000 by
@@ -36,17 +37,12 @@ Json = Any
 Raw = bytes | bytearray | memoryview
 
 
-FACTORIES: dict[str | None, type | None] = {
-    None: None,
-    **{
-        cls.__name__: cls
-        for cls in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
-    },
-    **{
-        cls.__name__: cls
-        for cls in (collections.Counter, collections.OrderedDict, collections.deque)
-    },
-}
+_FACTORIES = (
+    *(bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple),
+    *(collections.Counter, collections.OrderedDict, collections.deque),
+)
+FACTORIES: dict[str | None, type | None] = {None: None}
+FACTORIES |= {cls.__name__: cls for cls in _FACTORIES}
 PATHS: dict[str, type[pathlib.PurePath]] = {
     cls.__name__: cls
     for cls in (
@@ -59,7 +55,7 @@ PATHS: dict[str, type[pathlib.PurePath]] = {
 
 DTYPES: Mapping[str, torch.dtype] = LazyTable(
     lambda: {
-        str(value)[len("torch.") :]: value
+        str(value).removeprefix("torch."): value
         for value in map(functools.partial(getattr, torch), dir(torch))
         if isinstance(value, torch.dtype)
     }
@@ -113,12 +109,6 @@ def type_name(cls: type) -> str:
     if cls.__module__ == "builtins":
         return cls.__qualname__
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError, which `decode` reports as damage, unless a condition holds."""
-    if not condition:
-        raise ValueError(message)
 
 
 class Registration(NamedTuple):
@@ -252,10 +242,8 @@ def _functions_of_fields(
             fields[name] = stored[name] if name in stored else default_of(name)
         unknown = [name for name in stored if name not in fields]
         missing = [name for name in names if fields[name] is dataclasses.MISSING]
-        require(
-            not unknown and not missing,
-            f"stored fields without a place: {unknown}; not stored: {missing}",
-        )
+        if unknown or missing:
+            raise ValueError(f"stored fields without a place: {unknown}; not stored: {missing}")
         return rebuild(fields)
 
     return to_state, from_state
@@ -327,31 +315,6 @@ def segment_text(template: str, value: object) -> str:
 NOT_STORED = "not stored: "
 """Beginning of the name of an `UnknownObject` for a left-out value. A save has left the value out.
 """
-
-
-def advice_to_register(name: str, state: object, fault: str) -> str:
-    """Return advice to register the class of an unknown object."""
-    if name.startswith(NOT_STORED):
-        return (
-            f"the save left out this value, of type {name.removeprefix(NOT_STORED)!r}, and stored "
-            f"all others ({state}). Leave it out of the load."
-        )
-    if fault:
-        return (
-            f"what is stored of {name!r} does not fit its class as it is registered here "
-            f"({fault}). Before loading, register the class as it was saved, or a "
-            "from_state that takes such a state."
-        )
-    if name.startswith("megatron."):
-        return (
-            f"its class is Megatron's {name!r}, which is unknown here. Before loading, import it, "
-            "from a version of Megatron that has it."
-        )
-    return (
-        f"its class is registered as {name!r}, which is unknown here. Before loading, call "
-        f"distckpt.register_object_type(cls, name={name!r}), with to_state= and from_state= unless "
-        "cls is an Enum class, a dataclass or a namedtuple class."
-    )
 
 
 def error_about_classes(

@@ -7,12 +7,12 @@ manifest.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from distckpt._format.chunk_table import ChunkTable
 from distckpt._format.columns import compress, decompress, narrow, pack, unpack
@@ -69,10 +69,11 @@ class Numbering(NamedTuple):
         return max(map(len, self.global_shapes), default=0)
 
     def to_planner(self, planner: int) -> bytes:
-        """Encode the keys of a planner, with their dtypes and shapes."""
-        own = slice(self.edges[planner], self.edges[planner + 1])
+        """Encode the first number and the kinds of a planner's keys."""
+        first = self.edges[planner]
+        own = slice(first, self.edges[planner + 1])
         kinds = [self.keys[own], self.dtypes[own], self.global_shapes[own]]
-        return compress(json.dumps([self.ndim, *kinds]).encode())
+        return compress(json.dumps([first, self.ndim, *kinds]).encode())
 
     def to_ranks(self) -> list[bytes]:
         """Encode for each rank the numbers of its keys, see `KeysOfRank`."""
@@ -169,54 +170,41 @@ class KeysOfRank(NamedTuple):
 def describe_rows(table: ShardTable, own_keys: KeysOfRank, rows: IntArray) -> bytes:
     """Encode some rows of a rank's table for their planner."""
     flags = _IS_MAIN * table.is_main[rows] + _IS_BUFFER * table.is_buffer[rows]
-    numbers = np.zeros((4 + 2 * own_keys.ndim, len(rows)), np.int64)
-    numbers[0] = own_keys.ids[table.key_ids[rows]]
-    numbers[1] = table.shard_ids[rows]
-    numbers[2] = table.tie_ids[rows]
-    numbers[3] = flags + _OPEN_RANK * table.open_ranks[rows]
-    ndim = table.offsets.shape[1]
-    numbers[4 : 4 + ndim] = table.offsets[rows].T
-    numbers[4 + own_keys.ndim :] = 1
-    numbers[4 + own_keys.ndim : 4 + own_keys.ndim + ndim] = table.shapes[rows].T
-    head = np.array([len(rows), table.exchange_group], np.int64)
-    return head.tobytes() + table.digests[rows].tobytes() + _numbers_to_bytes(numbers)
+    numbers = np.vstack(
+        (
+            own_keys.ids[table.key_ids[rows]],
+            table.shard_ids[rows],
+            table.tie_ids[rows],
+            flags + _OPEN_RANK * table.open_ranks[rows],
+            np.full(len(rows), table.exchange_group),
+            *table.digests[rows].view(np.int32).reshape(-1, 2).T,
+            widen(table.offsets[rows], own_keys.ndim, 0).T,
+            widen(table.shapes[rows], own_keys.ndim, 1).T,
+        )
+    )
+    return _to_bytes(numbers)
 
 
-def _numbers_to_bytes(numbers: IntArray) -> bytes:
-    """Encode columns of numbers that are not negative."""
-    is_wide = bool(numbers.max(initial=0) > np.iinfo(np.int32).max)
-    body = numbers.astype(_number_dtype(is_wide)).tobytes()
-    return bytes([is_wide]) + compress(body)
+def _to_bytes(numbers: IntArray) -> bytes:
+    """Encode columns of numbers, behind their dtype."""
+    dtype = b"<i8" if numbers.max(initial=0) > np.iinfo(np.int32).max else b"<i4"
+    return dtype + compress(numbers.astype(dtype.decode()).tobytes())
 
 
-def _numbers_from_bytes(data: bytes, num_columns: int) -> Any:
-    body = np.frombuffer(decompress(data[1:]), _number_dtype(bool(data[0])))
-    return body.reshape(num_columns, -1)
+def _joined(messages: Iterable[bytes], num_columns: int) -> tuple[IntArray, IntArray]:
+    """Decode columns of numbers, one after the other; return them, and their ends."""
 
+    @functools.cache
+    def read(message: bytes) -> IntArray:
+        numbers = np.frombuffer(decompress(message[3:]), message[:3].decode())
+        return numbers.reshape(num_columns, -1)
 
-def _number_dtype(is_wide: bool) -> Any:
-    if is_wide:
-        return np.int64
-    return np.int32
-
-
-class _RowsOfRank(NamedTuple):
-    """The rows that one rank sends to a planner."""
-
-    exchange_group: int
-    digests: npt.NDArray[np.uint64]
-    numbers: IntArray
-
-
-def _read_rows(message: bytes, ndim: int) -> _RowsOfRank:
-    count, exchange_group = np.frombuffer(message, np.int64, 2).tolist()
-    digests = np.frombuffer(message, np.uint64, count, 16)
-    numbers = _numbers_from_bytes(message[16 + 8 * count :], 4 + 2 * ndim)
-    return _RowsOfRank(exchange_group, digests, numbers)
+    tables = list(map(read, messages))
+    return np.concatenate(tables, axis=1), np.cumsum([table.shape[1] for table in tables])
 
 
 def read_descriptions(
-    keys: bytes, first_key: int, messages: Sequence[bytes], senders: IntArray
+    keys: bytes, messages: Sequence[bytes]
 ) -> tuple[GlobalTable, IntArray, list[int]]:
     """Decode the descriptions of all ranks into one table.
 
@@ -225,49 +213,43 @@ def read_descriptions(
 
     Args:
         keys: see `Numbering.to_planner`.
-        first_key: the number of the first key.
-        messages: the distinct descriptions.
-        senders: for each rank, the position of its description among the messages.
+        messages: the descriptions, by rank.
     """
-    ndim, names, dtypes, shapes = json.loads(decompress(keys))
-    distinct_rows = [_read_rows(message, ndim) for message in messages]
-    rows_of_ranks = [distinct_rows[i] for i in senders.tolist()]
-    numbers = np.concatenate([rows.numbers for rows in rows_of_ranks], axis=1)
-    counts = np.array([len(rows.digests) for rows in rows_of_ranks], np.int64)
+    first_key, ndim, names, dtypes, shapes = json.loads(decompress(keys))
+    numbers, ends = _joined(messages, 7 + 2 * ndim)
     flags = numbers[3]
     table = GlobalTable(
         keys=names,
         dtypes=dtypes,
         global_shapes=stacked([tuple(shape) for shape in shapes], ndim, 1),
         ndims=np.array([len(shape) for shape in shapes], np.int64),
-        ranks=np.repeat(np.arange(len(rows_of_ranks)), counts),
+        ranks=np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0)),
         key_ids=numbers[0] - first_key,
         shard_ids=numbers[1],
         tie_ids=numbers[2],
         is_main=(flags & _IS_MAIN) != 0,
         is_buffer=(flags & _IS_BUFFER) != 0,
-        digests=np.concatenate([rows.digests for rows in rows_of_ranks]),
-        offsets=numbers[4 : 4 + ndim].T,
-        shapes=numbers[4 + ndim :].T,
+        digests=numbers[5:7].T.astype(np.int32, "C").view(np.uint64).ravel(),
+        offsets=numbers[7 : 7 + ndim].T,
+        shapes=numbers[7 + ndim :].T,
     )
     choose_main_replicas(table, (flags // _OPEN_RANK).astype(np.uint8))
-    row_starts = np.append(0, np.cumsum(counts))
-    return table, row_starts, [rows.exchange_group for rows in rows_of_ranks]
+    exchange_groups = np.zeros(len(ends), np.int64)
+    exchange_groups[table.ranks] = numbers[4]
+    return table, np.append(0, ends), exchange_groups.tolist()
 
 
 # --- Chunks ---------------------------------------------------------------------------------------
 
 
-def split_chunks(
-    table: ChunkTable, edges: Sequence[int], ndim: int
-) -> tuple[ChunkTable, list[bytes]]:
+def split_chunks(table: ChunkTable, edges: Sequence[int], ndim: int) -> tuple[ChunkTable, bytes]:
     """Separate the chunks that planners receive from the rest.
 
     `ndim` is the largest number of axes of any stored tensor.
 
     Returns:
-        The chunks whose files are not laid out yet, with all files of the rank; and for each
-        planner the other chunks of its keys, encoded.
+        The chunks whose files are not laid out yet, with all files of the rank; and a message to
+        the coordinator with the number of files, and for each planner the other chunks of its keys.
     """
     is_open = np.array([not file.header_bytes for file in table.files], np.bool_)
     is_rest = is_open[table.file_ids]
@@ -276,21 +258,16 @@ def split_chunks(
     offsets = widen(table.offsets, ndim, 0)
     shapes = widen(table.shapes, ndim, 1)
     numbers = np.vstack((*columns, offsets.T, shapes.T))
-    encoded = []
+    parts = [len(table.files).to_bytes(8, "little")]
     for number in range(len(edges) - 1):
-        encoded.append(_numbers_to_bytes(numbers[:, ~is_rest & (planner == number)]))
-    return table.rows(np.flatnonzero(is_rest)), encoded
-
-
-def chunks_message(rest: ChunkTable, encoded: Sequence[bytes]) -> bytes:
-    """Join the results of `split_chunks` into one message to the coordinator."""
-    return pack_parts([len(rest.files).to_bytes(8, "little"), *encoded])
+        parts.append(_to_bytes(numbers[:, ~is_rest & (planner == number)]))
+    return table.rows(np.flatnonzero(is_rest)), pack_parts(parts)
 
 
 def chunks_by_planner(messages: list[bytes]) -> list[bytes]:
     """Sort the chunks of all ranks by planner; return a message for each.
 
-    `messages` are of `chunks_message`. The list is emptied.
+    `messages` are of `split_chunks`. The list is emptied.
     """
     counts, *columns = zip(*map(unpack_parts, messages), strict=True)
     messages.clear()
@@ -302,15 +279,14 @@ def chunks_by_planner(messages: list[bytes]) -> list[bytes]:
 def parts_of_chunks(bundle: bytes, ndim: int) -> list[bytes]:
     """Sort the chunks in a message of `chunks_by_planner` into manifest parts."""
     files, *messages = unpack_parts(bundle)
-    first_files = np.frombuffer(files, np.int64)
-    tables = [_numbers_from_bytes(message, 4 + 2 * ndim) for message in messages]
-    counts = [table.shape[1] for table in tables]
-    key_ids, file_ids, first_bytes, num_bytes, *regions = np.concatenate(tables, axis=1)
+    numbers, ends = _joined(messages, 4 + 2 * ndim)
+    key_ids, file_ids, first_bytes, num_bytes, *regions = numbers
     if not len(key_ids):
         return []
+    first_files = np.repeat(np.frombuffer(files, np.int64), np.diff(ends, prepend=0))
     chunks = ChunkTable.empty()._replace(
         key_ids=key_ids,
-        file_ids=file_ids + np.repeat(first_files, counts),
+        file_ids=file_ids + first_files,
         first_bytes=first_bytes,
         num_bytes=num_bytes,
         offsets=np.array(regions[:ndim]).T,

@@ -25,7 +25,6 @@ from distckpt._io.divided.descriptions import (
     KeysOfRank,
     Numbering,
     chunks_by_planner,
-    chunks_message,
     describe_rows,
     number_keys,
     parts_of_chunks,
@@ -53,10 +52,10 @@ from distckpt._io.shared_plan import Share, SharedPlan
 from distckpt._plan.layout import manifest_without_chunks
 from distckpt._plan.save import (
     CutLine,
-    OwnedParts,
+    OwnedPieces,
+    assign_pieces,
     find_aliases,
     group_replicas,
-    parts_of_lines,
 )
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import pack_parts, unpack_parts
@@ -97,22 +96,20 @@ def plan_divided(
     # Without validation, elements that no rank holds are accepted.
     allow_gaps = not options.validate_access_integrity
     planning = PartPlanning(allow_gaps, bool(options.validate_replicas))
-    with ranks.telling(_STEP) as exchange:
+    with ranks.telling(_STEP) as reports:
         if bundle:
-            exchange.payload = planning.begin(bundle)
-    with ranks.answering(exchange, _STEP):
+            reports.payload = planning.begin(bundle)
+    with ranks.answering(reports, _STEP):
         if ranks.is_coordinator:
-            exchange.answer = coordinator.balance(exchange.payloads)
-    number, stride, aliases, has_differences, ndim = json.loads(exchange.answer)
+            reports.answer = coordinator.balance(reports.payloads)
+    number, stride, aliases, has_differences, ndim = json.loads(reports.answer)
     cuts = ranks.decide_each(_STEP, coordinator.cuts_by_rank)
-    with ranks.telling(_STEP) as exchange:
+    with ranks.telling(_STEP, answer_each=True) as shares:
         if bundle:
-            exchange.payload = planning.finish(CutPoints(**columns_of(cuts)))
-    with ranks.answering(exchange, _STEP):
-        if ranks.is_coordinator:
-            exchange.answer = bytes([coordinator.gather_shares(exchange.payloads)])
-    has_files = any(exchange.answer)
-    messages = unpack_parts(ranks.decide_each(_STEP, coordinator.shares_by_rank))
+            shares.payload = planning.finish(CutPoints(**columns_of(cuts)))
+    has_files, *messages = unpack_parts(
+        ranks.decide_each(_STEP, lambda: coordinator.join_shares(shares.payloads), shares)
+    )
     answers = []
     for message, rows in zip(messages, rows_of_planners, strict=True):
         answers.append(PlannedRows.from_bytes(message, rows))
@@ -123,7 +120,7 @@ def plan_divided(
         number=number,
         stride=stride,
         sampled=sampled,
-        has_checksum_file=has_files,
+        has_checksum_file=bool(has_files),
         factors=join_factors(table, answers),
         pieces=join_pieces(table, answers, own_keys.ids, aliases),
     )
@@ -149,10 +146,9 @@ def _gather_parts(
         edges: the first key of each planner in the manifest, then the number of keys.
         ndim: the largest number of axes of any key there.
     """
-    rest, encoded = split_chunks(table, edges, ndim)
-    messages = ranks.gather(chunks_message(rest, encoded))
-    planners = planner_ranks(len(encoded), ranks.size)
-
+    rest, message = split_chunks(table, edges, ndim)
+    messages = ranks.gather(message)
+    planners = planner_ranks(len(edges) - 1, ranks.size)
     bundle = ranks.decide_each(
         _STEP, lambda: _by_rank(chunks_by_planner(messages), planners, ranks.size)
     )
@@ -180,7 +176,8 @@ class _PlannerReport(NamedTuple):
 
     Attributes:
         groups: the bytes to distribute.
-        aliases: pairs of tied keys, of which only the second is stored.
+        aliases: pairs of tied keys, of which only the second is stored, from the planner's first
+            key on.
         num_replicated: see the function of this name.
         differing: replicas that differ, see `differences_to_json`; None if all are equal.
     """
@@ -219,18 +216,15 @@ class PartPlanning:
 
     def begin(self, bundle: bytes) -> bytes:
         """Validate the shards of some keys; return a report, or a refusal."""
-        keys, first_key, senders, *messages = unpack_parts(bundle)
-        first = int.from_bytes(first_key, "little")
-        positions = np.frombuffer(senders, np.int32).astype(np.int64)
-        self._table, self._row_starts, exchange_groups = read_descriptions(
-            keys, first, messages, positions
-        )
+        keys, senders, *distinct = unpack_parts(bundle)
+        messages = [distinct[i] for i in np.frombuffer(senders, np.int32).tolist()]
+        self._table, self._row_starts, exchange_groups = read_descriptions(keys, messages)
         try:
-            return _VALID + self._report(first, exchange_groups).to_bytes()
+            return _VALID + self._report(exchange_groups).to_bytes()
         except InvalidShardingError as error:
             return _INVALID + str(error).encode()
 
-    def _report(self, first_key: int, exchange_groups: Sequence[int]) -> _PlannerReport:
+    def _report(self, exchange_groups: Sequence[int]) -> _PlannerReport:
         table = self._table
         validate_shards(table, allow_gaps=self._allow_gaps)
         differences = find_differences(table)
@@ -250,7 +244,7 @@ class PartPlanning:
         self._factors = replica_factors(table)
         return _PlannerReport(
             self._replica_groups(),
-            [(first_key + alias, first_key + key) for alias, key in aliases.items()],
+            list(aliases.items()),
             num_replicated(self._factors),
             differing,
         )
@@ -273,8 +267,9 @@ class PartPlanning:
 
     def finish(self, cut_points: CutPoints) -> bytes:
         """Encode the number of all pieces, then the answer to each rank."""
-        parts = parts_of_lines(self._table, self._groups, self._owners, self._cut_lines(cut_points))
-        return pack_parts([len(parts.rows).to_bytes(8, "little"), *self._shares(parts)])
+        cuts = self._cut_lines(cut_points)
+        pieces = assign_pieces(self._table, self._groups, self._owners, cuts)
+        return pack_parts([len(pieces.rows).to_bytes(8, "little"), *self._shares(pieces)])
 
     def _cut_lines(self, cut_points: CutPoints) -> Iterator[CutLine]:
         low = 0
@@ -283,16 +278,16 @@ class PartPlanning:
             yield (*line, cut_points.positions[low:high], tolerance)
             low = high
 
-    def _shares(self, parts: OwnedParts) -> list[bytes]:
+    def _shares(self, pieces: OwnedPieces) -> list[bytes]:
         """Encode the answer to each rank, see `PlannedRows`."""
         shares = []
         ndim = self._table.offsets.shape[1]
-        local_rows = parts.rows - self._row_starts[parts.ranks]
-        regions = np.hstack((parts.offsets, parts.shapes)).astype(np.int64)
+        local_rows = pieces.rows - self._row_starts[pieces.ranks]
+        regions = np.hstack((pieces.offsets, pieces.shapes)).astype(np.int64)
         with_factor = np.flatnonzero(self._factors)
         factor_bounds = np.searchsorted(with_factor, self._row_starts).tolist()
         ranges_of_ranks = zip(
-            itertools.pairwise(parts.bounds(len(self._sampled))),
+            itertools.pairwise(pieces.bounds(len(self._sampled))),
             itertools.pairwise(factor_bounds),
             self._row_starts.tolist(),
             self._sampled,
@@ -300,7 +295,7 @@ class PartPlanning:
         )
         for (low, high), (first, last), row_start, sampled_rows in ranges_of_ranks:
             rows = local_rows[low:high]
-            is_whole = parts.is_whole[low:high]
+            is_whole = pieces.is_whole[low:high]
             is_cut = ~is_whole
             factor_rows = with_factor[first:last]
             counts = [is_whole.sum(), is_cut.sum(), len(factor_rows), len(sampled_rows), ndim]
@@ -325,7 +320,6 @@ class Coordinator:
     not_stored: Sequence[int] = ()
     _numbering: Numbering
     _cuts: list[CutPoints]
-    _shares: list[list[bytes]]
 
     def __init__(self, num_ranks: int, num_planners: int) -> None:
         self._num_ranks = num_ranks
@@ -347,10 +341,9 @@ class Coordinator:
         for planner, messages in enumerate(descriptions):
             positions: dict[bytes, int] = {}
             senders = [positions.setdefault(message, len(positions)) for message in messages]
-            first_key = self._numbering.edges[planner].to_bytes(8, "little")
             keys = self._numbering.to_planner(planner)
             sender_bytes = np.array(senders, np.int32).tobytes()
-            bundles.append(pack_parts([keys, first_key, sender_bytes, *positions]))
+            bundles.append(pack_parts([keys, sender_bytes, *positions]))
             descriptions[planner] = []
         return _by_rank(bundles, self._planners, self._num_ranks)
 
@@ -364,8 +357,9 @@ class Coordinator:
         self._cuts = choose_cuts([report.groups for report in reports])
         aliases: list[tuple[int, int]] = []
         differing = []
-        for report in reports:
-            aliases += report.aliases
+        for first, report in zip(self._numbering.edges, reports, strict=False):
+            for alias, key in report.aliases:
+                aliases.append((first + alias, first + key))
             if report.differing:
                 differing.append(report.differing)
         self.not_stored = [alias for alias, _ in aliases]
@@ -385,20 +379,21 @@ class Coordinator:
         cuts = list(map(to_bytes, self._cuts))
         return _by_rank(cuts, self._planners, self._num_ranks)
 
-    def gather_shares(self, payloads: Sequence[bytes]) -> bool:
-        """Keep the answers of planners; return whether checksums need files."""
+    def join_shares(self, payloads: Sequence[bytes]) -> list[bytes]:
+        """Return, by rank, the answers of all planners.
+
+        Before them comes whether checksums need files.
+        """
         assert self.manifest is not None
         num_pieces = 0
-        self._shares = []
+        shares_of_planners = []
         for rank in self._planners:
             count, *shares = unpack_parts(payloads[rank])
             num_pieces += int.from_bytes(count, "little")
-            self._shares.append(shares)
-        return needs_checksum_files(num_blocks_of(self.manifest) + num_pieces)
-
-    def shares_by_rank(self) -> list[bytes]:
-        """Return, by rank, the answers of all planners."""
-        return [pack_parts(shares) for shares in zip(*self._shares, strict=True)]
+            shares_of_planners.append(shares)
+        has_files = needs_checksum_files(num_blocks_of(self.manifest) + num_pieces)
+        flag = b"+" if has_files else b""
+        return [pack_parts([flag, *shares]) for shares in zip(*shares_of_planners, strict=True)]
 
 
 # --- Replicas that differ -------------------------------------------------------------------------
@@ -427,4 +422,5 @@ def join_differences(parts: Sequence[Any]) -> ReplicasToCompare:
             pairs.append(Pair(key, dtype, num_elements, main, other))
         num_before.update({int(rank): num for rank, num in num_rows.items()})
     error = InvalidShardingError(parts[0][-1])
-    return ReplicasToCompare(keys, sorted(ranks), pairs, error=error)
+    # Ranks hear from the planners which rows to send.
+    return ReplicasToCompare(keys, sorted(ranks), pairs, [], error)

@@ -152,16 +152,12 @@ def _describe_param(
             pairs[key] = tensor.dtype
     forms = {}
     if content.name != shard.key:
-        forms = {key: _form_of(part) for key, part in shards.items()}
+        for key, described in shards.items():
+            part = first_part(described)
+            assert part is not None
+            forms[key] = (part.dtype, tuple(part.global_shape))
     orders = orders_of(content.tensors, param)
     return content._replace(forms=forms, orders=orders, pairs=pairs)
-
-
-def _form_of(shard: TensorShard) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and global shape of a shard or factory."""
-    part = first_part(shard)
-    assert part is not None
-    return part.dtype, tuple(part.global_shape)
 
 
 def fill_gaps(description: OptimizerState, settings: list[Entry]) -> None:

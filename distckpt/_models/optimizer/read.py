@@ -22,7 +22,6 @@ from distckpt._base.tree import (
     HOLE,
     Position,
     dotted,
-    fold,
     is_dict,
     is_plain_container,
     leaves,
@@ -31,7 +30,7 @@ from distckpt._base.tree import (
     without_holes,
 )
 from distckpt._models.dtensor import TensorShard, is_dtensor, is_in_mesh, local_part
-from distckpt._state.adopted import adopt
+from distckpt._state.flatten import adopt
 from distckpt.mapping._sharded_tensor import ShardedTensor
 
 logger = logging.getLogger(__name__)
@@ -195,7 +194,7 @@ def _take_sections(tree: Any, groups: list[dict[str, Any]]) -> tuple[list[Sectio
         return rest
 
     rest = map_nodes(take, tree, is_dict)
-    return sections, fold(lambda leaf: leaf, without_holes, rest, is_dict)
+    return sections, map_leaves(lambda _, leaf: leaf, rest, is_dict, join=without_holes)
 
 
 def _divide(
@@ -377,12 +376,12 @@ def shards_of_parameters(optimizer: Any, model: Iterable[Any]) -> dict[int, Tens
     if not params:
         return {}
     by_position = shards_by_number(model, params)
-    first = get_optim_param_to_id_map(params)
     shards: dict[int, TensorShard] = {}
-    for position, param in enumerate(params):
-        shard = by_position.get(first[id(local_part(param))])
+    for param_id, position in get_optim_param_to_id_map(params).items():
+        param = params[position]
+        shard = by_position.get(position)
         if shard is not None:
-            shards[id(local_part(param))] = shard
+            shards[param_id] = shard
         elif not is_dtensor(param) or is_in_mesh(param):
             raise InvalidShardingError(
                 f"parameter {position} of the optimizer, of shape {tuple(param.shape)}, has no "

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,13 +71,18 @@ def state_target(
     """
     key = f"{prefix}.{shard.key}"
     if f"{key}.tensor_type" in stored:
-        return _own_subclass(own, key)
+        if own is None:
+            raise LoadMismatchError(
+                f"The state {key!r} was saved as a tensor that is made of others, which only the "
+                "optimizer can make: have it make a step (with any gradients) before loading.",
+                unexpected=[key],
+            )
+        return own
     entry = _stored_entry(shard, key, stored)
     if entry is None or entry.dtype is None:
         return _new_like(param, param.dtype)
-    of_param = stored.get(shard.key)
     # A state that was saved with the dtype of the parameter has the dtype of the new parameter.
-    is_like_param = of_param is not None and of_param.dtype == entry.dtype
+    is_like_param = getattr(stored.get(shard.key), "dtype", None) == entry.dtype
     saved = of_pairs or entry.dtype
     is_like_param &= saved.is_complex == param.dtype.is_complex
     dtype = saved
@@ -91,16 +95,6 @@ def state_target(
     if own is not None and _has_form(own, dtype, shape, param):
         return own
     return _new_target(param, shape, dtype, order)
-
-
-def _own_subclass(own: torch.Tensor | None, key: str) -> torch.Tensor:
-    if own is None:
-        raise LoadMismatchError(
-            f"The state {key!r} was saved as a tensor that is made of others, which only the "
-            "optimizer can make: have it make a step (with any gradients) before loading.",
-            unexpected=[key],
-        )
-    return own
 
 
 def _has_form(
@@ -194,10 +188,7 @@ def _reduced_shape(shard: ShardedTensor, stored: tuple[int, ...]) -> tuple[int, 
     ):
         if n not in (size, count):
             return None
-        if n == size:
-            shape.append(local)
-        else:
-            shape.append(1)
+        shape.append(local if n == size else 1)
     return tuple(shape)
 
 
@@ -209,17 +200,12 @@ def _distributed_like(param: Any, whole: torch.Tensor) -> torch.Tensor:
     copied = type(param).from_local(whole, param.device_mesh, run_check=False)
     [copy] = set(copied.placements)
 
-    def is_shared(axis: int | None) -> bool:
-        if axis is None or whole.ndim != param.ndim:
-            return False
-        return bool(whole.shape[axis] == param.shape[axis])
-
     placements = []
     for placement in param.placements:
-        if is_shared(getattr(placement, "dim", None)):
-            placements.append(placement)
-        else:
-            placements.append(copy)
+        axis: Any = getattr(placement, "dim", None)
+        has_axis = axis is not None and whole.ndim == param.ndim
+        is_shared = has_axis and whole.shape[axis] == param.shape[axis]
+        placements.append(placement if is_shared else copy)
     distributed: torch.Tensor = copied.redistribute(placements=placements)
     return distributed
 
@@ -295,8 +281,8 @@ def _restored_state(
             values = loaded.get(place, {})
             of_state = {name: values[name] for name in entry["tensors"] if name in values}
             _fill(own.names[place], tensors, of_state, entry)
-            scalar = partial(_scalar, section.groups[number], param, section.state.get(param))
-            state[param] = _joined_state(entry, tensors, scalar, local_part(param).device)
+            group = section.groups[number]
+            state[param] = _joined_state(entry, tensors, group, param, section.state.get(param))
     return state
 
 
@@ -331,12 +317,13 @@ def _restored_groups(
 def _joined_state(
     entry: Entry,
     tensors: Mapping[str, torch.Tensor],
-    scalar: Callable[[str, Any, torch.dtype], torch.Tensor],
-    device: torch.device,
+    group: Mapping[str, Any],
+    param: torch.Tensor,
+    present: Any,
 ) -> Any:
     """Return the state of a parameter in the optimizer's form.
 
-    It is the reverse of `param_state`.
+    It is the reverse of `param_state`; `present` is the state that the optimizer has.
     """
     left = dict(tensors)
 
@@ -346,7 +333,7 @@ def _joined_state(
         if leaf is HOLE or (leaf is None and name in left):
             return left.pop(name)
         if isinstance(leaf, torch.Tensor):
-            return leaf.to(device)
+            return leaf.to(local_part(param).device)
         return leaf
 
     scalars: dict[str, torch.dtype] = {}
@@ -357,7 +344,8 @@ def _joined_state(
     state: dict[str, Any] = {}
     for name, value in entry["values"].items():
         if name in scalars:
-            state[name] = scalar(name, value, scalars[name])
+            own = present.get(name) if isinstance(present, dict) else None
+            state[name] = _scalar(group, param, own, name, value, scalars[name])
         else:
             state[name] = map_leaves(put_back, value, is_plain_container, (name,))
     state |= left
@@ -385,10 +373,9 @@ def _fill(
 
 
 def _scalar(
-    group: Mapping[str, Any], param: Any, present: Any, name: str, number: Any, dtype: torch.dtype
+    group: Mapping[str, Any], param: Any, own: Any, name: str, number: Any, dtype: torch.dtype
 ) -> torch.Tensor:
     """Make a tensor without axes, where torch's own `load_state_dict` would have it."""
-    own = present.get(name) if isinstance(present, dict) else None
     if isinstance(own, torch.Tensor):
         # In the form that the optimizer uses, where it has one.
         return torch.full_like(own, number)
@@ -411,7 +398,8 @@ def _write_sections(
     if rest is not HOLE:
         others = rest
     if inner is None and not is_plain(optimizer):
-        optimizer.load_state_dict(_with_sections(others, new, own))
+        _put_sections(others, new, own)
+        optimizer.load_state_dict(others)
         return
     state = (inner or optimizer).state
     for section in new:
@@ -425,33 +413,24 @@ def _write_sections(
             _set_options(outer, below)
 
 
-def _with_sections(
-    tree: dict[Any, Any], new: Iterable[Section], own: Iterable[Section]
-) -> dict[Any, Any]:
+def _put_sections(tree: dict[Any, Any], new: Iterable[Section], own: Iterable[Section]) -> None:
+    """Put sections to where `read_sections` took an optimizer's `own` ones from."""
     for section, old in zip(new, own, strict=True):
-        _put_section(tree, section, old)
-    return tree
-
-
-def _put_section(tree: dict[Any, Any], section: Section, own: Section) -> None:
-    """Put a section to where `read_sections` took an optimizer's `own` one from."""
-    node = tree
-    for key in section.path:
-        node = node.setdefault(key, {})
-    if not section.by_number:
-        node.update(section.state)
-        return
-    numbers: dict[torch.Tensor, int] = {}
-    position = 0
-    groups = []
-    for group, before in zip(section.groups, own.groups, strict=True):
-        for param in group["params"]:
+        node = tree
+        for key in section.path:
+            node = node.setdefault(key, {})
+        if not section.by_number:
+            node.update(section.state)
+            continue
+        numbers: dict[torch.Tensor, int] = {}
+        for position, param in enumerate(params_of(section.groups)):
             numbers.setdefault(param, position)
-            position += 1
-        params = [numbers[param] for param in group["params"]]
-        groups.append({**before, **group, "params": params})
-    state = {numbers[param]: value for param, value in section.state.items()}
-    node.update(param_groups=groups, state={**state, **node.get("state", {})})
+        groups = []
+        for group, before in zip(section.groups, old.groups, strict=True):
+            params = [numbers[param] for param in group["params"]]
+            groups.append({**before, **group, "params": params})
+        state = {numbers[param]: value for param, value in section.state.items()}
+        node.update(param_groups=groups, state={**state, **node.get("state", {})})
 
 
 def _set_groups(optimizer: torch.optim.Optimizer, new: list[dict[str, Any]]) -> None:

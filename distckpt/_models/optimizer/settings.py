@@ -398,9 +398,7 @@ def _stored_options(
         return None
     if len(choices) > 1:
         (first, name), (second, other) = list(choices.values())[:2]
-        differing = [
-            key for key in {**first, **second} if repr(first.get(key)) != repr(second.get(key))
-        ]
+        differing = {**_unlike(first, second), **_unlike(second, first)}
         raise LoadMismatchError(
             f"The parameters {name!r} and {other!r} are in one group of the optimizer, but were "
             f"saved in groups that differ in {sorted(differing)}. Create the optimizer with the "

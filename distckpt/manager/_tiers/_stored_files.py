@@ -11,9 +11,9 @@ import numpy as np
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.libc import read_into
 from distckpt._base.memory import Bytes
-from distckpt._format.checksum import checksum
+from distckpt._format.checksum import Checksums, checksum
 from distckpt._format.chunk_table import NO_CHECKSUMS
-from distckpt._format.stored_checkpoint import Checksums, StoredCheckpoint
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.units import Span
 from distckpt._io.write import NewFile, WriteSettings, write_files
 from distckpt._operations.file_checks import (

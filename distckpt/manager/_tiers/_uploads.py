@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distckpt._base.options import SaveOptions
-from distckpt._format.chunk_table import Files, columns_of_files, json_of_files
+from distckpt._format.chunk_table import Files, files_as_stored
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import marker_fields, version_of
 from distckpt._format.manifest_reading import files_in
@@ -153,16 +153,14 @@ def _with_suffix(data: bytes, suffix: str) -> bytes:
     """Return a manifest whose files are in folders with a suffix; the rest stays as it is."""
     fields, columns = unpack(data)
     files = files_in(fields, columns)
-    named = [file._replace(name=in_folder(file.name, suffix)) for file in files]
+    named: Files = [file._replace(name=in_folder(file.name, suffix)) for file in files]
     if not isinstance(files, list):
         # Imported when it is needed: few checkpoints are so large.
         from distckpt._format.file_table import FileTable
 
-        columns |= columns_of_files(FileTable.of(named))
-        fields |= json_of_files(FileTable.of(named))
-    else:
-        fields |= json_of_files(named)
-    return pack(fields, columns)
+        named = FileTable.of(named)
+    file_fields, file_columns = files_as_stored(named)
+    return pack(fields | file_fields, columns | file_columns)
 
 
 def planned_upload(

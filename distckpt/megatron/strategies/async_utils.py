@@ -147,9 +147,7 @@ class AsyncCallsQueue:
         ranks = Ranks.alone() if no_dist else Ranks()
         while self.async_calls:
             task, request = self.async_calls[0]
-            is_done = 1
-            if not blocking:
-                is_done = int(task.done())
+            is_done = int(blocking or task.done())
             if not (ranks.all_equal(is_done) and is_done):
                 break
             self.async_calls.popleft()

@@ -10,7 +10,7 @@ import copy
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions, SaveOptions
@@ -26,6 +26,7 @@ from distckpt.strategies.base import (
     LoadShardedStrategy,
     PreparedSave,
     SaveShardedStrategy,
+    StrategyBase,
     prepare_save,
 )
 
@@ -36,7 +37,37 @@ __getattr__ = forward(
 )
 
 
-class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
+class _WithinGroup(StrategyBase):
+    """A wrapper whose strategy shares work with the ranks of a group."""
+
+    def __init__(self, strategy: Any, group: Any, caches: bool) -> None:
+        self.base_strategy = strategy
+        self.parallelization_group = group
+        self.do_cache_distribution = caches
+        self.backend = strategy.backend
+        self.version = strategy.version
+
+    def configure(self, options: SaveOptions | LoadOptions, process_group: Any) -> Any:
+        configured = copy.copy(self)
+        configured.base_strategy = self.base_strategy.configure(options, process_group)
+        return configured
+
+    def engine_settings(self) -> EngineSettings | None:
+        engine: EngineSettings | None = self.base_strategy.engine_settings()
+        # The methods of a class derived from a wrapper are to be called.
+        if engine is None or type(self) not in _WRAPPERS:
+            return None
+        return replace(engine, exchange_group=self.parallelization_group)
+
+    def _of_megatron(self, method: str) -> Any:
+        """Return a method of Megatron's own wrapper of the same group."""
+        name = type(self).__name__
+        kind = installed("strategies.fully_parallel", name)
+        theirs = kind(self.base_strategy, self.parallelization_group)
+        return taking_ours(getattr(theirs, method), f"{name}.{method}")
+
+
+class FullyParallelSaveStrategyWrapper(_WithinGroup, AsyncSaveShardedStrategy):
     """Let replicas share writing only with the ranks of a group.
 
     Args:
@@ -45,6 +76,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         do_cache_distribution: accepted, as all that follow: plans of saves are always kept, in
             memory alone, and `distckpt.save` decides about checks.
     """
+
+    base_strategy: SaveShardedStrategy
 
     def __init__(
         self,
@@ -58,24 +91,12 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         pg_cache_create: bool = False,
     ) -> None:
         del backend, version, validate_access_integrity, pg_cache_path, pg_cache_create
-        self.base_strategy = get_default_save_sharded_strategy() if strategy is None else strategy
-        if not isinstance(self.base_strategy, SaveShardedStrategy):
+        base = get_default_save_sharded_strategy() if strategy is None else strategy
+        if not isinstance(base, SaveShardedStrategy):
             raise CheckpointingException(
-                "strategy must be a SaveShardedStrategy or None, got "
-                f"{type(self.base_strategy).__name__}."
+                f"strategy must be a SaveShardedStrategy or None, got {type(base).__name__}."
             )
-        self.parallelization_group = parallelization_group
-        self.do_cache_distribution = do_cache_distribution
-        self.backend = self.base_strategy.backend
-        self.version = self.base_strategy.version
-
-    def configure(
-        self, options: SaveOptions | LoadOptions, process_group: Any
-    ) -> FullyParallelSaveStrategyWrapper:
-        return _configured(self, options, process_group)
-
-    def engine_settings(self) -> EngineSettings | None:
-        return _engine_within_group(self, FullyParallelSaveStrategyWrapper)
+        super().__init__(base, parallelization_group, do_cache_distribution)
 
     def prepare(self, sharded_state_dict: ShardedStateDict) -> PreparedSave:
         return prepare_save(self.base_strategy, sharded_state_dict)
@@ -105,10 +126,10 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
         `distckpt.save` does not need it: it divides replicas among the ranks that hold them.
         """
-        _megatron_method(self, "apply_saving_parallelization")(sharded_state_dict)
+        self._of_megatron("apply_saving_parallelization")(sharded_state_dict)
 
 
-class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
+class FullyParallelLoadStrategyWrapper(_WithinGroup, LoadShardedStrategy):
     """Share reads only between the ranks of a group.
 
     Ranks that request the same data do so.
@@ -124,6 +145,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             other the data they have read, and each reads the objects that it requests.
     """
 
+    base_strategy: LoadShardedStrategy
+
     def __init__(
         self,
         strategy: LoadShardedStrategy,
@@ -135,20 +158,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         pg_cache_create: bool = False,
     ) -> None:
         del per_rank_object_load, pg_cache_path, pg_cache_create
-        self.base_strategy = strategy
-        self.parallelization_group = parallelization_group
-        self.do_cache_distribution = do_cache_distribution
+        super().__init__(strategy, parallelization_group, do_cache_distribution)
         self.exchange_algo = exchange_algo
-        self.backend = strategy.backend
-        self.version = strategy.version
-
-    def configure(
-        self, options: SaveOptions | LoadOptions, process_group: Any
-    ) -> FullyParallelLoadStrategyWrapper:
-        return _configured(self, options, process_group)
-
-    def engine_settings(self) -> EngineSettings | None:
-        return _engine_within_group(self, FullyParallelLoadStrategyWrapper)
 
     def load(
         self,
@@ -164,7 +175,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
         `distckpt.load` does not need it: it chooses itself the rank that reads data for several.
         """
-        return _megatron_method(self, "apply_loading_parallelization")(sharded_state_dict)
+        return self._of_megatron("apply_loading_parallelization")(sharded_state_dict)
 
     def load_tensors_metadata(
         self, checkpoint_dir: str | os.PathLike[str]
@@ -182,34 +193,4 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         self.base_strategy.remove_sharded_tensors(os.fspath(checkpoint_dir), key_prefix)
 
 
-_Wrapper = TypeVar("_Wrapper", FullyParallelSaveStrategyWrapper, FullyParallelLoadStrategyWrapper)
-
-
-def _configured(
-    wrapper: _Wrapper, options: SaveOptions | LoadOptions, process_group: Any
-) -> _Wrapper:
-    """Return a copy whose strategy is configured."""
-    configured = copy.copy(wrapper)
-    configured.base_strategy = wrapper.base_strategy.configure(options, process_group)
-    return configured
-
-
-def _engine_within_group(wrapper: _Wrapper, kind: type[_Wrapper]) -> EngineSettings | None:
-    """Return the engine's settings for sharing work within the group.
-
-    None if the wrapped strategy does not use it.
-
-    None for a class derived from a wrapper, too: its methods are to be called.
-    """
-    engine = wrapper.base_strategy.engine_settings()
-    if engine is None or type(wrapper) is not kind:
-        return None
-    return replace(engine, exchange_group=wrapper.parallelization_group)
-
-
-def _megatron_method(wrapper: Any, method: str) -> Any:
-    """Return a method of Megatron's own wrapper of the same group."""
-    name = type(wrapper).__name__
-    kind = installed("strategies.fully_parallel", name)
-    theirs = kind(wrapper.base_strategy, wrapper.parallelization_group)
-    return taking_ours(getattr(theirs, method), f"{name}.{method}")
+_WRAPPERS = (FullyParallelSaveStrategyWrapper, FullyParallelLoadStrategyWrapper)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
 import distckpt
-from tests.support.harness import error_of, run
+from tests.support.harness import error_of
 
 pytest.importorskip("torchdata.stateful_dataloader")
 
@@ -387,14 +387,14 @@ def on_ranks(rank, path, num_steps, loads):
     return batches
 
 
-def test_processes_take_the_rest(tmp_path):
+def test_processes_take_the_rest(run, tmp_path):
     path = str(tmp_path / "step")
     seen = run(on_ranks, 2, path, (2, 2), False)
     seen += run(on_ranks, 1, path, None, True)
     assert sorted(x for batches in seen for batch in batches for x in batch) == list(range(24))
 
 
-def test_ranks_at_different_positions_are_refused(tmp_path):
+def test_ranks_at_different_positions_are_refused(run, tmp_path):
     path = str(tmp_path / "step")
     run(on_ranks, 2, path, (2, 1), False)
     for error in run(on_ranks, 2, path, (0, 0), True):

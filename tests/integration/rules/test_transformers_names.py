@@ -50,6 +50,25 @@ def test_an_export_is_what_transformers_saves_and_fills_the_model_again(family, 
         assert torch.equal(logits_of(opened), logits)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_head_for_no_labels_is_exported(tmp_path):
+    config = transformers.BertConfig(
+        vocab_size=40,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        num_labels=0,
+    )
+    model = transformers.BertForSequenceClassification(config)
+    saved, checkpoint, exported = (tmp_path / name for name in ("saved", "checkpoint", "exported"))
+    model.save_pretrained(saved)
+    distckpt.save({"model": model}, checkpoint)
+    distckpt.consolidate(checkpoint, exported, family="auto", like=saved)
+    assert read_export(saved)["classifier.weight"].shape == (0, 8)
+    assert same_bytes(read_export(exported), read_export(saved))
+
+
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory):
     """A model with fused experts in memory, and its directory, in which each expert is apart."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,17 +20,14 @@ from distckpt._base.tree import (
     copied,
     dotted,
     filled,
-    fold,
+    is_container,
     is_dict,
     is_plain_container,
     leaves,
-    listed,
     map_leaves,
     map_nodes,
-    nodes,
     on_the_way,
     replaced,
-    with_leaves,
 )
 
 
@@ -51,22 +49,22 @@ TREES = st.recursive(
 
 
 def test_leaves_have_their_positions():
-    assert list(leaves(TREE)) == [
+    assert leaves(TREE) == [
         (("a", 0), 1),
         (("a", 1, 0), 2),
         (("a", 1, 1, "b"), 3),
         ((4, 0), 5),
     ]
-    assert list(leaves(7)) == [((), 7)]
+    assert leaves(7) == [((), 7)]
     assert dotted(("a", 1, "b")) == "a.1.b"
 
 
 def test_what_is_not_a_container_is_a_leaf():
-    assert list(leaves(TREE, lambda node: isinstance(node, dict))) == [
+    assert leaves(TREE, lambda node: isinstance(node, dict)) == [
         (("a",), TREE["a"]),
         ((4,), Pair(5, [])),
     ]
-    assert list(leaves([OrderedDict(a=1)], is_plain_container)) == [((0,), OrderedDict(a=1))]
+    assert leaves([OrderedDict(a=1)], is_plain_container) == [((0,), OrderedDict(a=1))]
 
 
 @pytest.mark.parametrize("position", [("x",), ("a", 2), ("a", -1), ("a", "b"), ("a", 0, 0), (4, 2)])
@@ -100,25 +98,20 @@ def test_mapped_trees_have_the_same_containers(tree):
 
     mapped = map_leaves(negated, tree)
     assert [type(node) for node in walk(mapped)] == [type(node) for node in walk(tree)]
-    assert list(leaves(map_leaves(lambda _, leaf: -leaf, mapped))) == list(leaves(tree))
-
-
-@given(TREES)
-def test_a_tree_with_other_leaves_is_the_mapped_tree(tree):
-    assert listed(tree, (), ("at",)) == list(leaves(tree, position=("at",)))
-    negated = (-leaf for _, leaf in listed(tree))
-    assert with_leaves(tree, negated) == map_leaves(lambda _, leaf: -leaf, tree)
+    assert leaves(map_leaves(lambda _, leaf: -leaf, mapped)) == leaves(tree)
 
 
 def test_containers_of_opaque_classes_are_leaves():
     ordered = OrderedDict(a=1)
     tree = {"list": [1, ordered], "pair": Pair(2, [])}
-    items = listed(tree, (OrderedDict, Pair))
+    is_inner = partial(is_container, opaque=(OrderedDict, Pair))
+    items = leaves(tree, is_inner)
     assert items == [(("list", 0), 1), (("list", 1), ordered), (("pair",), Pair(2, []))]
-    changed = with_leaves(tree, iter([3, {"b": [4]}, 5]), (OrderedDict, Pair))
+    values = iter([3, {"b": [4]}, 5])
+    changed = map_leaves(lambda *_: next(values), tree, is_inner)
     assert changed == {"list": [3, {"b": [4]}], "pair": 5}
-    assert listed(ordered, (OrderedDict,)) == [((), ordered)]
-    assert with_leaves(ordered, iter([6]), (OrderedDict,)) == 6
+    assert leaves(ordered, is_inner) == [((), ordered)]
+    assert map_leaves(lambda *_: 6, ordered, is_inner) == 6
 
 
 def walk(node):
@@ -150,15 +143,8 @@ def test_a_copy_shares_only_leaves_and_tuples(tree):
 
 
 @given(TREES)
-def test_each_node_comes_before_what_is_in_it(tree):
-    found = list(nodes(tree))
-    assert [id(node) for _, node in found] == [id(node) for node in walk(tree)]
-    assert all(at(tree, position) is node for position, node in found)
-
-
-@given(TREES)
-def test_a_fold_gets_every_leaf_and_every_container(tree):
-    num_nodes = fold(lambda leaf: 1, lambda container, children: 1 + sum(children), tree)
+def test_a_map_joins_every_leaf_and_every_container(tree):
+    num_nodes = map_leaves(lambda *_: 1, tree, join=lambda _, children: 1 + sum(children))
     assert num_nodes == len(list(walk(tree)))
 
 

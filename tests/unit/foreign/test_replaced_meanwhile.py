@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import distckpt
 from distckpt import CheckpointingException, ShardedTensor
-from distckpt._checkpoint.file_states import seconds_until_settled
+from distckpt._checkpoint.consistent_read import seconds_until_settled
 from distckpt._foreign import hugging_face
 from distckpt._storage.file_state import FileState, has_changed
 from distckpt.readers import register_reader

@@ -161,13 +161,19 @@ def test_a_seal_changes_nothing_and_is_used_by_every_read(copy_of, name):
     assert (folder / SEAL).read_bytes() == content
 
 
+def some_files_in(folder):
+    """A few files of those with very many that are alike."""
+    paths = files_in(folder)
+    return random.Random(folder.name).sample(paths, min(len(paths), 10))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_flipped_bit_in_any_file_is_found(copy_of, name):
     folder = copy_of(name)
     expected, _ = loaded(folder)
     distckpt.seal(folder)
     rng = random.Random(name)
-    for path in files_in(folder):
+    for path in some_files_in(folder):
         content = path.read_bytes()
         positions = {0, len(content) // 2, len(content) - 1, rng.randrange(len(content))}
         for position in positions:
@@ -184,7 +190,7 @@ def test_files_of_another_size_or_name_are_found(copy_of, name):
     folder = copy_of(name)
     expected, _ = loaded(folder)
     distckpt.seal(folder)
-    for path in files_in(folder):
+    for path in some_files_in(folder):
         content = path.read_bytes()
         for other in (content[:-1], content + b"\0", b""):
             path.write_bytes(other)

@@ -13,7 +13,7 @@ import torch
 from distckpt import ShardedTensor
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._move.assignment import MoveSettings
-from distckpt._move.pieces import Pieces, pieces_of
+from distckpt._move.pieces import Pieces, packed, pieces_of, unpacked
 from distckpt._move.plan import RankPlan, plan_moves
 from tests.support.layouts import global_bytes
 from tests.support.random_layouts import DTYPES, elements_of, random_shards
@@ -209,7 +209,7 @@ def check_pair(seed: int) -> None:
     sources, targets = [pieces_of(s, ()) for s in givers], [pieces_of(s, ()) for s in takers]
     settings = MoveSettings(hosts, BUCKET_BYTES)
     tables = [[side.table for side in sides] for sides in (sources, targets)]
-    plans = [RankPlan.from_bytes(plan.to_bytes()) for plan in plan_moves(*tables, settings)]
+    plans = [RankPlan(*unpacked(packed(plan))) for plan in plan_moves(*tables, settings)]
     done = Simulation(plans, sources, targets, BUCKET_BYTES)
     for rank, shards in enumerate(takers):
         for shard, values in zip(shards, expected[rank], strict=True):

@@ -471,6 +471,7 @@ def test_what_does_not_agree_is_named(tmp_path):
         ({"weights": (1,)}, "2 checkpoints, .* a finite weight for each"),
         ({"weights": (None, 1j)}, r"weights=\(None, 1j\).* a finite weight"),
         ({"weights": 2}, "weights=2.* a finite weight"),
+        ({"weights": "12"}, "weights='12'.* give a finite weight for each"),
         ({"ema": "0.5"}, "ema='0.5'.* an ema from 0 to 1"),
         ({"weights": (1, math.nan)}, "a finite weight"),
         ({"weights": (1, math.inf)}, "a finite weight"),

@@ -1,16 +1,19 @@
-"""In-place changes of the state dict given to `load`.
+"""Values of a load that are neither shards nor objects: absent ones, and changes of given ones.
 
-They turn its values into the loaded values. A dict or list that holds no shards and no objects is
-one value: it gets exactly the stored items. A container with shards or objects gets the stored
-values of its own keys. The values that `load` returns have no list, dict or tensor in common with
-them: the next load does not change the result of this one.
+Changes turn the values of the state dict given to `load` into the loaded ones, in place. A dict or
+list that holds no shards and no objects is one value: it gets exactly the stored items. A container
+with shards or objects gets the stored values of its own keys. The values that `load` returns have
+no list, dict or tensor in common with them: the next load does not change the result of this one.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import json
+import logging
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,23 +21,154 @@ import numpy as np
 import torch
 
 from distckpt._base.dtypes import flat_bytes
+from distckpt._base.errors import LoadMismatchError
 from distckpt._base.memory import addresses, overlapping, repeats_memory
+from distckpt._base.messages import summarize_keys
 from distckpt._base.tree import (
     CONTAINERS,
     HOLE,
     Position,
+    at,
     children_of,
     dotted,
-    is_plain_container,
+    is_container,
+    is_copy,
+    is_dict,
     leaves,
+    on_the_way,
     rebuilt,
 )
 from distckpt._format import codec
 from distckpt._format.codec.tree import nodes
+from distckpt._models.objects import Kind
+from distckpt._operations.load_request import Targets
+from distckpt._ranks.collectives import Ranks
+from distckpt._state.strictness import StrictHandling
+from distckpt.mapping._wrappers import StateDict
+
+logger = logging.getLogger(__name__)
 
 _SETTERS = {cls.__setitem__ for cls in (dict, list, OrderedDict, deque)}
 _LISTS = (list, deque)
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+# --- Absent values --------------------------------------------------------------------------------
+
+
+def refuse_absent(targets: Targets, loaded: StateDict) -> None:
+    """Refuse requested plain tensors and values that were not loaded.
+
+    Values that are None may be absent, as may objects, which check for themselves whether they were
+    loaded completely.
+
+    Raises:
+        LoadMismatchError: a tensor or value is missing.
+    """
+    request = targets.request
+    if not request.asks_for_all:
+        return
+    location = targets.source.location
+    values = targets.split.common
+    lost = _absent(tensor_paths(values), loaded)
+    if lost:
+        raise LoadMismatchError(
+            f"The tensors {summarize_keys(lost)} of the state dict are not sharded, and the "
+            f"common state of the checkpoint {location!r} has none there: nothing can be "
+            "loaded for them. Give load the module itself, {'model': model}, or its "
+            "sharded_state_dict(model), in the place of model.state_dict()."
+            + _way_to_read(targets, lost),
+            unexpected=lost,
+        )
+    if request.warns_of_values:
+        return
+    objects = {place.path for place in targets.described.places}
+    absent = _absent(_value_paths(values, objects), loaded)
+    if absent:
+        holder = f"The checkpoint {location!r}"
+        if targets.source.is_live:
+            holder = "What is given"
+        raise LoadMismatchError(
+            f"{holder} holds no value for {summarize_keys(absent)}, which the state dict asks for: "
+            "leave that out of the state dict, and set it yourself afterwards."
+            + _way_to_read(targets, absent),
+            unexpected=absent,
+        )
+
+
+def _way_to_read(targets: Targets, absent: Iterable[str]) -> str:
+    """Name the call that reads a stored tensor of an absent name."""
+    names = tuple(f"{name}." for name in absent)
+    for key in targets.stored:
+        if f"{key}.".startswith(names):
+            return f" A tensor is there: distckpt.open({targets.source.location!r}).read({key!r})."
+    return ""
+
+
+def report_absent_values(ranks: Ranks, targets: Targets, loaded: StateDict) -> frozenset[str]:
+    """Warn about plain tensors, values and objects for which nothing was loaded.
+
+    Return their names on all ranks. Collective operation: all ranks must call it.
+    """
+    request = targets.request
+    if request.mode is not StrictHandling.LOG_ALL and not request.warns_of_values:
+        return frozenset()
+    objects = set()
+    for place in targets.described.places:
+        if request.asks_for_all or place.kind is not Kind.STATEFUL:
+            objects.add(place.path)
+    values = targets.split.common
+    paths = itertools.chain(tensor_paths(values), _value_paths(values, objects))
+    absent = united(ranks, _absent(paths, loaded))
+    if absent and ranks.is_coordinator:
+        logger.warning(
+            "the checkpoint %r holds nothing for %s, which the state dict asks for: not loaded",
+            request.path,
+            summarize_keys(sorted(absent)),
+        )
+    return absent
+
+
+def united(ranks: Ranks, names: Iterable[str]) -> frozenset[str]:
+    """Return the names of all ranks. Collective operation: all ranks must call it."""
+    sent = ranks.all_gather(json.dumps(sorted(names)).encode())
+    return frozenset[str]().union(*map(json.loads, sent))
+
+
+def _absent(paths: Iterable[Position], loaded: StateDict) -> list[str]:
+    absent = []
+    for path in paths:
+        if at(loaded, path, HOLE) is HOLE:
+            absent.append(dotted(path))
+    return absent
+
+
+def tensor_paths(tree: Any) -> Iterator[Position]:
+    """Yield the position of each tensor in nested dicts."""
+    for path, leaf in leaves(tree, is_dict):
+        if isinstance(leaf, torch.Tensor):
+            yield path
+
+
+def _value_paths(tree: Any, objects: Collection[Position]) -> Iterator[Position]:
+    """Yield the position of each value that is not None.
+
+    A dict or list that contains no objects counts as one value.
+    """
+    above = itertools.chain([tree], *(on_the_way(tree, place[:-1]) for place in objects))
+    holders = set(map(id, filter(is_container, above)))
+
+    def is_holder(node: Any) -> bool:
+        is_list = isinstance(node, list | tuple)
+        return id(node) in holders or (is_list and any(item is HOLE for item in node))
+
+    for position, value in leaves(tree, is_holder):
+        is_value = value is not None and value is not HOLE
+        if is_value and position not in objects and id(value) not in holders:
+            yield position
+
+
+# --- Changes of the given state dict --------------------------------------------------------------
 
 
 @dataclass
@@ -140,7 +274,8 @@ def _change_holder(
             continue
         old = given[key]
         place = (*position, key)
-        if not _is_value(old, value):
+        # Shards and objects are missing, or other values, among its values.
+        if not is_copy(old, value):
             _change_holder(changes, place, old, value, new)
             continue
         result = _changed(changes, place, old, new)
@@ -159,19 +294,6 @@ def _are_alike(given: Any, values: Any, loaded: Any) -> bool:
         return isinstance(values, dict) and isinstance(loaded, dict)
     is_sequence = isinstance(given, list | tuple) and isinstance(values, list | tuple)
     return is_sequence and isinstance(loaded, list | tuple) and len(loaded) == len(given)
-
-
-def _is_value(given: Any, value: Any) -> bool:
-    """Return whether a part of a state dict lacks shards and objects.
-
-    Shards and objects are missing, or other values, among its values.
-    """
-    if given is value:
-        return True
-    if not is_plain_container(given) or type(given) is not type(value) or len(given) != len(value):
-        return False
-    pairs = zip(children_of(given), children_of(value), strict=True)
-    return all(key == other and _is_value(old, new) for (key, old), (other, new) in pairs)
 
 
 def _changed(changes: Changes, position: Position, given: Any, new: Any) -> Any:
@@ -284,3 +406,22 @@ def _own(value: Any) -> Any:
     for key, item in children_of(value):
         new[key] = _own(item)
     return new
+
+
+def warn_of_unchanged(changes: Changes, location: str) -> None:
+    if changes.fixed:
+        logger.warning(
+            "what the checkpoint %r holds for %s is in the dict that load returns, and not in the "
+            "one that was given: tuples, frozen dicts, and lists of objects that have another "
+            "length cannot be changed",
+            location,
+            summarize_keys(changes.fixed),
+        )
+    if changes.not_filled:
+        logger.warning(
+            "the tensors %s of the state dict are not filled: what the checkpoint %r holds there "
+            "has other shapes, dtypes, memory or containers, or is no tensor, and takes their "
+            "places in the dict. A module that they belong to keeps its own values",
+            summarize_keys(changes.not_filled),
+            location,
+        )
