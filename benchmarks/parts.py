@@ -39,7 +39,7 @@ from distckpt import tasks, torch_dist
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._ranks.collectives import Ranks
 from distckpt._tools.stats import compute_stats
-from distckpt.tasks import _work as work
+from distckpt.tasks import _pieces as work
 from tests.support.calls import Call, watched
 from tests.support.s3_server import FaultyProxy, new_bucket, reached_at, running_server
 

@@ -26,11 +26,7 @@ from distckpt._plan.load import Request, plan_load
 from distckpt._ranks.collectives import Ranks
 from distckpt._tools.diff import plan_diff
 from distckpt._tools.reshard import tensor_file
-from distckpt._tools.reshard_plan import (
-    ReshardOptions,
-    ReshardRequest,
-    plan_reshard,
-)
+from distckpt._tools.reshard_plan import ReshardRequest, plan_reshard
 from distckpt.cli._grid import list_files, list_writers
 from distckpt.cli._groups import group_keys
 from distckpt.cli._summary import summarize
@@ -89,8 +85,7 @@ def _consolidate(folder: str) -> None:
 
 
 def _reshard(folder: str) -> None:
-    options = ReshardOptions(num_ranks=RESHARDED_RANKS, common_state={})
-    request = ReshardRequest(folder, f"{folder}-resharded", options)
+    request = ReshardRequest(folder, f"{folder}-resharded", RESHARDED_RANKS, common_state={})
     plan = plan_reshard(Ranks.alone(), _opened(folder), request)
     for file in plan.layout.all_files:
         if file.name not in plan.layout.objects:

@@ -47,7 +47,7 @@ def map_windows(
     Each side has tensors of one checkpoint; the tensors at one place of both sides have the same
     shape. `values`, one for each side, are in memory that is used again.
     """
-    results = map_some_windows(sides, windows_of(sides[0]), compute, counter)
+    results = map_some_windows(sides, windows_of(sides[0]), compute, counter.add)
     for _, group in itertools.groupby(results, operator.itemgetter(0)):
         yield [result for _, result in group]
 
@@ -82,7 +82,7 @@ def map_some_windows(
     sides: Sequence[Sequence[StoredTensor]],
     windows: Iterable[Window],
     compute: Callable[..., _Result],
-    counter: ProgressCounter,
+    add_bytes: Callable[[int], None],
 ) -> Iterator[tuple[int, _Result]]:
     """Yield a tensor's number and a result for each of some windows.
 
@@ -100,7 +100,7 @@ def map_some_windows(
             results[number] = [
                 compute(*arguments) for arguments in zip(batch, *values, strict=True)
             ]
-            counter.add(sum(part.nbytes for part in itertools.chain(*values)))
+            add_bytes(sum(part.nbytes for part in itertools.chain(*values)))
 
         num_threads = max(num_threads_at(tensors[0].stored.location) for tensors in sides)
         run_threads(work, enumerate(group), num_threads)

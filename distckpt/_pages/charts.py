@@ -71,7 +71,7 @@ class Bar(NamedTuple):
     stop: float
     kind: str
     text: str
-    is_bad: bool = False
+    is_bad: bool
 
 
 def write_static_page(
@@ -205,7 +205,7 @@ def _apart(first: float, second: float) -> tuple[str, str]:
     return f"{first:.{digits}g}", f"{second:.{digits}g}"
 
 
-def timeline(bars: Sequence[Bar], unit: str = "s") -> str:
+def timeline(bars: Sequence[Bar]) -> str:
     """Return a row of bars for each name; gaps between them are gray."""
     rows: dict[str, list[Bar]] = {}
     for bar in bars:
@@ -226,8 +226,8 @@ def timeline(bars: Sequence[Bar], unit: str = "s") -> str:
         parts += _row_parts(row, own, at, colors, top, pitch - 3)
         if pitch == 20:
             labels.append(_label(top + 13, row))
-    parts.append(_text(0, height - 6, f"0 {unit}", "start"))
-    parts.append(_text(100, height - 6, f"{last - first:.3g} {unit}", "end"))
+    parts.append(_text(0, height - 6, "0 s", "start"))
+    parts.append(_text(100, height - 6, f"{last - first:.3g} s", "end"))
     legend = "".join(
         f'<span><i class="dot" style="background:{color}"></i>{escape(kind)}</span>'
         for kind, color in colors.items()

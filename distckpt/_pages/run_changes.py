@@ -44,7 +44,7 @@ def figures_of_layers(
     infos: Sequence[CheckpointInfo],
     keys: Sequence[str] | None,
     known: Mapping[str, Any],
-    is_reading: bool = False,
+    is_reading: bool,
 ) -> dict[str, Any]:
     """Return the figures of the layers of each step, in its order.
 

@@ -39,20 +39,15 @@ def write_run_page(
     sections = [("", tiles(_tiles(infos)))]
     if len(steps) > 1:
         ends = (steps[0].step or 0, steps[-1].step or 0)
-        sections += [(name, line_chart(points, ends)) for name, points in _metrics(steps)]
-        sections += _sizes_and_times(steps, ends)
+        sections += _charts(steps, ends)
     figures = None
     if num_changes:
-        whole = []
-        for info in steps:
-            if info.problem is None:
-                whole.append(info)
         # Imported only for this option.
         from distckpt._pages.run_changes import changes_of_layers, figures_of_layers
 
-        known = figures_in(path)
-        figures = figures_of_layers(whole[-num_changes:], keys, known, is_reading)
-        sections += changes_of_layers(whole[-num_changes:], figures)
+        whole = [info for info in steps if info.problem is None][-num_changes:]
+        figures = figures_of_layers(whole, keys, figures_in(path), is_reading)
+        sections += changes_of_layers(whole, figures)
     sections.append(("Checkpoints", _table(infos)))
     title = root.rstrip("/").rpartition("/")[2] or root
     write_static_page(path, title, [root], sections, figures)
@@ -70,7 +65,7 @@ def _tiles(infos: Sequence[CheckpointInfo]) -> Iterator[tuple[str, str]]:
         yield f"{num_rejected:,}", "rejected"
 
 
-def _metrics(infos: Sequence[CheckpointInfo]) -> Iterator[tuple[str, list[Point]]]:
+def _charts(infos: Sequence[CheckpointInfo], ends: tuple[int, int]) -> Iterator[tuple[str, str]]:
     names: dict[str, None] = {}
     for info in infos:
         names.update(dict.fromkeys(info.metrics))
@@ -81,7 +76,8 @@ def _metrics(infos: Sequence[CheckpointInfo]) -> Iterator[tuple[str, list[Point]
             if math.isfinite(value):
                 points.append(Point(info.step or 0, value, f"{info.name}: {name} {value:.6g}"))
         if points:
-            yield name, points
+            yield name, line_chart(points, ends)
+    yield from _sizes_and_times(infos, ends)
 
 
 def _sizes_and_times(

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -169,7 +169,7 @@ def diff(
         compute = functools.partial(compare_window, atol=atol, rtol=rtol)
         windows = map_windows(compared.sides, compute, counter)
         changes = dict(zip(compared.comparable, windows, strict=True))
-        return report_of_diff(compared, changes, lambda: time.perf_counter() - started)
+        return report_of_diff(compared, changes, started)
 
 
 def check_arguments(
@@ -262,11 +262,12 @@ def plan_diff(
 def report_of_diff(
     compared: Compared,
     changes: Mapping[str, Sequence[Change | None]],
-    seconds: Callable[[], float],
+    started: float,
 ) -> DiffReport:
     """Return the report, given the changes in windows of comparable tensors.
 
-    Objects, which are not compared in windows, are compared here.
+    Objects, which are not compared in windows, are compared here. The duration counts from
+    `started`, a time of `time.perf_counter`.
     """
     first = compared.first
     second = compared.second
@@ -288,7 +289,7 @@ def report_of_diff(
         objects_compared=objects_compared,
         num_compared=len(compared.comparable),
         num_bytes=compared.num_bytes,
-        seconds=seconds(),
+        seconds=time.perf_counter() - started,
         optimizer_keys=frozenset(names_of_optimizers),
     )
 

@@ -177,12 +177,17 @@ def regions_at(division: Division, layout: Layout, place: Place) -> list[Region]
     if division.axis is not None and not (division.is_expert and layout.ep > 1):
         parts = _parts(region, division.axis, place.tensor, layout.tp, division.num_blocks)
         regions = list(parts)
-    if region.shape:
-        shard = (place.shard, layout.fsdp)
-        if division.is_expert:
-            shard = (place.expert_shard, layout.expert_fsdp)
-        regions = [_part(part, 0, *shard) for part in regions]
-    return [shard for shard in regions if shard.num_elements]
+    if not region.shape:
+        return regions
+    shard = (place.shard, layout.fsdp)
+    if division.is_expert:
+        shard = (place.expert_shard, layout.expert_fsdp)
+    shards = []
+    for part in regions:
+        shard_region = _part(part, 0, *shard)
+        if shard_region.num_elements:
+            shards.append(shard_region)
+    return shards
 
 
 def _parts(

@@ -63,23 +63,7 @@ class NodeLoad(NamedTuple):
     ranks: list[tuple[int, int]]
 
 
-class LoadCosts(NamedTuple):
-    """The costs of a load.
-
-    Attributes:
-        nodes: the reads of each node.
-        tensor_bytes: the memory of each rank's tensors.
-        inflight_bytes: the memory for data on its way, on each rank.
-        num_parallel: the requests of a rank at the same time.
-    """
-
-    nodes: list[NodeLoad]
-    tensor_bytes: list[int]
-    inflight_bytes: int
-    num_parallel: int
-
-
-def tensors_in_memory(view: StoredCheckpoint, rules: Sequence[Rule] = ()) -> dict[str, TensorSpec]:
+def tensors_in_memory(view: StoredCheckpoint, rules: Sequence[Rule]) -> dict[str, TensorSpec]:
     """Describe the tensors of a model that loads from a view.
 
     They have the names of the checkpoint, quantized ones with their values. With the rules of a
@@ -118,9 +102,7 @@ class Job:
     Ranks that follow one another are on a node.
     """
 
-    def __init__(
-        self, tensors: Sequence[DividedTensor], layout: Layout, num_nodes: int = 1
-    ) -> None:
+    def __init__(self, tensors: Sequence[DividedTensor], layout: Layout, num_nodes: int) -> None:
         num_ranks = layout.num_ranks
         if num_ranks % num_nodes:
             raise ValueError(
@@ -169,30 +151,23 @@ class Job:
 # --- Load -----------------------------------------------------------------------------------------
 
 
-def load_costs(
-    view: StoredCheckpoint, job: Job, options: LoadOptions, rules: Sequence[Rule] = ()
-) -> tuple[LoadCosts, LoadCosts]:
-    """Plan a load from a view, with `share_reads` off and on."""
-    ranks = _LoadingRanks(view, job, options, rules)
-    is_local = locations.is_local(view.location)
-    num_parallel_within = num_threads_within if is_local else num_requests_within
-    num_parallel = num_parallel_within(options.max_inflight_bytes)
-    costs = []
-    for nodes in (ranks.nodes_alone(), ranks.nodes_together()):
-        memory = (ranks.tensor_bytes, options.max_inflight_bytes)
-        costs.append(LoadCosts(list(nodes), *memory, num_parallel))
-    return costs[0], costs[1]
+class LoadingRanks:
+    """The ranks of a job that load, imitated one after the other.
 
+    Attributes:
+        tensor_bytes: the memory of each rank's tensors.
+        inflight_bytes: the memory for data on its way, on each rank.
+        num_parallel: the requests of a rank at the same time.
+    """
 
-class _LoadingRanks:
-    """The ranks of a job that load, imitated one after the other."""
-
-    def __init__(
-        self, view: StoredCheckpoint, job: Job, options: LoadOptions, rules: Sequence[Rule]
-    ) -> None:
+    def __init__(self, view: StoredCheckpoint, job: Job, rules: Sequence[Rule]) -> None:
+        options = LoadOptions()
         self.tensor_bytes = list(map(job.num_bytes_at, job.places))
-        self._view = view
+        self.inflight_bytes = options.max_inflight_bytes
         self._is_local = locations.is_local(view.location)
+        num_parallel_within = num_threads_within if self._is_local else num_requests_within
+        self.num_parallel = num_parallel_within(self.inflight_bytes)
+        self._view = view
         self._job = job
         self._settings = ReadSettings(options, rules)
         self._costs = costs_of(view)
@@ -202,15 +177,14 @@ class _LoadingRanks:
         self._alone_at = functools.cache(self._planned_alone)
 
     def nodes_alone(self) -> Iterator[NodeLoad]:
-        """Yield the reads of each node whose ranks share none."""
+        """Yield the reads of each node with `share_reads` off."""
         for ranks in self._job.nodes:
             yield self._load_of(ranks, [self._alone_at(self._job.places[r])[0] for r in ranks])
 
     def nodes_together(self) -> Iterator[NodeLoad]:
-        """Yield the reads of each node, some of them for other ranks."""
+        """Yield the reads of each node with `share_reads` on."""
         messages = [self._alone_at(place)[1] for place in self._job.places]
-        held_bytes = self._settings.options.max_inflight_bytes // HELD_SHARE
-        plans = plan_shares(messages, self._costs, held_bytes)
+        plans = plan_shares(messages, self._costs, self.inflight_bytes // HELD_SHARE)
         for ranks in self._job.nodes:
             reads = []
             for rank in ranks:

@@ -81,9 +81,15 @@ def _write_manifest(
     """Write a manifest; return fields of the marker, and names and sizes of all files."""
     suffix = output.folder_suffix
     if needs_checksum_files(len(remaining.block_checksums)):
+        # In a file of their own.
         name = in_folder(checksum_file_name(0), suffix)
-        remaining, content = moved_beside(remaining, name)
+        chunks = remaining.all_chunks
+        blocks = blocks_of(chunks.file_order, chunks.num_bytes, remaining.block_bytes)
+        content = chunks.block_checksums[blocks].astype("<u8").tobytes()
         locations.write_bytes(locations.join(output.location, name), content)
+        files = [*remaining.files, ShardFile.of(name, content)]
+        chunks = chunks._replace(files=files, block_checksums=NO_CHECKSUMS)
+        remaining = remaining.replaced(chunks=chunks)
     data = remaining.to_bytes()
     name = put_manifest(output.location, data, suffix)
     sizes = [(file.name, file.num_bytes) for file in remaining.files]
@@ -218,13 +224,3 @@ def with_checksums(stored: StoredCheckpoint) -> Manifest:
     checksums = np.empty_like(known)
     checksums[blocks_of(chunks.file_order, chunks.num_bytes, manifest.block_bytes)] = known
     return manifest.replaced(chunks=chunks._replace(block_checksums=checksums))
-
-
-def moved_beside(manifest: Manifest, name: str) -> tuple[Manifest, bytes]:
-    """Return the manifest without checksums, and a file's content with them."""
-    chunks = manifest.all_chunks
-    blocks = blocks_of(chunks.file_order, chunks.num_bytes, manifest.block_bytes)
-    data = chunks.block_checksums[blocks].astype("<u8").tobytes()
-    files = [*manifest.files, ShardFile.of(name, data)]
-    without = chunks._replace(files=files, block_checksums=NO_CHECKSUMS)
-    return manifest.replaced(chunks=without), data

@@ -37,12 +37,7 @@ from distckpt._plan.layout import PlannedChunk, PlannedFile
 from distckpt._ranks.collectives import PhaseTimer, Ranks, collective
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage.open_files import OpenFiles
-from distckpt._tools.reshard_plan import (
-    ReshardPlan,
-    check_request,
-    options_of,
-    plan_reshard,
-)
+from distckpt._tools.reshard_plan import ReshardPlan, plan_reshard, request_of
 from distckpt.mapping._wrappers import CommonStateDict
 from distckpt.rules._mapped import crop
 from distckpt.rules._rule import Rule
@@ -147,8 +142,10 @@ def reshard(
     """
     started = time.perf_counter()
     ranks = Ranks(process_group)
-    options = options_of(
+    request = request_of(
         ranks.size,
+        source_dir,
+        checkpoint_dir,
         num_ranks=num_ranks,
         grids=grids,
         keys=keys,
@@ -160,8 +157,8 @@ def reshard(
         verify=verify,
         max_inflight_bytes=max_inflight_bytes,
     )
-    with ranks.phase("check the arguments", decision=True, same=options.of_all_ranks()):
-        request = check_request(source_dir, checkpoint_dir, options)
+    with ranks.phase("check the arguments", decision=True, same=request.of_all_ranks()):
+        request.check()
         background.wait_for_location(request.source)
         if ranks.is_coordinator:
             posix.check_target(request.target, overwrite, os.fspath(checkpoint_dir))
@@ -188,13 +185,12 @@ def reshard(
 def report_of_reshard(
     target: str, plan: ReshardPlan, overflows: Mapping[str, int], seconds: float
 ) -> ReshardReport:
-    content = plan.content
     files = plan.layout.all_files
     return ReshardReport(
         target,
-        num_tensors=len(content.outputs),
-        num_objects=len({shard.key for shard in content.objects} - {COMMON_KEY}),
-        num_chunks=sum(len(file.chunks) for file in files) - len(content.objects),
+        num_tensors=len(plan.outputs),
+        num_objects=len({shard.key for shard in plan.objects} - {COMMON_KEY}),
+        num_chunks=sum(len(file.chunks) for file in files) - len(plan.objects),
         num_files=len(files),
         num_bytes=sum(map(_num_bytes, files)),
         overflows=overflows,
@@ -272,8 +268,7 @@ def tensor_file(
     overflows: dict[str, int],
 ) -> NewFile:
     """Describe a file of tensors that is to be written, see `_prepare`."""
-    outputs = plan.content.outputs_by_name
-    tensors = [_cropped(outputs[chunk.key], chunk) for chunk in file.chunks]
+    tensors = [_cropped(plan.outputs[chunk.key], chunk) for chunk in file.chunks]
     fill = filling(TensorSource(stored), tensors, overflows)
     return NewFile(file.name, file.header, file.chunk_bytes, fill)
 

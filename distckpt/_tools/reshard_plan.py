@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,10 +57,12 @@ from distckpt.rules._rules import check_rules
 
 
 @dataclass(frozen=True)
-class ReshardOptions:
-    """Options of `reshard`, see there."""
+class ReshardRequest:
+    """A call of `reshard`: two locations, and its request."""
 
-    num_ranks: int = 1
+    source: str
+    target: str
+    num_ranks: int
     grids: Mapping[str, Sequence[int]] = field(default_factory=dict)
     keys: str | Sequence[str] | None = None
     rules: Sequence[Rule] = ()
@@ -73,17 +74,18 @@ class ReshardOptions:
     max_inflight_bytes: int = 256 << 20
 
     @property
+    def is_in_place(self) -> bool:
+        """Whether the new checkpoint replaces its source."""
+        return self.target == posix.resolve(self.source)
+
+    @property
     def is_of_values(self) -> bool:
         """Whether quantized tensors become values."""
         return bool(self.rules) or is_for_all(self.dtype)
 
-    def includes(self, key: str) -> bool:
-        """Tell whether `keys` match a key."""
-        return self.keys is None or matches(key, self.keys)
-
     def of_all_ranks(self) -> dict[str, object]:
         """Return the options that are the same on all ranks."""
-        own = ("common_state", "max_inflight_bytes")
+        own = ("source", "target", "common_state", "max_inflight_bytes")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def check(self) -> None:
@@ -115,46 +117,25 @@ def _check_grids(grids: object) -> None:
             )
 
 
-@dataclass(frozen=True)
-class ReshardRequest:
-    """A call of `reshard`: two locations, and options."""
-
-    source: str
-    target: str
-    options: ReshardOptions
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the new checkpoint replaces its source."""
-        return self.target == posix.resolve(self.source)
-
-
-def options_of(
+def request_of(
     num_callers: int,
+    source_dir: str | os.PathLike[str],
+    checkpoint_dir: str | os.PathLike[str],
     *,
     num_ranks: int | None = None,
     grids: Mapping[str, Sequence[int]] | None = None,
     rename: Mapping[str, str] | None = None,
     **others: Any,
-) -> ReshardOptions:
-    """Return the options of a call; by default there are as many ranks as call."""
-    return ReshardOptions(
+) -> ReshardRequest:
+    """Return the request of a call; by default there are as many ranks as call."""
+    return ReshardRequest(
+        locations.normalize(source_dir),
+        posix.resolve(checkpoint_dir),
         num_ranks=num_callers if num_ranks is None else num_ranks,
         grids=grids or {},
         rename=rename or {},
         **others,
     )
-
-
-def check_request(
-    source_dir: str | os.PathLike[str],
-    checkpoint_dir: str | os.PathLike[str],
-    options: ReshardOptions,
-) -> ReshardRequest:
-    """Check options, and locate the source and the new checkpoint."""
-    options.check()
-    source = locations.normalize(source_dir)
-    return ReshardRequest(source, posix.resolve(checkpoint_dir), options)
 
 
 @dataclass(frozen=True)
@@ -163,14 +144,16 @@ class ReshardPlan:
 
     Attributes:
         stored: the source, or a view of it.
-        content: tensors and objects.
+        outputs: its tensors, by name.
+        objects: encoded, common state among them.
         layout: their files.
         save: the part of this rank.
         notes: fields of the marker about the content.
     """
 
     stored: StoredCheckpoint
-    content: _Content
+    outputs: Mapping[str, OutputTensor]
+    objects: Sequence[ShardedObject]
     layout: _Layout
     save: SavePlan
     notes: Mapping[str, Any]
@@ -178,8 +161,13 @@ class ReshardPlan:
 
 def plan_reshard(ranks: Ranks, stored: StoredCheckpoint, request: ReshardRequest) -> ReshardPlan:
     """Plan the same on all ranks, which must all call it."""
-    options = request.options
-    notes = _notes_of(stored, options)
+    marker = stored.marker
+    names: list[str] = []
+    prefixes: list[str] = []
+    if not (request.rules or request.rename):
+        names = names_of_module(marker)
+        prefixes = prefixes_of_modules(marker)
+    notes = note_of_objects(names, prefixes, schedulers_of(marker))
     with ranks.phase("plan the new checkpoint") as vote:
         if request.is_in_place and stored.manifest.origin is not None:
             # Its files would stay.
@@ -187,68 +175,22 @@ def plan_reshard(ranks: Ranks, stored: StoredCheckpoint, request: ReshardRequest
                 f"A checkpoint of another format cannot be rewritten in its own place "
                 f"{stored.location!r}."
             )
-        if options.is_of_values:
+        if request.is_of_values:
             stored = decoded(stored)
-        content = _content_of(stored, options)
-        layout = _lay_out(content, options)
+        outputs = _outputs(stored, request)
+        objects = _read_objects(stored, request.common_state)
+        layout = _lay_out(stored, outputs, objects, request)
         save = _plan_save(ranks, layout)
         vote.number = layout.digest()
     if not vote.are_equal:
         raise CheckpointingException(
             f"{stored.location!r} was changed while it was read: nothing was written, try again."
         )
-    return ReshardPlan(stored, content, layout, save, notes)
-
-
-def _notes_of(stored: StoredCheckpoint, options: ReshardOptions) -> dict[str, Any]:
-    marker = stored.marker
-    names: list[str] = []
-    prefixes: list[str] = []
-    if not (options.rules or options.rename):
-        names = names_of_module(marker)
-        prefixes = prefixes_of_modules(marker)
-    return note_of_objects(names, prefixes, schedulers_of(marker))
+    by_name = {output.name: output for output in outputs}
+    return ReshardPlan(stored, by_name, objects, layout, save, notes)
 
 
 # --- Content --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Content:
-    """The content of the new checkpoint.
-
-    Attributes:
-        outputs: its tensors.
-        aliases: further keys of tied tensors, and the tensor of each.
-        objects: encoded, common state among them.
-        quantization: settings of its codes.
-        source: the manifest of the source.
-        unchanged: for each tensor that stays as it is, the number of its key in the source.
-    """
-
-    outputs: Sequence[OutputTensor]
-    aliases: Mapping[str, str]
-    objects: Sequence[ShardedObject]
-    quantization: Mapping[str, Any] | None
-    source: Manifest
-    unchanged: Mapping[str, int]
-
-    @cached_property
-    def outputs_by_name(self) -> dict[str, OutputTensor]:
-        """The tensors by their names."""
-        return {output.name: output for output in self.outputs}
-
-
-def _content_of(stored: StoredCheckpoint, options: ReshardOptions) -> _Content:
-    outputs = _outputs(stored, options)
-    return _Content(
-        outputs=outputs,
-        aliases={} if options.rules else _aliases(stored, options),
-        objects=_read_objects(stored, options.common_state),
-        quantization=None if stored.quantized else _settings(stored, outputs),
-        source=stored.manifest,
-        unchanged=_unchanged(stored.manifest, outputs),
-    )
 
 
 def _unchanged(manifest: Manifest, outputs: Sequence[OutputTensor]) -> Mapping[str, int]:
@@ -269,7 +211,7 @@ def _settings(
     stored: StoredCheckpoint, outputs: Sequence[OutputTensor]
 ) -> Mapping[str, Any] | None:
     """Return the settings of codes, with the new keys of their shapes."""
-    settings = stored.manifest.quantization
+    settings = None if stored.quantized else stored.manifest.quantization
     if settings is None or "shapes" not in settings:
         return settings
     names: dict[str, str] = {}
@@ -279,19 +221,19 @@ def _settings(
     return {**settings, "shapes": shapes}
 
 
-def _outputs(stored: StoredCheckpoint, options: ReshardOptions) -> list[OutputTensor]:
+def _outputs(stored: StoredCheckpoint, request: ReshardRequest) -> list[OutputTensor]:
     """Return the tensors of the new checkpoint; one of objects alone has none."""
     manifest = stored.manifest
-    rules = options.rules
-    if options.keys is None and all(name == OBJECT for name in manifest.dtypes):
+    rules = request.rules
+    if request.keys is None and all(name == OBJECT for name in manifest.dtypes):
         return []
     # Rules may make different tensors of tied ones, which are written one by one then.
-    tensors = select_tensors(manifest, options.keys, bool(rules), hidden_keys(stored))
+    tensors = select_tensors(manifest, request.keys, bool(rules), hidden_keys(stored))
     outputs = plan_tensors(
         tensors,
         rules,
-        options.rename,
-        options.dtype,
+        request.rename,
+        request.dtype,
         keep_unmatched=True,
         tied=manifest.aliases,
     )
@@ -299,20 +241,20 @@ def _outputs(stored: StoredCheckpoint, options: ReshardOptions) -> list[OutputTe
     return outputs
 
 
-def _aliases(stored: StoredCheckpoint, options: ReshardOptions) -> dict[str, str]:
+def _aliases(stored: StoredCheckpoint, request: ReshardRequest) -> dict[str, str]:
     """Return the tied keys of the new checkpoint, under their new names."""
     manifest = stored.manifest
-    rename = options.rename
-    if not manifest.aliases:
+    rename = request.rename
+    if request.rules or not manifest.aliases:
         return {}
     hidden = hidden_keys(stored)
-    chosen = select_tensors(manifest, options.keys, False, hidden)
+    chosen = select_tensors(manifest, request.keys, False, hidden)
     names = {manifest.key_index[name]: name for name in chosen}
     left_out = hidden.union(chosen)
     return {
         renamed(alias, rename): renamed(names[manifest.key_index[alias]], rename)
         for alias in manifest.aliases
-        if alias not in left_out and options.includes(alias)
+        if alias not in left_out and (request.keys is None or matches(alias, request.keys))
     }
 
 
@@ -373,9 +315,18 @@ class _Layout:
         return checksum(json.dumps([self.manifest.keys, content]).encode()) >> 3
 
 
-def _lay_out(content: _Content, options: ReshardOptions) -> _Layout:
+def _lay_out(
+    stored: StoredCheckpoint,
+    outputs: Sequence[OutputTensor],
+    objects: Sequence[ShardedObject],
+    request: ReshardRequest,
+) -> _Layout:
     """Give every byte an owner and a place in one of its files."""
-    new = [*_divide_tensors(content.outputs, options), *_divide_objects(content.objects, options)]
+    new = list(_divide_tensors(outputs, request))
+    for index, shard in enumerate(objects):
+        # Each object has one rank.
+        first = index % request.num_ranks
+        new.append(_NewShard(shard, range(first, first + 1)))
     # Each is described once, by the first of its new ranks, and tables list rows by rank.
     new.sort(key=lambda held: held.ranks.start)
     shards = [held.shard for held in new]
@@ -385,18 +336,20 @@ def _lay_out(content: _Content, options: ReshardOptions) -> _Layout:
     ranks = np.array([held.start for held in holders], np.int64)
     table = table._replace(ranks=ranks, is_main=np.ones(len(ranks), bool))
     manifest = manifest_of_keys(table, {})
-    places = [content.unchanged.get(key, -1) for key in manifest.keys]
+    unchanged = _unchanged(stored.manifest, outputs)
+    places = [unchanged.get(key, -1) for key in manifest.keys]
     manifest = manifest.replaced(
-        aliases=content.aliases,
-        quantization=content.quantization,
-        figures=take_figures(content.source.figures, places),
+        aliases=_aliases(stored, request),
+        quantization=_settings(stored, outputs),
+        figures=take_figures(stored.manifest.figures, places),
     )
     files: list[list[PlannedFile]] = []
     object_files: dict[str, NewFile] = {}
-    for rank, pieces in enumerate(plan_held(table, options.num_ranks, holders)):
-        of_rank, objects = lay_out_files(rank, described, pieces)
-        if objects:
-            planned, new_file = object_file_of(rank, objects, encoded_objects(objects, shards))
+    for rank, pieces in enumerate(plan_held(table, request.num_ranks, holders)):
+        of_rank, of_objects = lay_out_files(rank, described, pieces)
+        if of_objects:
+            encoded = encoded_objects(of_objects, shards)
+            planned, new_file = object_file_of(rank, of_objects, encoded)
             of_rank.append(planned)
             object_files[planned.name] = new_file
         files.append(of_rank)
@@ -404,11 +357,11 @@ def _lay_out(content: _Content, options: ReshardOptions) -> _Layout:
 
 
 def _divide_tensors(
-    outputs: Iterable[OutputTensor], options: ReshardOptions
+    outputs: Iterable[OutputTensor], request: ReshardRequest
 ) -> Iterator[_NewShard]:
     """Divide tensors as their grids say."""
-    num_ranks = options.num_ranks
-    grids = options.grids
+    num_ranks = request.num_ranks
+    grids = request.grids
     used: set[str] = set()
     for output in outputs:
         shape = output.mapped.shape
@@ -429,15 +382,6 @@ def _divide_tensors(
         raise CheckpointingException(
             f"The grids for {unused} fit no tensor: no key matches, or an earlier one does."
         )
-
-
-def _divide_objects(
-    objects: Iterable[ShardedObject], options: ReshardOptions
-) -> Iterator[_NewShard]:
-    """Give each object to one rank."""
-    for index, shard in enumerate(objects):
-        first = index % options.num_ranks
-        yield _NewShard(shard, range(first, first + 1))
 
 
 def _grid_regions(key: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> list[Region]:

@@ -17,7 +17,7 @@ from distckpt._base.messages import natural_order, summarize_keys
 from distckpt._base.options import Progress
 from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.stored_values import StoredTensor
-from distckpt._format.manifest import STATS_COUNTS, STATS_VALUES, Manifest
+from distckpt._format.manifest import STATS_COUNTS, STATS_VALUES
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.block_stats import BlockStats, block_stats, blocks_of, real_numbers, together
 from distckpt._operations.windows import Window, map_windows
@@ -106,18 +106,24 @@ def stats_of_windows(tensor: StoredTensor, windows: Sequence[WindowStats]) -> Te
     if whole.num_finite:
         sample = np.concatenate([window.sample for window in windows])
         histogram = _histogram(sample, whole.low, whole.high)
+    return _stats_of_tensor(tensor, whole, histogram)
+
+
+def _stats_of_tensor(
+    tensor: StoredTensor, stats: BlockStats, histogram: tuple[int, ...]
+) -> TensorStats:
     return TensorStats(
         tensor.key,
         tensor.dtype,
         tensor.shape,
         num_elements=math.prod(tensor.shape),
-        num_nan=whole.num_nan,
-        num_infinite=whole.num_infinite,
-        num_zero=whole.num_zero,
-        norm=whole.norm,
-        min=whole.low,
-        max=whole.high,
-        mean=whole.mean,
+        num_nan=stats.num_nan,
+        num_infinite=stats.num_infinite,
+        num_zero=stats.num_zero,
+        norm=stats.norm,
+        min=stats.low,
+        max=stats.high,
+        mean=stats.mean,
         histogram=histogram,
     )
 
@@ -137,9 +143,7 @@ def _histogram(
 # --- Saved stats ----------------------------------------------------------------------------------
 
 
-def saved_stats(
-    stored: StoredCheckpoint, keys: Sequence[str] | None = None
-) -> list[TensorStats] | None:
+def saved_stats(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[TensorStats] | None:
     """Return the stored statistics of each tensor that matches.
 
     Return None if some of them have none.
@@ -147,14 +151,24 @@ def saved_stats(
     Raises:
         LoadMismatchError: no tensor matches.
     """
-    if STATS_VALUES not in stored.manifest.figures:
+    figures = stored.manifest.figures
+    if STATS_VALUES not in figures:
         return None
     all_stats: list[TensorStats] = []
     for name in chosen_names(stored, keys):
-        stats = _stats_of_key(stored.manifest, name)
-        if stats is None:
+        tensor = StoredTensor(stored, name)
+        key_id = stored.manifest.key_index[name]
+        norm, mean, low, high = figures[STATS_VALUES][key_id].tolist()
+        num_nan, num_infinite, num_zero = figures[STATS_COUNTS][key_id].tolist()
+        num_elements = math.prod(tensor.shape)
+        if not num_elements:
+            norm = 0.0
+        if math.isnan(norm):
             return None
-        all_stats.append(stats)
+        num_finite = num_elements - num_nan - num_infinite
+        counts = (num_finite, num_nan, num_infinite, num_zero)
+        stats = BlockStats(*counts, mean, norm, low, high)
+        all_stats.append(_stats_of_tensor(tensor, stats, ()))
     return all_stats
 
 
@@ -182,30 +196,3 @@ def chosen_names(stored: StoredCheckpoint, keys: Sequence[str] | None) -> list[s
             f"No tensor of {stored.location!r} matches {patterns}; there are {there}."
         )
     return matching
-
-
-def _stats_of_key(manifest: Manifest, key: str) -> TensorStats | None:
-    """Return the statistics that a save has stored of a tensor; None if it has none."""
-    if STATS_VALUES not in manifest.figures:
-        return None
-    key_id = manifest.key_index[key]
-    shape = manifest.global_shapes[key_id]
-    num_elements = math.prod(shape)
-    norm, mean, low, high = manifest.figures[STATS_VALUES][key_id].tolist()
-    if math.isnan(norm) and num_elements:
-        return None
-    num_nan, num_infinite, num_zero = manifest.figures[STATS_COUNTS][key_id].tolist()
-    return TensorStats(
-        key,
-        manifest.dtypes[key_id],
-        shape,
-        num_elements=num_elements,
-        num_nan=num_nan,
-        num_infinite=num_infinite,
-        num_zero=num_zero,
-        norm=norm if num_elements else 0.0,
-        min=low,
-        max=high,
-        mean=mean,
-        histogram=(),
-    )

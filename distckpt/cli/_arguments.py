@@ -7,6 +7,8 @@ once.
 from __future__ import annotations
 
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ActionsContainer
+from collections.abc import Mapping
+from typing import Any
 
 from distckpt.cli._argument_types import (
     FORMATS,
@@ -27,10 +29,7 @@ from distckpt.cli._argument_types import (
 
 
 def inspect(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "path", help="a checkpoint, or a folder of safetensors files: a path or URL"
-    )
-    add_html(parser)
+    _add_shared(parser, "path", "--html")
     parser.add_argument(
         "--key", metavar="K", help="show the chunks of this tensor and which ranks wrote them"
     )
@@ -47,7 +46,7 @@ def ls(parser: ArgumentParser) -> None:
     parser.add_argument(
         "root", help="a directory that holds checkpoints, such as a manager's: a path or URL"
     )
-    add_html(parser)
+    _add_shared(parser, "--html")
     parser.add_argument(
         "--changes",
         type=positive,
@@ -55,14 +54,11 @@ def ls(parser: ArgumentParser) -> None:
         help="on the page, how the layers of the newest N steps have changed; reads the tensors of "
         "those that were saved without stats=True",
     )
-    add_keys(parser)
-    _add_recompute(parser)
+    _add_shared(parser, "--keys", "--recompute")
 
 
 def cat(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "path", help="a checkpoint, or a folder of safetensors files: a path or URL"
-    )
+    _add_shared(parser, "path")
     parser.add_argument(
         "key",
         metavar="KEY[SLICE]",
@@ -80,32 +76,23 @@ def verify(parser: ArgumentParser) -> None:
     mode = parser.add_mutually_exclusive_group()
     _add_flag(mode, "--fast", "marker, manifest, file sizes and headers only")
     _add_flag(mode, "--full", "read every byte once (the default)")
-    parser.add_argument(
-        "--jobs", type=positive, help="threads (default: 4, or 10 on an object store)"
-    )
-    _add_reading_parts(parser)
+    _add_shared(parser, "--jobs")
+    _add_parts(parser)
+    _add_shared(parser, "--journal")
 
 
 def seal(parser: ArgumentParser) -> None:
     parser.add_argument("path", help="a directory that another program wrote: a path or URL")
     _add_flag(parser, "--overwrite", "replace a seal whose files have changed since")
-    jobs = "threads (default: 4, or 10 on an object store)"
-    parser.add_argument("--jobs", type=positive, help=jobs)
+    _add_shared(parser, "--jobs")
 
 
 def stats(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "path", help="a checkpoint, or a folder of safetensors files: a path or URL"
-    )
+    _add_shared(parser, "path")
     _add_flag(parser, "--tree", "list each tensor, layers one by one")
-    add_keys(parser)
-    _add_recompute(parser)
-    _add_reading_parts(parser)
-
-
-def _add_recompute(parser: ArgumentParser) -> None:
-    text = "read the tensors, also where the save has stored their statistics (stats=True)"
-    _add_flag(parser, "--recompute", text)
+    _add_shared(parser, "--keys", "--recompute")
+    _add_parts(parser)
+    _add_shared(parser, "--journal")
 
 
 def diff(parser: ArgumentParser) -> None:
@@ -113,9 +100,7 @@ def diff(parser: ArgumentParser) -> None:
         "a", metavar="A", help="a checkpoint, or a Hugging Face directory: a path or URL"
     )
     parser.add_argument("b", metavar="B", help="another checkpoint or Hugging Face directory")
-    add_keys(parser)
-    add_rename(parser)
-    add_html(parser)
+    _add_shared(parser, "--keys", "--rename", "--html")
     parser.add_argument(
         "--atol",
         type=parse_tolerance,
@@ -128,7 +113,8 @@ def diff(parser: ArgumentParser) -> None:
         default=0.0,
         help="tolerated difference relative to B (default: 0)",
     )
-    _add_reading_parts(parser)
+    _add_parts(parser)
+    _add_shared(parser, "--journal")
 
 
 def consolidate(parser: ArgumentParser) -> None:
@@ -217,11 +203,10 @@ def _contradiction_of_merge(arguments: Namespace) -> str:
 def _add_export(parser: ArgumentParser) -> None:
     _add_flag(parser, "--dry-run", "list the tensors of the export and their sources, and stop")
     which = parser.add_mutually_exclusive_group()
-    add_keys(which)
+    _add_shared(which, "--keys")
     everything = "export the state of the optimizer, too, which is left out otherwise"
     _add_flag(which, "--all", everything)
-    add_rename(parser)
-    add_dtype(parser)
+    _add_shared(parser, "--rename", "--dtype")
     parser.add_argument(
         "--family",
         metavar="auto|PATH",
@@ -260,9 +245,8 @@ def _add_export(parser: ArgumentParser) -> None:
         help="copy config, tokenizer and similar files from there",
     )
     _add_flag(parser, "--extra-code", "copy *.py files from there too")
-    add_writing(parser)
-    add_verify(parser)
-    add_parts(parser)
+    _add_shared(parser, "--overwrite", "--max-inflight-bytes", "--no-verify")
+    _add_parts(parser)
 
 
 def completion(parser: ArgumentParser) -> None:
@@ -273,12 +257,10 @@ def completion(parser: ArgumentParser) -> None:
 
 def import_hf(parser: ArgumentParser) -> None:
     parser.add_argument("hf_dir", help="a Hugging Face directory: a path or URL")
-    parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
-    add_keys(parser)
-    add_rename(parser)
-    add_dtype(parser)
-    add_output(parser)
-    add_parts(parser)
+    _add_shared(parser, "checkpoint")
+    _add_shared(parser, "--keys", "--rename", "--dtype")
+    _add_shared(parser, "--ranks", "--overwrite", "--max-inflight-bytes")
+    _add_parts(parser)
 
 
 def convert(parser: ArgumentParser) -> None:
@@ -286,7 +268,7 @@ def convert(parser: ArgumentParser) -> None:
         "source",
         help="a checkpoint, a directory with a .metadata file, or a Hugging Face directory",
     )
-    parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
+    _add_shared(parser, "checkpoint")
     to = (
         "format of the new checkpoint; torch_dist is Megatron Core's, which PyTorch reads as well, "
         "fsdp_dtensor Megatron-FSDP's"
@@ -310,19 +292,18 @@ def convert(parser: ArgumentParser) -> None:
     _add_flag(parser, "--overwrite", "replace an existing checkpoint")
     _add_flag(parser, "--megatron-types", "import Megatron Core, register its Enum classes")
     _add_flag(parser, "--without-common-state", "leave out values that are not sharded")
-    add_parts(parser)
+    _add_parts(parser)
 
 
 def reshard(parser: ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint: a path or URL")
-    parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
+    _add_shared(parser, "checkpoint")
     grid = "divide matching tensors into A x B parts, part i written by rank i; can be repeated"
     parser.add_argument(
         "--grid", action="append", metavar="PATTERN=AxB", type=parse_grid, default=[], help=grid
     )
-    add_output(parser)
-    add_verify(parser)
-    add_parts(parser)
+    _add_shared(parser, "--ranks", "--overwrite", "--max-inflight-bytes", "--no-verify")
+    _add_parts(parser)
 
 
 def plan(parser: ArgumentParser) -> None:
@@ -417,54 +398,74 @@ def trace(parser: ArgumentParser) -> None:
         "journals", nargs="+", metavar="JOURNAL", help="lines of the logger distckpt.events"
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="the trace to write")
-    add_html(parser)
+    _add_shared(parser, "--html")
 
 
 # --- Shared
+
+
+_SHARED: Mapping[str, Mapping[str, Any]] = {
+    "path": {"help": "a checkpoint, or a folder of safetensors files: a path or URL"},
+    "checkpoint": {"help": "the new checkpoint: a path or URL"},
+    "--keys": {
+        "action": "append",
+        "metavar": "PATTERN",
+        "help": "prefix of keys, or pattern with *; can be repeated",
+    },
+    "--html": {"metavar": "FILE", "help": "write a self-contained page for the browser"},
+    "--rename": {
+        "action": "append",
+        "metavar": "OLD=NEW",
+        "type": pair,
+        "default": [],
+        "help": "replace a prefix of keys; can be repeated",
+    },
+    "--dtype": {
+        "action": "append",
+        "metavar": "[PATTERN=]DTYPE",
+        "type": parse_dtype,
+        "help": "convert to bf16, or only some: '*.norm.weight=fp32'; can be repeated",
+    },
+    "--recompute": {
+        "action": "store_true",
+        "help": "read the tensors, also where the save has stored their statistics (stats=True)",
+    },
+    "--jobs": {"type": positive, "help": "threads (default: 4, or 10 on an object store)"},
+    "--no-verify": {
+        "action": "store_false",
+        "dest": "verify",
+        "help": "do not compare checksums",
+    },
+    "--ranks": {
+        "type": positive,
+        "default": 1,
+        "metavar": "N",
+        "help": "write the files of N ranks, of even size (default: 1)",
+    },
+    "--overwrite": {"action": "store_true", "help": "replace an existing output"},
+    "--max-inflight-bytes": {
+        "type": parse_size,
+        "metavar": "SIZE",
+        "help": "memory for data in transit",
+    },
+    "--journal": {
+        "metavar": "DIR",
+        "help": "with --part: a directory, which is made, for the findings of the parts",
+    },
+}
+"""Arguments and options that several verbs share."""
+
+
+def _add_shared(parser: _ActionsContainer, *names: str) -> None:
+    for name in names:
+        parser.add_argument(name, **_SHARED[name])
 
 
 def _add_flag(parser: _ActionsContainer, name: str, help_text: str) -> None:
     parser.add_argument(name, action="store_true", help=help_text)
 
 
-def add_keys(parser: _ActionsContainer) -> None:
-    """Declare `--keys`."""
-    help_text = "prefix of keys, or pattern with *; can be repeated"
-    parser.add_argument("--keys", action="append", metavar="PATTERN", help=help_text)
-
-
-def add_html(parser: ArgumentParser) -> None:
-    """Declare `--html`."""
-    parser.add_argument(
-        "--html", metavar="FILE", help="write a self-contained page for the browser"
-    )
-
-
-def add_rename(parser: ArgumentParser) -> None:
-    """Declare `--rename`."""
-    help_text = "replace a prefix of keys; can be repeated"
-    parser.add_argument(
-        "--rename", action="append", metavar="OLD=NEW", type=pair, default=[], help=help_text
-    )
-
-
-def add_dtype(parser: ArgumentParser) -> None:
-    """Declare `--dtype`, see `dtype_option`."""
-    help_text = "convert to bf16, or only some: '*.norm.weight=fp32'; can be repeated"
-    parser.add_argument(
-        "--dtype", action="append", metavar="[PATTERN=]DTYPE", type=parse_dtype, help=help_text
-    )
-
-
-def add_writing(parser: ArgumentParser) -> None:
-    """Declare `--overwrite` and `--max-inflight-bytes`."""
-    _add_flag(parser, "--overwrite", "replace an existing output")
-    parser.add_argument(
-        "--max-inflight-bytes", type=parse_size, metavar="SIZE", help="memory for data in transit"
-    )
-
-
-def add_parts(parser: ArgumentParser) -> None:
+def _add_parts(parser: ArgumentParser) -> None:
     """Declare `--part` and its companions."""
     group = parser.add_argument_group("in parts", "by processes that know nothing of each other")
     action = group.add_mutually_exclusive_group()
@@ -477,24 +478,6 @@ def add_parts(parser: ArgumentParser) -> None:
     _add_flag(group, "--watch", "with --status: show the progress of all parts")
 
 
-def _add_reading_parts(parser: ArgumentParser) -> None:
-    add_parts(parser)
-    text = "with --part: a directory, which is made, for the findings of the parts"
-    parser.add_argument("--journal", metavar="DIR", help=text)
-
-
 def is_in_parts(arguments: Namespace) -> bool:
     """Whether work in parts was asked for."""
     return bool(arguments.part or arguments.status or arguments.finish or arguments.abandon)
-
-
-def add_verify(parser: ArgumentParser) -> None:
-    """Declare `--no-verify`."""
-    help_text = "do not compare checksums"
-    parser.add_argument("--no-verify", action="store_false", dest="verify", help=help_text)
-
-
-def add_output(parser: ArgumentParser) -> None:
-    help_text = "write the files of N ranks, of even size (default: 1)"
-    parser.add_argument("--ranks", type=positive, default=1, metavar="N", help=help_text)
-    add_writing(parser)

@@ -16,6 +16,20 @@ from distckpt._plan.export import OutputTensor
 from distckpt.cli._output import Output, count_text, shape_text, size_text
 from distckpt.cli._selection import call, dtype_option, given, warn_of_overflows
 
+_OPTIONS = (
+    "family",
+    "layout",
+    "tied",
+    "like",
+    "merge_adapter",
+    "verify",
+    "extra_files_from",
+    "extra_code",
+    "max_file_bytes",
+    "max_inflight_bytes",
+)
+"""Options that the functions have under the same names."""
+
 
 @paused_garbage_collection()
 def run(arguments: Namespace, output: Output) -> int:
@@ -57,9 +71,7 @@ def _options(arguments: Namespace) -> ExportOptions:
         rename=dict(arguments.rename),
         dtype=dtype_option(arguments.dtype),
         quantize=dict(arguments.quantize) if arguments.quantize else None,
-        **given(arguments, "family", "layout", "tied", "like", "merge_adapter", "verify"),
-        **given(arguments, "extra_files_from", "extra_code"),
-        **given(arguments, "max_file_bytes", "max_inflight_bytes"),
+        **given(arguments, *_OPTIONS),
     )
 
 

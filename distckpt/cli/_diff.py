@@ -42,10 +42,9 @@ def _show(arguments: Namespace, report: DiffReport, output: Output) -> int:
     note = ""
     if not report.objects_compared:
         note = "; objects and common state were not compared"
-    output.line(_reading(report) + note)
-    if report.is_same:
-        return 0
-    return 1
+    rate = size_text(report.num_bytes / report.seconds)
+    output.line(f"{size_text(report.num_bytes)} read in {report.seconds:.2f} s, {rate}/s{note}")
+    return int(not report.is_same)
 
 
 def _as_json(report: DiffReport) -> dict[str, Any]:
@@ -63,7 +62,8 @@ def _print_differences(report: DiffReport, output: Output, is_folding: bool) -> 
 
     If `is_folding`, the differences of optimizers become one line.
     """
-    models, optimizers = _divided_by_owner(report)
+    models = _of_owner(report, is_optimizer=False)
+    optimizers = _of_owner(report, is_optimizer=True)
     rows = _rows_of(models)
     if not is_folding:
         rows += _rows_of(optimizers)
@@ -89,29 +89,21 @@ def _print_table(rows: Sequence[Sequence[str]], output: Output) -> None:
     output.table(heads, shown, num_text=2, drop="where max")
 
 
-def _reading(report: DiffReport) -> str:
-    rate = size_text(report.num_bytes / report.seconds)
-    return f"{size_text(report.num_bytes)} read in {report.seconds:.2f} s, {rate}/s"
-
-
 # --- Tensors --------------------------------------------------------------------------------------
 
 
-def _divided_by_owner(report: DiffReport) -> tuple[DiffReport, DiffReport]:
-    """Divide the differences into models and optimizers."""
+def _of_owner(report: DiffReport, is_optimizer: bool) -> DiffReport:
+    """Return the differences of optimizers, or of all others."""
 
-    def part(is_of_optimizer: bool) -> DiffReport:
-        def is_wanted(key: str) -> bool:
-            return (key in report.optimizer_keys) == is_of_optimizer
+    def is_wanted(key: str) -> bool:
+        return (key in report.optimizer_keys) == is_optimizer
 
-        return replace(
-            report,
-            tensors=tuple(tensor for tensor in report.tensors if is_wanted(tensor.key)),
-            only_in_a=tuple(filter(is_wanted, report.only_in_a)),
-            only_in_b=tuple(filter(is_wanted, report.only_in_b)),
-        )
-
-    return part(False), part(True)
+    return replace(
+        report,
+        tensors=tuple(tensor for tensor in report.tensors if is_wanted(tensor.key)),
+        only_in_a=tuple(filter(is_wanted, report.only_in_a)),
+        only_in_b=tuple(filter(is_wanted, report.only_in_b)),
+    )
 
 
 def _optimizer_text(report: DiffReport) -> str:
@@ -250,24 +242,18 @@ def _counted(counts: Mapping[str, int]) -> list[str]:
     return [f"{count:,} {name}" for name, count in counts.items() if count]
 
 
-def _number_that_differ(number: int) -> str:
-    """Format how many differ: `1 differs`, `2 differ`."""
-    if number == 1:
-        return "1 differs"
-    return f"{number:,} differ"
-
-
 def _outcome(report: DiffReport) -> str:
     """Format how the checkpoints compare as one line."""
     counts = _counts_of(report)
     num_equal = counts.pop("equal")
-    differing = _number_that_differ(counts.pop("differ"))
+    num_different = counts.pop("differ")
+    verb = "differs" if num_different == 1 else "differ"
     rest = _counted(counts)
     if report.objects:
         differences = count_text(len(report.objects), "difference")
         rest.append(f"{differences} in common state and objects")
     compared = count_text(report.num_compared, "tensor")
-    text = f"{compared} compared: {num_equal:,} equal, {differing}"
+    text = f"{compared} compared: {num_equal:,} equal, {num_different:,} {verb}"
     if rest:
         return "; ".join([text, ", ".join(rest)])
     return text
@@ -326,11 +312,11 @@ def _title(report: DiffReport) -> str:
     counts = _counts_of(report)
     del counts["equal"]
     num_different = counts.pop("differ")
+    verb = "differs" if num_different == 1 else "differ"
     parts = _counted(counts)
     if num_different:
-        number, verb = _number_that_differ(num_different).split(" ")
         compared = count_text(report.num_compared, "tensor")
-        parts.insert(0, f"{number} of {compared} {verb}")
+        parts.insert(0, f"{num_different:,} of {compared} {verb}")
     return ", ".join(parts) or "All tensors are equal, but not all objects or common state"
 
 

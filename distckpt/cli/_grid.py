@@ -43,8 +43,7 @@ def list_files(manifest: Manifest) -> list[dict[str, Any]]:
     rows = []
     for file, size in zip(manifest.files, manifest.sums.bytes_in_files.tolist(), strict=True):
         rank = rank_of_file(file.name)
-        facts = {"name": file.name, "rank": rank, "bytes": file.num_bytes, "data_bytes": size}
-        rows.append(facts)
+        rows.append({"name": file.name, "rank": rank, "bytes": file.num_bytes, "data_bytes": size})
     return rows
 
 

@@ -121,7 +121,9 @@ def tree_lines(
     members = []
     for group in groups:
         if group.pattern != COMMON_KEY:
-            members.append((_segments(group.pattern), group))
+            # A range of numbers, {0..3}, is not split.
+            segments = re.split(r"(?<!\.)\.(?!\.)", group.pattern)
+            members.append((segments, group))
     return list(_tree(members, depth or sys.maxsize, is_by_size))
 
 
@@ -169,8 +171,3 @@ def _total(name: str, members: _Members) -> Group:
         num_bytes=sum(group.num_bytes for group in groups),
         num_chunks=sum(group.num_chunks for group in groups),
     )
-
-
-def _segments(pattern: str) -> list[str]:
-    # A range of numbers, {0..3}, is not split.
-    return re.split(r"(?<!\.)\.(?!\.)", pattern)

@@ -45,9 +45,7 @@ def run(arguments: Namespace, output: Output) -> int:
             _show_key(stored, arguments.key, problems, output)
         else:
             _show_all(stored, arguments, problems, output)
-    if problems:
-        return 1
-    return 0
+    return int(bool(problems))
 
 
 def _show_all(

@@ -276,8 +276,8 @@ def table_lines(
     heads: Sequence[str],
     rows: Sequence[Sequence[str]],
     num_text: int,
-    drop: Sequence[str] = (),
-    width: int | None = None,
+    drop: Sequence[str],
+    width: int | None,
 ) -> list[str]:
     """Lay out a table as lines, with two spaces between columns.
 

@@ -13,10 +13,10 @@ from distckpt._base.errors import CheckpointNotFoundError
 from distckpt._commit import posix
 from distckpt.cli._output import MAX_LISTED, Output, count_text, size_text
 from distckpt.tasks._environment import part_of_environment
+from distckpt.tasks._pieces import Part
 from distckpt.tasks._run import PartReport, finish, run_part
 from distckpt.tasks._task import PartsStatus, abandon, make_work
 from distckpt.tasks._task import status as statuses
-from distckpt.tasks._work import Part
 
 _SECONDS_BETWEEN = 2.0
 

@@ -40,8 +40,7 @@ def plain(value: Any, max_elements: float = _MAX_ELEMENTS) -> Any:
     if _is_json(value):
         return value
     # Last, since it may import torch, which most pages do without.
-    is_tensor = isinstance(value, torch.Tensor)
-    if is_tensor:
+    if isinstance(value, torch.Tensor):
         return _plain_array(value, max_elements)
     return _text(value)
 

@@ -19,7 +19,6 @@ from distckpt.manager import _removal as removal
 from distckpt.manager import _steps as steps
 from distckpt.manager._rejections import newest_good_step
 from distckpt.manager._removal import Retention, metric_names, surplus, unknown_metric
-from distckpt.manager._seen_steps import changes_in
 from distckpt.manager._steps import Saved, step_name
 from distckpt.tasks._journal import Journal
 
@@ -82,9 +81,7 @@ def run(arguments: Namespace, output: Output) -> int:
     if not arguments.keep_last:
         all_are_kept = ": without --keep-last all are"
     output.line(f"{num_kept} of {num_saved} checkpoints kept in {pruning.root}{all_are_kept}")
-    if pruning.problems:
-        return 1
-    return 0
+    return int(bool(pruning.problems))
 
 
 def _origin_of(name: str) -> str:
@@ -222,7 +219,7 @@ def _is_dead(root: str, name: str, latest: float) -> bool:
     with hidden_directories.claimed(location) as has_ended:
         if has_ended is not None:
             return has_ended
-        times = [time for _, time in changes_in(location).values()]
+        times = [time for _, time in removal.changes_in(location).values()]
         return max(times, default=0.0) < latest
 
 

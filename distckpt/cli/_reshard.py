@@ -124,24 +124,19 @@ def _convert_fsdp(arguments: Namespace, output: Output) -> int:
         raise CheckpointingException(
             "--from fsdp_dtensor --to fsdp_dtensor: leave out one of them."
         )
-    names = {
-        "gated": arguments.gated,
-        "rename": dict(arguments.rename),
-        "local_experts": arguments.local_experts,
-        "expert_parallel": arguments.expert_parallel,
-        "fuse": arguments.fuse,
-        "wrappers": arguments.wrappers,
-    }
+    names = {name: getattr(arguments, name) for name in _FSDP_DEFAULTS}
+    names["rename"] = dict(arguments.rename)
+    with_optimizer = not names.pop("without_optimizer")
     location = arguments.checkpoint
     if arguments.to == "distckpt":
-        values = conversion.rewriting(arguments.source, names, not arguments.without_optimizer)
+        values = conversion.rewriting(arguments.source, names, with_optimizer)
         values |= {"checkpoint_dir": location, "overwrite": arguments.overwrite}
         return _reshard(arguments, output, values, "converting")
     values = {
         "checkpoint_dir": arguments.source,
         "output_dir": location,
         "to": arguments.to,
-        "with_optimizer": not arguments.without_optimizer,
+        "with_optimizer": with_optimizer,
         "overwrite": arguments.overwrite,
         **names,
     }

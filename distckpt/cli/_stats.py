@@ -90,7 +90,15 @@ def _print_stats(
         }
     )
     groups = [[tensor] for tensor in tensors] if arguments.tree else _grouped(tensors)
-    _print_groups(groups, not report.is_saved, output)
+    bars = _ASCII_BARS
+    if output.draws_blocks:
+        bars = _BARS
+    # Saves store no histograms.
+    num_columns = len(_HEADS) - report.is_saved
+    rows = []
+    for group in groups:
+        rows.append(_cells(group, bars)[:num_columns])
+    output.table(_HEADS[:num_columns], rows, drop="values zeros keys mean Inf min max")
     with_nan = []
     for tensor in tensors:
         if tensor.num_nan:
@@ -102,20 +110,6 @@ def _print_stats(
         output.line(f"NaN in {summarize_keys(with_nan)}")
         return 1
     return 0
-
-
-def _print_groups(
-    groups: Sequence[Sequence[TensorStats]], has_histograms: bool, output: Output
-) -> None:
-    bars = _ASCII_BARS
-    if output.draws_blocks:
-        bars = _BARS
-    # Saves store no histograms.
-    num_columns = len(_HEADS) - (not has_histograms)
-    rows = []
-    for group in groups:
-        rows.append(_cells(group, bars)[:num_columns])
-    output.table(_HEADS[:num_columns], rows, drop="values zeros keys mean Inf min max")
 
 
 def _grouped(tensors: Sequence[TensorStats]) -> list[list[TensorStats]]:

@@ -231,29 +231,23 @@ def _drop_file(path: str) -> bool:
     with open(path, "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         num_bytes = os.fstat(file.fileno()).st_size
-        return num_bytes == 0 or not _cached_fraction(file.fileno(), 0, num_bytes)
+        return num_bytes == 0 or not _is_cached(file.fileno(), num_bytes)
 
 
-def _cached_fraction(fd: int, position: int, num_bytes: int) -> float:
-    """Estimate from samples the fraction of a file's range in memory.
-
-    1.0 where the system does not tell.
-    """
-    low = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    starts = range(0, position + num_bytes - low, max(mmap.PAGESIZE, num_bytes // _NUM_SAMPLES))
+def _is_cached(fd: int, num_bytes: int) -> bool:
+    """Whether samples of a file are in memory; True where the system does not tell."""
     mincore = ctypes.CDLL(None).mincore
     page = ctypes.c_size_t(mmap.PAGESIZE)
-    is_resident = np.zeros(len(starts), np.uint8)
+    state = ctypes.c_ubyte()
     try:
         # To ask for bytes and see whether they come at once (RWF_NOWAIT) would make the system
         # fetch them.
-        with mmap.mmap(fd, position + num_bytes - low, prot=mmap.PROT_READ, offset=low) as mapped:
+        with mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as mapped:
             address = np.frombuffer(mapped, np.uint8).ctypes.data
-            for index, start in enumerate(starts):
+            for start in range(0, num_bytes, max(mmap.PAGESIZE, num_bytes // _NUM_SAMPLES)):
                 place = ctypes.c_void_p(address + start // mmap.PAGESIZE * mmap.PAGESIZE)
-                result = ctypes.c_void_p(is_resident.ctypes.data + index)
-                if mincore(place, page, result):
-                    return 1.0
+                if mincore(place, page, ctypes.byref(state)) or state.value & 1:
+                    return True
     except (OSError, ValueError):
-        return 1.0  # it cannot be mapped, or has become shorter
-    return float(np.mean(is_resident & 1))
+        return True  # it cannot be mapped, or has become shorter
+    return False

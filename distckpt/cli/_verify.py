@@ -31,9 +31,7 @@ def _print_report(report: VerifyReport, output: Output) -> int:
     if report.strays:
         output.line(strays_text(report.strays))
     output.line(summary(report))
-    if report.is_whole:
-        return 0
-    return 1
+    return int(not report.is_whole)
 
 
 def list_problems(problems: Sequence[Problem], output: Output) -> None:

@@ -22,7 +22,6 @@ from distckpt._operations import background_save
 from distckpt._operations.background_save import SaveHandle, release_staging_memory, reserve_for
 from distckpt._operations.load import Strict, load
 from distckpt._operations.planned_save import (
-    PlannedSave,
     SaveRequest,
     raise_unseen_error,
     raising_pending_errors,
@@ -155,7 +154,7 @@ class CheckpointManager(SaysOtherNames):
         self._of_all_ranks = {**vars(policy), "on_failure": on_failure, "async_save": async_save}
         self._root_steps = RootSteps(root, self._request, policy)
         self._place: RootSteps | Tiers = self._root_steps
-        tier_settings = {
+        tier_settings: dict[str, Any] = {
             "peers": peers,
             "keep_local": keep_local,
             "upload_every": upload_every,
@@ -165,9 +164,13 @@ class CheckpointManager(SaysOtherNames):
             "stall_timeout": stall_timeout,
         }
         if local is not None:
+            # Imported when it is needed: most programs save to one place.
+            from distckpt.manager._tiers._meeting import TierSettings
+            from distckpt.manager._tiers._tiers import Tiers
+
             self._of_all_ranks |= tier_settings
-            tiers = _tiers_of(os.fspath(local), tier_settings, self._request, self._root_steps)
-            self._place = tiers
+            settings = TierSettings(local=os.fspath(local), **tier_settings)
+            self._place = Tiers(settings, self._request, self._root_steps)
         elif peers or hosts or upload_every != 1:
             raise ValueError("peers, hosts and upload_every need the directory of each host: local")
         self._handles: list[SaveHandle] = []
@@ -244,7 +247,16 @@ class CheckpointManager(SaysOtherNames):
                     self._request, overwrite=overwrite, content_metadata=content_metadata
                 )
                 request = self._place.aimed(request, step)
-            handle = self._start_or_log(ranks, state_dict, step, note, request)
+            try:
+                handle = self._start(ranks, state_dict, step, note, request)
+            except BaseException as error:
+                is_logged = self._logs_failures
+                if not (is_logged and steps.all_find(ranks, error, steps.is_of_the_storage)):
+                    raise
+                text = "step %d is not saved to %s: %s: %s"
+                logger.error(text, step, self.root, type(error).__name__, error)
+                location = os.fspath(request.path)
+                handle = background_save.finished_handle(location, partial(_raise, error))
             handle.was_asked = handle.was_asked or self._logs_failures
             handle.add_done_callback(partial(self._note_failure, step))
             self._handles.append(handle)
@@ -261,26 +273,6 @@ class CheckpointManager(SaysOtherNames):
         """
         request = self._request
         return reserve_for(state_dict, _with_warnings(request) if self._has_planned else request)
-
-    def _start_or_log(
-        self,
-        ranks: Ranks,
-        state_dict: ShardedStateDict,
-        step: int,
-        note: bytes,
-        request: SaveRequest,
-    ) -> SaveHandle:
-        try:
-            return self._start(ranks, state_dict, step, note, request)
-        except BaseException as error:
-            if not self._logs_failures:
-                raise
-            if not steps.all_find(ranks, error, steps.is_of_the_storage):
-                raise
-            logger.error(
-                "step %d is not saved to %s: %s: %s", step, self.root, type(error).__name__, error
-            )
-            return background_save.finished_handle(os.fspath(request.path), partial(_raise, error))
 
     def _start(
         self,
@@ -301,22 +293,17 @@ class CheckpointManager(SaysOtherNames):
         request = replace(request, overwrite=bool(overwrite))
         if has_planned:
             request = _with_warnings(request)
-        write = partial(self._place.write, step)
         if self._is_async:
-            planned = self._plan(ranks, state_dict, background_save.in_background(request))
-            save = background_save.BackgroundSave(ranks, planned, write)
-            return background_save.start(ranks, save)
-        planned = self._plan(ranks, state_dict, request)
-        report = write(ranks, planned)
-        return background_save.finished_handle(report.location, lambda: report)
-
-    def _plan(
-        self, ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
-    ) -> PlannedSave:
+            request = background_save.in_background(request)
         planned = plan_save(ranks, state_dict, request)
         self._place.check_planned(planned)
         self._has_planned = True
-        return planned
+        write = partial(self._place.write, step)
+        if self._is_async:
+            save = background_save.BackgroundSave(ranks, planned, write)
+            return background_save.start(ranks, save)
+        report = write(ranks, planned)
+        return background_save.finished_handle(report.location, lambda: report)
 
     def _note_failure(self, step: int, handle: Future[SaveReport]) -> None:
         # `exception` of the handle itself would count as asking.
@@ -397,11 +384,10 @@ class CheckpointManager(SaysOtherNames):
         `load`, which decides for all ranks. With `local`, this is a collective operation: all
         ranks must call it.
         """
-        newest, self.skipped = run_operation("look for steps", self._find)
+        newest, self.skipped = run_operation(
+            "look for steps", lambda: self._place.find(self._ranks())
+        )
         return newest
-
-    def _find(self) -> tuple[int | None, dict[int, str]]:
-        return self._place.find(self._ranks())
 
     def steps(self) -> list[int]:
         """Return the committed steps in ascending order, rejected ones too, without checks.
@@ -472,16 +458,6 @@ class CheckpointManager(SaysOtherNames):
 
     def _ranks(self) -> Ranks:
         return Ranks(self._request.process_group)
-
-
-def _tiers_of(
-    local: str, settings: Mapping[str, Any], request: SaveRequest, root_steps: RootSteps
-) -> Tiers:
-    # Imported when it is needed: most programs save to one place.
-    from distckpt.manager._tiers._meeting import TierSettings
-    from distckpt.manager._tiers._tiers import Tiers
-
-    return Tiers(TierSettings(local=local, **settings), request, root_steps)
 
 
 def _with_warnings(request: SaveRequest) -> SaveRequest:

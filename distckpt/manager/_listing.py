@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from distckpt._base.errors import (
     CheckpointingException,
@@ -93,7 +93,7 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     names, infos = _describe_all(root)
     if _is_unfinished(names, infos) or not (names or locations.isdir(root)):
         raise CheckpointNotFoundError(absence(root))
-    reasons = {steps.step_name(step): found.reason for step, found in rejections(root).items()}
+    reasons = {steps.step_name(step): reason for step, reason in rejections(root).items()}
     infos = [replace(info, rejected=reasons.get(info.name)) for info in infos]
     return _naming_newest(sorted(infos, key=_order))
 
@@ -143,26 +143,12 @@ def _naming_newest(ordered: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     return [replace(info, is_newest=info in newest) for info in ordered]
 
 
-@dataclass(frozen=True)
-class _Files:
+class _Files(NamedTuple):
     """The facts in the files of a checkpoint: its marker, their size, a problem."""
 
     marker: Mapping[str, Any] | None
     num_bytes: int
     problem: str | None
-
-    @property
-    def seconds(self) -> float | None:
-        """The duration of the save in the marker, if it is there."""
-        seconds = (self.marker or {}).get("seconds")
-        with contextlib.suppress(TypeError, ValueError):
-            return float(seconds)  # type: ignore[arg-type]
-        return None
-
-    @property
-    def noted_step(self) -> Any:
-        """The step that the marker notes, if a manager saved it."""
-        return steps.note_in(self.marker).get("step")
 
 
 def _describe(
@@ -177,17 +163,20 @@ def _describe(
     if files is None or (files.problem is not None and not locations.exists(location)):
         # No checkpoint, or another program has removed it meanwhile.
         return None
-    step = files.noted_step
+    step: Any = steps.note_in(files.marker).get("step")
     saved_at = None
+    seconds = None
     if files.marker is not None:
         saved_at = locations.modified_time(locations.join(location, CONFIG_FNAME))
+        with contextlib.suppress(TypeError, ValueError):
+            seconds = float(files.marker.get("seconds"))  # type: ignore[arg-type]
     info = CheckpointInfo(
         name=name,
         location=location,
         step=_number_in(name),
         num_bytes=files.num_bytes,
         saved_at=saved_at,
-        seconds=files.seconds,
+        seconds=seconds,
         metrics={},
         pinned=False,
         problem=files.problem,
@@ -218,13 +207,13 @@ def _look(location: str, step: int | None, is_of_host: bool) -> _Files | None:
         if not is_ours and not isinstance(error, CorruptCheckpointError):
             return None
         return _Files(marker, 0, f"{type(error).__name__}: {error}")
-    files = _Files(marker, _bytes_at(location, manifest.files, is_of_host), None)
+    num_bytes = _bytes_at(location, manifest.files, is_of_host)
     if manifest.origin is not None and marker is None:
-        return files
+        return _Files(marker, num_bytes, None)
     expected = step
     if step is None:
-        expected = files.noted_step
-    return replace(files, problem=steps.problem_at(location, expected, is_of_host))
+        expected = steps.note_in(marker).get("step")
+    return _Files(marker, num_bytes, steps.problem_at(location, expected, is_of_host))
 
 
 def _bytes_at(location: str, files: Files, is_of_host: bool) -> int:

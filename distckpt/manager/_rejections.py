@@ -13,7 +13,6 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._format.checksum import checksum
@@ -26,22 +25,6 @@ logger = logging.getLogger(__name__)
 _FILE = re.compile(steps.REJECTION, re.ASCII)
 _SAVE = re.compile(r"[0-9a-f]{16}")
 _MAX_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """The rejection of a step by a later check.
-
-    Attributes:
-        reason: the reason that was given; of a damaged file, that it is damaged.
-        time: when it was rejected, in seconds since 1970; None if that is unknown.
-    """
-
-    reason: str
-    time: float | None
-
-    def __str__(self) -> str:
-        return f"rejected: {self.reason}"
 
 
 def reject(root: str, step: int, reason: str | None) -> None:
@@ -68,19 +51,19 @@ def reject(root: str, step: int, reason: str | None) -> None:
     steps.write_file(path, json.dumps(fields).encode(), durable=True)
 
 
-def rejections(root: str) -> dict[int, Rejection]:
-    """Return the rejections of the steps in a directory."""
+def rejections(root: str) -> dict[int, str]:
+    """Return the reason of each rejected step in a directory."""
     names = steps.list_root(root)
-    found = {}
+    reasons = {}
     for step in sorted({step for step, _ in _files_in(names)}):
-        rejection = rejection_of(root, step, names)
-        if rejection is not None:
-            found[step] = rejection
-    return found
+        reason = rejection_of(root, step, names)
+        if reason is not None:
+            reasons[step] = reason
+    return reasons
 
 
-def rejection_of(root: str, step: int, names: Sequence[str] | None = None) -> Rejection | None:
-    """Return the rejection of a step, if any.
+def rejection_of(root: str, step: int, names: Sequence[str] | None = None) -> str | None:
+    """Return the reason why a step was rejected, if it was.
 
     Nothing is read unless the names in the root, listed if they are not given, show one.
     """
@@ -103,10 +86,10 @@ def warn_of(root: str, step: int, outcome: str) -> bool:
 
     Return whether there is one.
     """
-    rejection = rejection_of(root, step)
-    if rejection is not None:
-        logger.warning("step %d in %s was %s: it is %s", step, root, rejection, outcome)
-    return rejection is not None
+    reason = rejection_of(root, step)
+    if reason is not None:
+        logger.warning("step %d in %s was rejected: %s: it is %s", step, root, reason, outcome)
+    return reason is not None
 
 
 def clear_stale(root: str, names: Sequence[str]) -> None:
@@ -154,17 +137,18 @@ def _save_at(root: str, step: int) -> str | None:
     return f"{checksum(json.dumps(marker, sort_keys=True).encode()):016x}"
 
 
-def _read(path: str) -> Rejection | None:
-    """Read a rejection; None if it was taken back meanwhile."""
+def _read(path: str) -> str | None:
+    """Read the reason of a rejection; None if it was taken back meanwhile."""
     try:
         fields = json.loads(locations.read_bytes(path, _MAX_BYTES))
-        return Rejection(" ".join(str(fields["reason"]).split()), float(fields["time"]))
+        float(fields["time"])  # for other programs that read the file
+        return " ".join(str(fields["reason"]).split())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         problem = f"{path} is damaged ({type(error).__name__}: {error})"
         logger.warning("%s: the step counts as rejected; reject it again, or undo that", problem)
-        return Rejection(problem, None)
+        return problem
 
 
 # --- The newest step ------------------------------------------------------------------------------
@@ -198,8 +182,8 @@ def _first_without_problem(root: str, names: Sequence[str], problems: dict[int, 
     """Return the newest good step; `problems` gets newer ones'."""
     for step in reversed(steps.steps_in(names)):
         problem = problems.get(step)
-        if problem is None and (rejection := rejection_of(root, step, names)):
-            problem = str(rejection)
+        if problem is None and (reason := rejection_of(root, step, names)):
+            problem = f"rejected: {reason}"
         problem = problem or steps.problem_with(root, step)
         if problem is None:
             return step

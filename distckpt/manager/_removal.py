@@ -343,3 +343,19 @@ def _clear_unfinished_objects(root: str, is_abandoned: Callable[[str], bool]) ->
         if is_abandoned(location):
             logger.info("removing what an interrupted save of step %d has left in %s", step, root)
             conditional_put.remove_unfinished(location)
+
+
+def changes_in(location: str) -> dict[str, tuple[int, float]]:
+    """Return size and last change of a save's files, by path.
+
+    Directories are among them.
+    """
+    if not locations.is_local(location):
+        return dict.fromkeys(conditional_put.unfinished_files(location), (0, 0.0))
+    changes = {}
+    for directory, _, names in os.walk(location):
+        for path in (directory, *(os.path.join(directory, name) for name in names)):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.lstat(path)
+                changes[path] = status.st_size, status.st_mtime
+    return changes

@@ -143,11 +143,6 @@ def is_free_to_remove(name: str) -> bool:
     return is_leftover(name) and ".tmp-" not in name
 
 
-def write_tracker(root: str, step: int, durable: bool) -> None:
-    """Write the number of a step into the tracker file."""
-    write_file(locations.join(root, TRACKER), str(step).encode(), durable)
-
-
 def write_file(path: str, content: bytes, durable: bool) -> None:
     """Write a small file beside the steps."""
     try:
@@ -235,14 +230,14 @@ def problem_at(location: str, step: int | None, is_of_host: bool = False) -> str
         note = marker.get(NOTE)
         if isinstance(note, dict) and note.get("step") != step:
             return f"the marker says that this is step {note.get('step')!r}"
-        found = verify(location, "fast").problems if backend == BACKEND else ()
+        found: Sequence[Problem] = ()
+        if backend == BACKEND:
+            found = verify(location, "fast").problems
     except (CheckpointingException, OSError) as error:
         return f"{type(error).__name__}: {error}"
-    return _summary(_without_missing_files(found) if is_of_host else found)
-
-
-def _without_missing_files(problems: Sequence[Problem]) -> list[Problem]:
-    return [problem for problem in problems if locations.exists(problem.file)]
+    if is_of_host:
+        found = [problem for problem in found if locations.exists(problem.file)]
+    return _summary(found)
 
 
 def _summary(problems: Sequence[Problem]) -> str | None:
@@ -452,21 +447,6 @@ def _is_each(error: RankFailedError, judge: Callable[[BaseException], bool]) -> 
 # --- Step notes -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepNote:
-    """The facts of a rank, or of all ranks, about a step.
-
-    Attributes:
-        metrics: the metrics that are finite numbers.
-        names: names of all metrics.
-        pinned: whether the step is never removed.
-    """
-
-    metrics: Mapping[str, float]
-    names: frozenset[str]
-    pinned: bool
-
-
 def encode_note(metrics: Mapping[str, Any], pinned: bool) -> bytes:
     """Encode the facts of this rank about a step.
 
@@ -477,8 +457,12 @@ def encode_note(metrics: Mapping[str, Any], pinned: bool) -> bytes:
     return json.dumps([finite_numbers(metrics), names, bool(pinned)]).encode()
 
 
-def united_note(encoded: Sequence[bytes]) -> StepNote:
-    """Unite the facts of all ranks; the lowest rank with a metric counts."""
+def united_note(encoded: Sequence[bytes]) -> tuple[dict[str, float], set[str], bool]:
+    """Unite the facts of all ranks; the lowest rank with a metric counts.
+
+    Return the metrics that are finite numbers, the names of all metrics, and whether the step is
+    never removed.
+    """
     metrics: dict[str, float] = {}
     names: set[str] = set()
     is_pinned = False
@@ -487,4 +471,4 @@ def united_note(encoded: Sequence[bytes]) -> StepNote:
         metrics |= numbers
         names.update(names_of_rank)
         is_pinned = is_pinned or pinned
-    return StepNote(metrics, frozenset(names), is_pinned)
+    return metrics, names, is_pinned

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -30,13 +29,9 @@ from distckpt._io.write import NewFile, WriteSettings, in_folder
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt._tools.reshard import ReshardReport, report_of_reshard, tensor_file
-from distckpt._tools.reshard_plan import (
-    check_request,
-    options_of,
-    plan_reshard,
-)
-from distckpt.tasks._facts import facts_of
+from distckpt._tools.reshard_plan import plan_reshard, request_of
 from distckpt.tasks._outputs import FileWork, overflows_of
+from distckpt.tasks._work import facts_of
 
 
 class ReshardWork(FileWork):
@@ -44,31 +39,25 @@ class ReshardWork(FileWork):
 
     verb = "reshard"
 
-    def __init__(
-        self,
-        source_dir: str | os.PathLike[str],
-        checkpoint_dir: str | os.PathLike[str],
-        **arguments: Any,
-    ) -> None:
-        options = options_of(1, **arguments)
-        request = check_request(source_dir, checkpoint_dir, options)
+    def __init__(self, source_dir: str, checkpoint_dir: str, **arguments: Any) -> None:
+        request = request_of(1, source_dir, checkpoint_dir, **arguments)
+        request.check()
         if request.is_in_place:
             raise CheckpointingException(
                 f"{request.source!r} cannot be rewritten in its own place in parts: parts that "
                 "come late would read the new one. Choose another directory."
             )
         ranks = Ranks.alone()
-        stored = open_undisturbed(ranks, request.source, verify=options.verify)
+        stored = open_undisturbed(ranks, request.source, verify=request.verify)
         with reading(ranks, [stored]):
             plan = plan_reshard(ranks, stored, request)
         self._plan = plan
-        self._overwrite = options.overwrite
+        self._overwrite = request.overwrite
         self._files = {file.name: file for file in plan.layout.all_files}
         self.place = request.target
         self.checkpoints = [stored]
-        self.sources = [stored.location]
         self.source = TensorSource(plan.stored)
-        num_threads = num_export_threads(options.max_inflight_bytes)
+        num_threads = num_export_threads(request.max_inflight_bytes)
         self.write_settings = WriteSettings(num_threads=num_threads)
         sizes = {name: len(f.header) + sum(f.chunk_bytes) for name, f in self._files.items()}
         headers = {}
@@ -78,13 +67,14 @@ class ReshardWork(FileWork):
         self.settings = OutputSettings(
             num_bytes=sum(sizes.values()),
             folders=posix.SUBDIRECTORIES,
-            overwrite=options.overwrite,
+            overwrite=request.overwrite,
             has_marker=True,
             has_own_folders=True,
         )
-        objects = [checksum(shard.data) for shard in plan.content.objects]
+        objects = [checksum(shard.data) for shard in plan.objects]
         more = {"objects and common state": objects, "the layout": plan.layout.digest()}
-        self.facts = facts_of({**options.of_all_ranks(), **more}, [stored], plan.content.outputs)
+        outputs = plan.outputs.values()
+        self.facts = facts_of({**request.of_all_ranks(), **more}, [stored], outputs)
 
     def files(self) -> list[str]:
         suffix = self.output().folder_suffix
@@ -98,12 +88,10 @@ class ReshardWork(FileWork):
     def check(self) -> None:
         posix.check_target(self.place, self._overwrite)
 
-    def new_file(
-        self, source: TensorSource, output: Output, name: str, overflows: dict[str, int]
-    ) -> NewFile:
+    def new_file(self, output: Output, name: str, overflows: dict[str, int]) -> NewFile:
         file = self._plan.layout.objects.get(name)
         if file is None:
-            file = tensor_file(source.stored, self._plan, self._files[name], overflows)
+            file = tensor_file(self.source.stored, self._plan, self._files[name], overflows)
         return file.below(output.location, output.folder_suffix)
 
     def add_rest(self, results: Sequence[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from distckpt.tasks._work import Part
+from distckpt.tasks._pieces import Part
 
 _ARRAYS = (
     ("JOB_COMPLETION_INDEX", None),

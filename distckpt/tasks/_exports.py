@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from distckpt._commit.output import Output, OutputSettings
 from distckpt._compute.merge import check_is_apart, check_terms, plan_opened_sum
 from distckpt._format.hf_names import INDEX_NAME, SINGLE_NAME, belongs_to_export
 from distckpt._io.export import export_settings, num_export_threads, output_file
-from distckpt._io.tensor_source import TensorSource
 from distckpt._io.write import NewFile
 from distckpt._operations.consolidate import (
     ExportReport,
@@ -23,10 +21,7 @@ from distckpt._operations.consolidate import (
     plan_opened,
     report_of_export,
 )
-from distckpt._operations.export_plan import ExportPlan
 from distckpt._operations.export_request import (
-    OpenedSources,
-    SourceLocations,
     check_export_options,
     check_target,
     locate_sources,
@@ -34,29 +29,20 @@ from distckpt._operations.export_request import (
 )
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt.tasks._facts import facts_of, facts_of_extra_files
 from distckpt.tasks._outputs import FileWork, overflows_of
-from distckpt.tasks._work import Work
+from distckpt.tasks._work import Work, facts_of, facts_of_extra_files
 
 
 def consolidation(
-    checkpoint: str | os.PathLike[str],
-    output_dir: str | os.PathLike[str],
-    *,
-    overwrite: bool = False,
-    options: ExportOptions,
+    checkpoint: str, output_dir: str, *, overwrite: bool = False, options: ExportOptions
 ) -> Work:
     """Return the work of `consolidate` with these arguments."""
-    check_export_options(options)
-    located = locate_sources([checkpoint], options)
-    opened = open_sources(Ranks.alone(), located, options.verify)
-    plan = plan_opened(Ranks.alone(), opened, options)
-    return _ExportWork("consolidate", output_dir, overwrite, located, opened, plan, options)
+    return _ExportWork([checkpoint], output_dir, overwrite, options)
 
 
 def merger(
-    checkpoints: Sequence[str | os.PathLike[str]],
-    output_dir: str | os.PathLike[str],
+    checkpoints: Sequence[str],
+    output_dir: str,
     *,
     weights: Sequence[float] | None = None,
     ema: float | None = None,
@@ -64,37 +50,39 @@ def merger(
     options: ExportOptions,
 ) -> Work:
     """Return the work of `merge` with these arguments."""
-    check_export_options(options)
     sources, factors = check_terms(checkpoints, weights, ema)
-    located = locate_sources(sources, options)
-    opened = open_sources(Ranks.alone(), located, options.verify)
-    plan = plan_opened_sum(Ranks.alone(), opened, factors, ema, options)
-    more = {"weights": factors, "ema": ema}
-    return _ExportWork("merge", output_dir, overwrite, located, opened, plan, options, more)
+    return _ExportWork(sources, output_dir, overwrite, options, factors, ema)
 
 
 class _ExportWork(FileWork):
-    """An export that is planned."""
+    """An export, with `factors` of the sum of several checkpoints."""
 
     def __init__(
         self,
-        verb: str,
-        output_dir: str | os.PathLike[str],
+        checkpoints: Sequence[str],
+        output_dir: str,
         overwrite: bool,
-        located: SourceLocations,
-        opened: OpenedSources,
-        plan: ExportPlan,
         options: ExportOptions,
-        more: Mapping[str, Any] | None = None,
+        factors: Sequence[float] | None = None,
+        ema: float | None = None,
     ) -> None:
+        check_export_options(options)
+        ranks = Ranks.alone()
+        self._located = locate_sources(checkpoints, options)
+        opened = open_sources(ranks, self._located, options.verify)
+        more: dict[str, Any] = {}
+        if factors is None:
+            self.verb = "consolidate"
+            plan = plan_opened(ranks, opened, options)
+        else:
+            self.verb = "merge"
+            plan = plan_opened_sum(ranks, opened, factors, ema, options)
+            more = {"weights": factors, "ema": ema}
         self._plan = plan
         self._overwrite = overwrite
-        self._located = located
         self._files = {file.name: file for file in plan.files}
-        self.verb = verb
         self.place = posix.resolve(output_dir)
         self.checkpoints = opened.all
-        self.sources = located.all
         self.source = plan.source
         self._max_inflight_bytes = options.max_inflight_bytes
         self.write_settings = export_settings(num_export_threads(options.max_inflight_bytes))
@@ -108,7 +96,7 @@ class _ExportWork(FileWork):
         if [*self._files] == [SINGLE_NAME]:
             self.last_file = SINGLE_NAME
         self.facts = {
-            **facts_of({**vars(options), **(more or {})}, self.checkpoints, plan.outputs),
+            **facts_of({**vars(options), **more}, self.checkpoints, plan.outputs),
             **facts_of_extra_files(plan.extra_files),
         }
 
@@ -136,11 +124,11 @@ class _ExportWork(FileWork):
         if self.verb == "merge":
             check_is_apart(self.place, self._located.checkpoints)
 
-    def new_file(
-        self, source: TensorSource, output: Output, name: str, overflows: dict[str, int]
-    ) -> NewFile:
+    def new_file(self, output: Output, name: str, overflows: dict[str, int]) -> NewFile:
         path = locations.join(output.location, name)
-        return output_file(source, self._files[name], path, overflows, self._max_inflight_bytes)
+        return output_file(
+            self.source, self._files[name], path, overflows, self._max_inflight_bytes
+        )
 
     def add_rest(self, results: Sequence[Any]) -> None:
         complete_export(self._plan, self.checkpoints, self.output())

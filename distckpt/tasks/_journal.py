@@ -33,7 +33,7 @@ from distckpt._base.options import sealed, unsealed
 from distckpt._base.threads import NUM_REQUESTS, run_threads
 from distckpt._commit import hidden_directories
 from distckpt._storage import locations
-from distckpt.tasks._work import Part, Piece, Work
+from distckpt.tasks._pieces import Part, Piece
 
 logger = logging.getLogger(__name__)
 
@@ -145,17 +145,10 @@ class Journal:
         """
         return self._read_if_whole(HEADER, _HEADER_FORM) is not None
 
-    def begin(self, work: Work) -> None:
-        """Make the journal."""
+    def begin(self, header: Mapping[str, Any]) -> None:
+        """Make the journal, with the description of the work."""
         locations.make_directories(self.location)
-        content = {
-            "verb": work.verb,
-            "sources": list(work.sources),
-            "facts": dict(work.facts),
-            "pieces": [[piece.name, piece.start, piece.stop] for piece in work.pieces],
-            "files": work.files(),
-        }
-        self._write(HEADER, content)
+        self._write(HEADER, header)
 
     def recorded(self) -> set[int]:
         """Return the numbers of the pieces that are whole."""

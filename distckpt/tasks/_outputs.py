@@ -6,23 +6,21 @@ import contextlib
 import itertools
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from distckpt._base.memory import Bytes
-from distckpt._checkpoint.consistent_read import reading, states_of
+from distckpt._checkpoint.consistent_read import states_of
 from distckpt._commit.output import Output, OutputSettings, continued_output
 from distckpt._format.marker import CONFIG_FNAME
-from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.units import Unit
 from distckpt._io.tensor_source import TensorSource
 from distckpt._io.write import Fill, NewFile, WriteSettings, write_files, write_span
-from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
-from distckpt.tasks._facts import check_sources
-from distckpt.tasks._work import Piece, Work, cut_files
+from distckpt.tasks._pieces import cut_files
+from distckpt.tasks._work import AddBytes, Work
 
 
 class OutputWork(Work):
@@ -30,14 +28,12 @@ class OutputWork(Work):
 
     Attributes:
         settings: settings of the output.
-        checkpoints: the checkpoints to read.
         headers: headers of the files that are compared with the plan, by name.
         sizes: sizes of these.
         last_file: the file without which there is no output.
     """
 
     settings: OutputSettings
-    checkpoints: Sequence[StoredCheckpoint]
     headers: Mapping[str, bytes] = {}
     sizes: Mapping[str, int] = {}
     last_file = CONFIG_FNAME
@@ -49,7 +45,7 @@ class OutputWork(Work):
 
     def output(self) -> Output:
         """Return the output, in its place before it appears."""
-        return continued_output(self.place, self.nonce, self.journal, self.settings)
+        return continued_output(self.place, self.nonce, self.journal.location, self.settings)
 
     def directory(self) -> str:
         return self.output().location
@@ -76,7 +72,7 @@ class OutputWork(Work):
         return damaged
 
     def complete(self, results: Sequence[Any]) -> None:
-        check_sources(self.facts, self.checkpoints)
+        super().complete(results)
         if self.is_local:
             # Something else may have come to the place meanwhile.
             self.check()
@@ -132,35 +128,24 @@ class FileWork(OutputWork):
         """Divide files into pieces, given the sizes and headers of all."""
         self.sizes = sizes
         self.headers = headers
-        self.pieces: Sequence[Piece] = cut_files(sizes, divides=self.is_local)
+        self.pieces = cut_files(sizes, divides=self.is_local)
 
     @abstractmethod
-    def new_file(
-        self, source: TensorSource, output: Output, name: str, overflows: dict[str, int]
-    ) -> NewFile:
+    def new_file(self, output: Output, name: str, overflows: dict[str, int]) -> NewFile:
         """Describe a file; `overflows` is filled while it is written."""
 
-    def run(
-        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
-    ) -> Iterator[tuple[int, Any]]:
+    def use(self, files: OpenFiles) -> None:
+        self.source = self.source.with_files(files)
+
+    def do(self, number: int, add_bytes: AddBytes) -> dict[str, Any]:
+        """Write a piece; return its checksums, and the overflows in it by tensor."""
+        piece = self.pieces[number]
         output = self.output()
         settings = replace(self.write_settings, progress=add_bytes)
-        with (
-            reading(Ranks.alone(), self.checkpoints),
-            OpenFiles.for_many_reads() as open_files,
-        ):
-            source = self.source.with_files(open_files)
-            for number in assigned:
-                yield number, self._write(source, output, self.pieces[number], settings)
-
-    def _write(
-        self, source: TensorSource, output: Output, piece: Piece, settings: WriteSettings
-    ) -> dict[str, Any]:
-        """Write a piece; return its checksums, and the overflows in it by tensor."""
         overflows: dict[str, int] = {}
-        new_file = self.new_file(source, output, piece.name, overflows)
+        new_file = self.new_file(output, piece.name, overflows)
         if self.is_local:
-            uncounted = self.new_file(source, output, piece.name, {}).fill
+            uncounted = self.new_file(output, piece.name, {}).fill
             counted = _counting_from(new_file, piece.start, uncounted)
             checksums = write_span(counted, piece.start, piece.stop, settings)
             output.sync()

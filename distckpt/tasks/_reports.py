@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -22,7 +21,6 @@ import torch
 from distckpt._base.dtypes import ITEM_BYTES
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.messages import check_choice, check_count
-from distckpt._base.threads import ProgressCounter
 from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._checkpoint.stored_values import StoredTensor
@@ -65,30 +63,13 @@ from distckpt._tools.stats import (
     tensors_to_measure,
 )
 from distckpt._tools.tensor_differences import Change, compare_window
-from distckpt.tasks._facts import check_sources, facts_of, facts_of_copies
-from distckpt.tasks._work import Piece, Work, cut_files, piece_bytes
+from distckpt.tasks._pieces import Piece, cut_files, runs_of
+from distckpt.tasks._work import AddBytes, Work, facts_of, facts_of_copies
 
 
-def place_of(verb: str, journal: str | os.PathLike[str]) -> str:
+def place_of(verb: str, journal: str) -> str:
     """Return the location next to a verb's journal in a directory."""
     return locations.join(posix.resolve(journal), verb)
-
-
-def runs_of(sizes: Sequence[int]) -> list[range]:
-    """Divide a sequence of items into runs of about a piece's size."""
-    limit = piece_bytes(sum(sizes))
-    runs = []
-    first = 0
-    filled = 0
-    for number, size in enumerate(sizes):
-        if filled and filled + size > limit:
-            runs.append(range(first, number))
-            first = number
-            filled = 0
-        filled += size
-    if sizes:
-        return [*runs, range(first, len(sizes))]
-    return runs
 
 
 def pieces_of(
@@ -123,20 +104,11 @@ class _Windows:
     def _key_of(self, window: int) -> str:
         return self.tensors[self._windows[window].tensor].key
 
-    def results(
-        self, number: int, compute: Callable[..., Any], add_bytes: Callable[[int], None]
-    ) -> list[Any]:
+    def results(self, number: int, compute: Callable[..., Any], add_bytes: AddBytes) -> list[Any]:
         """Return what `compute(window, *values)` returns for the windows of a piece."""
-
-        def computed(window: Window, *values: torch.Tensor) -> Any:
-            result = compute(window, *values)
-            add_bytes(sum(part.nbytes for part in values))
-            return result
-
         run = self._runs[number]
         windows = self._windows[run.start : run.stop]
-        uncounted = ProgressCounter(None, 0)
-        results = map_some_windows(self._sides, windows, computed, uncounted)
+        results = map_some_windows(self._sides, windows, compute, add_bytes)
         return [result for _, result in results]
 
     def by_tensor(self, results: Iterable[Iterable[Any]]) -> list[list[Any]]:
@@ -152,21 +124,20 @@ class _Windows:
 
 
 def verification(
-    checkpoint_dir: str | os.PathLike[str],
+    checkpoint_dir: str,
     mode: Literal["fast", "full"] = "full",
     *,
-    journal: str | os.PathLike[str],
+    journal: str,
     num_threads: int | None = None,
 ) -> Work:
     """Return the work of `verify` with these arguments."""
     check_choice("mode", mode, ("fast", "full"))
     if num_threads is not None:
         check_count("num_threads", num_threads)
-    location = locations.normalize(checkpoint_dir)
     place = place_of("verify", journal)
-    stored = open_or_describe(location, marker_of(location))
+    stored = open_or_describe(checkpoint_dir, marker_of(checkpoint_dir))
     if isinstance(stored, Problem):
-        return _Unopened(location, place, mode, stored)
+        return _Unopened(checkpoint_dir, place, mode, stored)
     return _VerifyWork(stored, place, mode, num_threads)
 
 
@@ -174,22 +145,23 @@ class _Unopened(Work):
     """A checkpoint that cannot be opened, which leaves nothing more to do."""
 
     verb = "verify"
-    pieces = ()
 
     def __init__(self, location: str, place: str, mode: str, problem: Problem) -> None:
         self.place = place
-        self.sources = [location]
+        self._location = location
         self.facts = {"mode": mode, "the problem": problem.message}
         self._mode = mode
         self._problem = problem
 
-    def run(
-        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
-    ) -> Iterator[tuple[int, Any]]:
-        return iter(())
+    @property
+    def sources(self) -> list[str]:
+        return [self._location]
+
+    def do(self, number: int, add_bytes: AddBytes) -> Any:
+        raise AssertionError(number)
 
     def report(self, results: Sequence[Any], seconds: float) -> VerifyReport:
-        return unopened_report(self.sources[0], self._mode, self._problem, seconds)
+        return unopened_report(self._location, self._mode, self._problem, seconds)
 
 
 class _VerifyWork(Work):
@@ -204,7 +176,7 @@ class _VerifyWork(Work):
         self._mode = mode
         self._num_threads = num_threads
         self.place = place
-        self.sources = [stored.location]
+        self.checkpoints = [stored]
         manifest = stored.manifest
         self._headers = [file.header_bytes for file in manifest.files]
         self._ranges: list[range] = []
@@ -214,11 +186,12 @@ class _VerifyWork(Work):
             keys = keys_with_fingerprints(stored)
         # Pieces follow one another within a range.
         self._blocks_of = functools.lru_cache(maxsize=1)(self._list_blocks)
-        names = []
-        for file_ids in self._ranges:
-            names += [manifest.files[file_id].name for file_id in file_ids]
-        self._file_ids = {name: file_id for file_id, name in enumerate(names)}
-        sizes = {name: manifest.files[self._file_ids[name]].num_bytes for name in names}
+        self._file_ids: dict[str, int] = {}
+        sizes = {}
+        for file_id in itertools.chain(*self._ranges):
+            file = manifest.files[file_id]
+            self._file_ids[file.name] = file_id
+            sizes[file.name] = file.num_bytes
         self._spans = cut_files(sizes, divides=True)
         span_bytes = [span.num_bytes for span in self._spans]
         self._windows = _Windows([[StoredTensor(stored, key) for key in keys]])
@@ -235,32 +208,32 @@ class _VerifyWork(Work):
         """Return the blocks of a range of files."""
         return list_blocks(self._stored, file_ids, self._num_threads, keeps_checksums=True)
 
-    def run(
-        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
-    ) -> Iterator[tuple[int, Any]]:
-        num_checks = len(self._of_files) + len(self._of_spans)
-        with OpenFiles() as open_files:
-            stored = self._stored.with_files(open_files)
-            for number in assigned:
-                if number < len(self._of_files):
-                    run = self._of_files[number]
-                    problems = check_files(stored, run, self._num_threads)
-                    num_bytes = sum(self._headers[run.start : run.stop])
-                    if run.stop == len(self._headers):
-                        beside, num_beside = check_beside(
-                            stored.location, stored.manifest, self._mode, self._num_threads
-                        )
-                        problems += not_in(problems, beside)
-                        num_bytes += num_beside
-                    yield number, (list(map(vars, problems)), num_bytes)
-                elif number < num_checks:
-                    run = self._of_spans[number - len(self._of_files)]
-                    yield number, self._check_blocks(stored, run, add_bytes)
-                else:
-                    yield number, self._compute_numbers(number - num_checks, add_bytes)
+    def use(self, files: OpenFiles) -> None:
+        self._stored = self._stored.with_files(files)
+
+    def do(self, number: int, add_bytes: AddBytes) -> Any:
+        if number < len(self._of_files):
+            return self._check_headers(self._of_files[number])
+        number -= len(self._of_files)
+        if number < len(self._of_spans):
+            return self._check_blocks(self._of_spans[number], add_bytes)
+        return self._compute_numbers(number - len(self._of_spans), add_bytes)
+
+    def _check_headers(self, run: range) -> tuple[list[Any], int]:
+        """Check a run of files; return their problems and the bytes read."""
+        stored = self._stored
+        problems = check_files(stored, run, self._num_threads)
+        num_bytes = sum(self._headers[run.start : run.stop])
+        if run.stop == len(self._headers):
+            beside, num_beside = check_beside(
+                stored.location, stored.manifest, self._mode, self._num_threads
+            )
+            problems += not_in(problems, beside)
+            num_bytes += num_beside
+        return list(map(vars, problems)), num_bytes
 
     def _check_blocks(
-        self, stored: StoredCheckpoint, run: range, add_bytes: Callable[[int], None]
+        self, run: range, add_bytes: AddBytes
     ) -> tuple[list[_BadBlock], list[Any], int]:
         """Check the blocks that begin in a run of spans.
 
@@ -285,17 +258,17 @@ class _VerifyWork(Work):
                 blocks.stops[low:high],
                 blocks.expected[low:high],
             )
-            units = units_of_blocks(part, stored.location)
-            bad_here, num_read = check_units(stored, part, units, self._num_threads, add_bytes)
+            units = units_of_blocks(part, self._stored.location)
+            bad_here, num_read = check_units(
+                self._stored, part, units, self._num_threads, add_bytes
+            )
             for number, message in bad_here:
                 bad.append((int(part.file_ids[number]), int(part.starts[number]), message))
             unread += map(vars, blocks.unread)
             total += num_read
         return bad, unread, total
 
-    def _compute_numbers(
-        self, number: int, add_bytes: Callable[[int], None]
-    ) -> tuple[list[int], str | None]:
+    def _compute_numbers(self, number: int, add_bytes: AddBytes) -> tuple[list[int], str | None]:
         """Return the terms that windows add to fingerprints, and any error.
 
         An error of reading matters only if all blocks are whole.
@@ -304,9 +277,6 @@ class _VerifyWork(Work):
             return self._windows.results(number, window_number, add_bytes), None
         except (CorruptCheckpointError, OSError) as error:
             return [], str(error)
-
-    def complete(self, results: Sequence[Any]) -> None:
-        check_sources(self.facts, [self._stored])
 
     def report(self, results: Sequence[Any], seconds: float) -> VerifyReport:
         remaining = iter(results)
@@ -365,46 +335,37 @@ def _number_of(blocks: Blocks, file_id: int, first_byte: int) -> int:
 
 
 class _WindowWork(Work):
-    """A value per window of the tensors of one checkpoint or two."""
+    """A value per window of the tensors of one checkpoint or two.
+
+    Attributes:
+        compute: returns the JSON result of a window's values on both sides.
+    """
+
+    compute: Callable[..., Any]
 
     def __init__(
         self,
-        journal: str | os.PathLike[str],
+        journal: str,
         checkpoints: Sequence[StoredCheckpoint],
         sides: Sequence[Sequence[StoredTensor]],
         options: Mapping[str, Any],
     ) -> None:
         self.place = place_of(self.verb, journal)
         self.checkpoints = checkpoints
-        self.sources = [stored.location for stored in checkpoints]
         self.windows = _Windows(sides)
         self.pieces = self.windows.pieces
         self.facts = {**facts_of(options, checkpoints), **facts_of_copies(checkpoints)}
 
     @abstractmethod
-    def compute(self, window: Window, *values: torch.Tensor) -> Any:
-        """Return the JSON result of a window's values on both sides."""
-
-    @abstractmethod
     def decoded(self, result: Any) -> Any:
         """Return the result of a window from JSON."""
 
-    def run(
-        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
-    ) -> Iterator[tuple[int, Any]]:
-        with reading(Ranks.alone(), self.checkpoints):
-            for number in assigned:
-                yield number, self.windows.results(number, self.compute, add_bytes)
-
-    def complete(self, results: Sequence[Any]) -> None:
-        check_sources(self.facts, self.checkpoints)
+    def do(self, number: int, add_bytes: AddBytes) -> list[Any]:
+        return self.windows.results(number, self.compute, add_bytes)
 
     def decoded_by_tensor(self, results: Sequence[Any]) -> list[list[Any]]:
         """Return the results of the windows of each tensor."""
-        decoded = []
-        for tensor_results in self.windows.by_tensor(results):
-            decoded.append([self.decoded(result) for result in tensor_results])
-        return decoded
+        return self.windows.by_tensor(map(self.decoded, of_piece) for of_piece in results)
 
 
 # --- stats ----------------------------------------------------------------------------------------
@@ -416,13 +377,9 @@ class StatsWork(_WindowWork):
     verb = "stats"
 
     def __init__(
-        self,
-        checkpoint_dir: str | os.PathLike[str],
-        *,
-        journal: str | os.PathLike[str],
-        keys: Sequence[str] | None = None,
+        self, checkpoint_dir: str, *, journal: str, keys: Sequence[str] | None = None
     ) -> None:
-        stored = open_undisturbed(Ranks.alone(), locations.normalize(checkpoint_dir))
+        stored = open_undisturbed(Ranks.alone(), checkpoint_dir)
         self._tensors = tensors_to_measure(stored, keys)
         super().__init__(journal, [stored], [self._tensors], {"keys": keys})
 
@@ -449,10 +406,10 @@ class DiffWork(_WindowWork):
 
     def __init__(
         self,
-        a: str | os.PathLike[str],
-        b: str | os.PathLike[str],
+        a: str,
+        b: str,
         *,
-        journal: str | os.PathLike[str],
+        journal: str,
         keys: str | Sequence[str] | None = None,
         rename: Mapping[str, str] | None = None,
         atol: float = 0.0,
@@ -460,27 +417,21 @@ class DiffWork(_WindowWork):
     ) -> None:
         check_arguments(keys, rename, atol, rtol)
         ranks = Ranks.alone()
-        first = open_undisturbed(ranks, locations.normalize(a))
-        second = open_undisturbed(ranks, locations.normalize(b))
+        first = open_undisturbed(ranks, a)
+        second = open_undisturbed(ranks, b)
         self._compared = plan_diff(first, second, keys, rename or {})
-        self._compare = functools.partial(compare_window, atol=atol, rtol=rtol)
+        self.compute = functools.partial(compare_window, atol=atol, rtol=rtol)
         options = {"keys": keys, "rename": rename, "atol": atol, "rtol": rtol}
         super().__init__(journal, [first, second], self._compared.sides, options)
-
-    def compute(self, window: Window, *values: torch.Tensor) -> Any:
-        return self._compare(window, *values)
 
     def decoded(self, result: Any) -> Change | None:
         if result is None:
             return None
-        num_different, largest, first_index, spans, norms = result
-        pairs = [(start, stop) for start, stop in spans]
-        return Change(num_different, largest, tuple(first_index), pairs, tuple(norms))
+        num_different, largest, first_index, *rest = result
+        return Change(num_different, largest, tuple(first_index), *rest)
 
     def report(self, results: Sequence[Any], seconds: float) -> DiffReport:
         changes = dict(zip(self._compared.comparable, self.decoded_by_tensor(results), strict=True))
-        started = time.perf_counter()
+        started = time.perf_counter() - seconds
         with reading(Ranks.alone(), self.checkpoints):
-            return report_of_diff(
-                self._compared, changes, lambda: seconds + time.perf_counter() - started
-            )
+            return report_of_diff(self._compared, changes, started)

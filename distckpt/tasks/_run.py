@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import operation
@@ -19,7 +19,10 @@ from distckpt._base.threads import ProgressCounter
 from distckpt._commit import hidden_directories
 from distckpt._storage import locations, object_store
 from distckpt.tasks._journal import LOCK, Journal, Note, journals_beside, other_owner
-from distckpt.tasks._work import Part, Work, share
+from distckpt.tasks._pieces import Part, share
+
+if TYPE_CHECKING:
+    from distckpt.tasks._work import Work
 
 
 @dataclass(frozen=True)
@@ -58,43 +61,42 @@ def run_part(work: Work, part: Part, progress: Progress | None = None) -> PartRe
         CheckpointingException: other work, which is not complete, has a journal for the same
             output.
     """
-    journal = Journal(work.journal)
-    with _naming_owner(journal.location):
-        return _run_part(work, journal, part, progress)
+    with _naming_owner(work.journal.location):
+        return _run_part(work, part, progress)
 
 
-def _run_part(work: Work, journal: Journal, part: Part, progress: Progress | None) -> PartReport:
+def _run_part(work: Work, part: Part, progress: Progress | None) -> PartReport:
     started = time.perf_counter()
     num_pieces = 0
     num_bytes = 0
-    if not is_complete(work, journal):
+    if not is_complete(work):
         try:
-            _open(work, journal)
-            recorded = journal.recorded()
+            _open(work)
+            recorded = work.journal.recorded()
             numbers = []
             for number in share(work.costs(), part):
                 if number not in recorded:
                     numbers.append(number)
-            for number in _run(work, journal, part, numbers, progress):
+            for number in _run(work, part, numbers, progress):
                 num_pieces += 1
                 num_bytes += work.pieces[number].num_bytes
         except OSError as error:
             # Another process may have done the same meanwhile, and completed the work.
-            if not is_complete(work, journal):
-                _check_is_there(journal, error)
+            if not is_complete(work):
+                _check_is_there(work.journal, error)
                 raise
-    num_whole = len(journal.recorded())
-    is_whole = num_whole >= len(work.pieces) or is_complete(work, journal)
+    num_whole = len(work.journal.recorded())
+    is_whole = num_whole >= len(work.pieces) or is_complete(work)
     return PartReport(
         str(part),
-        journal.location,
+        work.journal.location,
         num_pieces,
         num_bytes,
         num_whole,
         len(work.pieces),
         time.perf_counter() - started,
         is_whole,
-        _finish(work, journal) if is_whole else None,
+        _finish(work) if is_whole else None,
     )
 
 
@@ -105,12 +107,11 @@ def finish(work: Work) -> Any:
     Raises:
         CheckpointingException: pieces are missing.
     """
-    journal = Journal(work.journal)
-    with _naming_owner(journal.location):
-        if not is_complete(work, journal):
-            _check_others(work, journal)
-            _check_is_all(work, journal)
-        return _finish(work, journal)
+    with _naming_owner(work.journal.location):
+        if not is_complete(work):
+            _check_others(work)
+            _check_is_all(work)
+        return _finish(work)
 
 
 @contextlib.contextmanager
@@ -136,8 +137,8 @@ def _check_is_there(journal: Journal, error: OSError) -> None:
         raise FileNotFoundError(errno.ENOENT, text, journal.location) from error
 
 
-def _check_is_all(work: Work, journal: Journal) -> None:
-    recorded = journal.recorded()
+def _check_is_all(work: Work) -> None:
+    recorded = work.journal.recorded()
     missing = []
     for i in range(len(work.pieces)):
         if i not in recorded:
@@ -151,28 +152,28 @@ def _check_is_all(work: Work, journal: Journal) -> None:
         )
 
 
-def is_complete(work: Work, journal: Journal) -> bool:
+def is_complete(work: Work) -> bool:
     """Whether the output of some work is in its place.
 
     Raises:
         CheckpointingException: it was, and other files are there now, or none.
     """
-    if not journal.is_done():
+    if not work.journal.is_done():
         return False
     proof = work.proof(work.place)
-    if journal.is_proof(proof):
+    if work.journal.is_proof(proof):
         return True
-    difference = _difference(journal, proof)
+    difference = _difference(work.journal, proof)
     # On a local disk it may be about to take the place of an earlier one.
     is_open = locations.is_local(work.place) or not difference
     if is_open and work.is_begun():
         return False
     # Another part may have put it there between the two looks.
-    if journal.is_proof(work.proof(work.place)):
+    if work.journal.is_proof(work.proof(work.place)):
         return True
     raise CheckpointingException(
         f"{work.place!r} was completed in parts, and was removed or replaced since{difference}. To "
-        f"do it again, remove the journal {journal.location!r} first (--abandon, or "
+        f"do it again, remove the journal {work.journal.location!r} first (--abandon, or "
         "distckpt.tasks.abandon)."
     )
 
@@ -191,27 +192,28 @@ def _difference(journal: Journal, proof: Any) -> str:
     return ""
 
 
-def _open(work: Work, journal: Journal) -> None:
+def _open(work: Work) -> None:
     """Begin some work, or go on with it."""
-    _check_others(work, journal)
-    is_new = not journal.is_begun()
+    _check_others(work)
+    is_new = not work.journal.is_begun()
     if is_new:
         work.check()
-        journal.begin(work)
-    elif journal.recorded() and not work.is_begun():
-        if is_complete(work, journal):
+        work.journal.begin(work.header())
+    elif work.journal.recorded() and not work.is_begun():
+        if is_complete(work):
             return
         raise CheckpointingException(
-            f"What parts have written for {work.place!r} was removed from {journal.location!r}: "
-            "abandon this attempt (--abandon, or distckpt.tasks.abandon) and begin again."
+            f"What parts have written for {work.place!r} was removed from "
+            f"{work.journal.location!r}: abandon this attempt (--abandon, or "
+            "distckpt.tasks.abandon) and begin again."
         )
     work.begin(is_new)
 
 
-def _check_others(work: Work, journal: Journal) -> None:
+def _check_others(work: Work) -> None:
     """Refuse to begin while other work for the same output is incomplete."""
     for other in journals_beside(work.place):
-        if other.location == journal.location or other.is_done():
+        if other.location == work.journal.location or other.is_done():
             continue
         header = other.header()
         if header is None:
@@ -239,13 +241,13 @@ def _differences(work: Work, header: dict[str, Any]) -> str:
 
 
 def _run(
-    work: Work, journal: Journal, part: Part, numbers: Sequence[int], progress: Progress | None
+    work: Work, part: Part, numbers: Sequence[int], progress: Progress | None
 ) -> Iterator[int]:
     """Do pieces; yield the number of each that is whole now."""
     if not numbers:
         return
     directory = work.directory()
-    with journal.at_work(part) as note, _existence_check(directory) as check:
+    with work.journal.at_work(part) as note, _existence_check(directory) as check:
 
         def report(done: int, total: int) -> None:
             note.report(done, total)
@@ -253,13 +255,13 @@ def _run(
                 progress(done, total)
 
         counter = ProgressCounter(report, sum(work.pieces[i].num_bytes for i in numbers))
-        assigned = _missing(work, journal, numbers, note)
+        assigned = _missing(work, numbers, note)
         before = time.perf_counter()
         for number, result in work.run(assigned, counter.add):
             now = time.perf_counter()
             # Otherwise the record could be about files that were removed with another attempt.
             check()
-            journal.record(number, result, now - before)
+            work.journal.record(number, result, now - before)
             before = now
             yield number
         counter.finish()
@@ -284,7 +286,7 @@ def _existence_check(directory: str) -> Iterator[Callable[[], None]]:
         yield check
 
 
-def _missing(work: Work, journal: Journal, candidates: Iterable[int], note: Note) -> Iterator[int]:
+def _missing(work: Work, candidates: Iterable[int], note: Note) -> Iterator[int]:
     """Yield the pieces that are still missing when their turn comes."""
     files = set(work.files())
     numbers_by_file = defaultdict(list)
@@ -292,14 +294,14 @@ def _missing(work: Work, journal: Journal, candidates: Iterable[int], note: Note
         numbers_by_file[piece.name].append(number)
     for number in candidates:
         name = work.pieces[number].name
-        if not journal.has_record(number):
+        if not work.journal.has_record(number):
             if name in files and len(numbers_by_file[name]) > 1:
-                _forget_removed(work, journal, name, numbers_by_file[name])
+                _forget_removed(work, name, numbers_by_file[name])
             note.begin(number, work.pieces[number])
             yield number
 
 
-def _forget_removed(work: Work, journal: Journal, name: str, numbers: Sequence[int]) -> None:
+def _forget_removed(work: Work, name: str, numbers: Sequence[int]) -> None:
     """Let parts repeat whole pieces whose file was removed.
 
     The file is made anew for the next piece, and would have zeros in their place.
@@ -309,71 +311,67 @@ def _forget_removed(work: Work, journal: Journal, name: str, numbers: Sequence[i
     if not locations.is_local(path):
         return
     # Read first: another process may make the file at any time.
-    whole = [number for number in numbers if journal.has_record(number)]
+    whole = [number for number in numbers if work.journal.has_record(number)]
     if whole and locations.isdir(directory) and not locations.exists(path):
-        journal.forget(whole)
+        work.journal.forget(whole)
 
 
-def _finish(work: Work, journal: Journal) -> Any:
+def _finish(work: Work) -> Any:
     """Complete the work unless it is complete; return the report of the verb."""
-    results, seconds = _results(work, journal)
-    if not is_complete(work, journal):
+    results, seconds = _results(work)
+    if not is_complete(work):
         try:
-            with _alone(journal):
-                _complete(work, journal, results)
+            with _alone(work.journal):
+                _complete(work, results)
         except (OSError, CheckpointingException) as error:
             damaged = work.damaged()
             lost = _lost(work, damaged)
             # Where there are no locks, another process may have done the same meanwhile, and have
             # moved the files whose sizes were just read.
-            if not is_complete(work, journal):
+            if not is_complete(work):
                 if lost:
                     _cut(work, damaged)
-                    raise _again(work, journal, lost, error) from error
+                    raise _again(work, lost, error) from error
                 raise
         abort_uploads(work.place, work.files())
-    with locations.only_logging(f"clear up in {journal.location}"):
-        journal.remove_output()
+    with locations.only_logging(f"clear up in {work.journal.location}"):
+        work.journal.remove_output()
     return work.report(results, seconds)
 
 
-def _results(work: Work, journal: Journal) -> tuple[list[Any], float]:
+def _results(work: Work) -> tuple[list[Any], float]:
     """Return the results of all pieces, and the seconds they took.
 
     Raises:
         CheckpointingException: records are missing or damaged. Parts do these pieces again.
     """
-    records, fault = journal.records(len(work.pieces))
+    records, fault = work.journal.records(len(work.pieces))
     if fault:
         absent = []
         for i, record in enumerate(records):
             if record is None:
                 absent.append(i)
-        raise _without_records(work, journal, absent, fault)
+        raise _without_records(work, absent, fault)
     whole = [record for record in records if record is not None]
     return [record["result"] for record in whole], sum(record["seconds"] for record in whole)
 
 
-def _without_records(
-    work: Work, journal: Journal, numbers: Sequence[int], fault: str
-) -> CheckpointingException:
+def _without_records(work: Work, numbers: Sequence[int], fault: str) -> CheckpointingException:
     """Let parts repeat pieces unless only the report lacks them; return the error."""
     has_output = bool(work.files())
-    if has_output and is_complete(work, journal):
+    if has_output and is_complete(work):
         return CheckpointingException(
             f"{fault} {work.place!r} is complete, and its report alone is lost: remove the journal "
             "(--abandon, or distckpt.tasks.abandon), which leaves the output."
         )
     if not has_output:
-        journal.forget_done()
-    return _again(work, journal, numbers, fault)
+        work.journal.forget_done()
+    return _again(work, numbers, fault)
 
 
-def _again(
-    work: Work, journal: Journal, numbers: Sequence[int], fault: object
-) -> CheckpointingException:
+def _again(work: Work, numbers: Sequence[int], fault: object) -> CheckpointingException:
     """Let parts do pieces again; return the error that says so."""
-    journal.forget(numbers)
+    work.journal.forget(numbers)
     return CheckpointingException(
         f"{fault} {len(numbers)} of {len(work.pieces)} pieces must be done again: run the parts "
         "again."
@@ -424,14 +422,14 @@ def abort_uploads(place: str, files: Sequence[str]) -> None:
         object_store.abort_uploads(place, [locations.join(place, name) for name in files])
 
 
-def _complete(work: Work, journal: Journal, results: Sequence[Any]) -> None:
-    if is_complete(work, journal):
+def _complete(work: Work, results: Sequence[Any]) -> None:
+    if is_complete(work):
         return
     # The note is true when the output has appeared.
     work.complete(results)
-    journal.note_done(work.proof(work.directory()))
+    work.journal.note_done(work.proof(work.directory()))
     work.commit(results)
-    journal.note_done(work.proof(work.place))
+    work.journal.note_done(work.proof(work.place))
 
 
 def _alone(journal: Journal) -> contextlib.AbstractContextManager[object]:

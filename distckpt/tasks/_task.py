@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from distckpt._base.interrupts import paused_garbage_collection
 from distckpt._base.messages import check_count
@@ -18,8 +18,11 @@ from distckpt._format.hf_names import INDEX_NAME
 from distckpt._format.marker import marker_of
 from distckpt._storage import locations, object_store
 from distckpt.tasks._journal import Journal, Worker, journals_beside, other_owner
+from distckpt.tasks._pieces import Part
 from distckpt.tasks._run import PartReport, abort_uploads, finish, run_part
-from distckpt.tasks._work import Part, Work
+
+if TYPE_CHECKING:
+    from distckpt.tasks._work import Work
 
 _LOCATIONS = (
     "checkpoint",

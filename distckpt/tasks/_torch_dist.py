@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from distckpt._checkpoint.consistent_read import reading
 from distckpt._checkpoint.opening import open_undisturbed
 from distckpt._commit import posix
 from distckpt._commit.output import OutputSettings
 from distckpt._foreign.torch_dist.reader import COMMON_NAME, METADATA_NAME
 from distckpt._format.marker import CONFIG_FNAME
-from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt.tasks._facts import facts_of
 from distckpt.tasks._outputs import OutputWork
-from distckpt.tasks._work import Piece, piece_bytes
+from distckpt.tasks._pieces import Piece, runs_of
+from distckpt.tasks._work import AddBytes, facts_of
 from distckpt.torch_dist._export import (
     check_place,
     chunks_to_write,
@@ -38,29 +35,23 @@ class TorchDistWork(OutputWork):
 
     verb = "convert"
 
-    def __init__(
-        self,
-        checkpoint_dir: str | os.PathLike[str],
-        output_dir: str | os.PathLike[str],
-        *,
-        overwrite: bool = False,
-    ) -> None:
-        location = locations.normalize(checkpoint_dir)
-        target = posix.resolve(output_dir)
-        check_place(location, target)
-        stored = open_undisturbed(Ranks.alone(), location)
+    def __init__(self, checkpoint_dir: str, output_dir: str, *, overwrite: bool = False) -> None:
+        self.place = posix.resolve(output_dir)
+        check_place(checkpoint_dir, self.place)
+        stored = open_undisturbed(Ranks.alone(), checkpoint_dir)
         self._stored = stored
-        self.place = target
         self.checkpoints = [stored]
-        self.sources = [stored.location]
-        self._chunks = _groups(stored)
+        chunks = chunks_to_write(stored)
+        sizes = stored.manifest.num_bytes[chunks].tolist()
+        self._chunks = []
         pieces = []
-        for number, group in enumerate(self._chunks):
-            size = sum(int(stored.manifest.num_bytes[chunk]) for chunk in group)
+        # Without chunks, an empty file.
+        for number, run in enumerate(runs_of(sizes) or [range(0)]):
+            self._chunks.append(chunks[run.start : run.stop])
+            size = sum(sizes[run.start : run.stop])
             pieces.append(Piece(f"__{number}_0.distcp", 0, size))
-        self.pieces: Sequence[Piece] = pieces
-        num_bytes = sum(piece.num_bytes for piece in pieces)
-        self.settings = OutputSettings(num_bytes=num_bytes, overwrite=overwrite)
+        self.pieces = pieces
+        self.settings = OutputSettings(num_bytes=sum(sizes), overwrite=overwrite)
         self.facts = facts_of({"overwrite": overwrite, "format": "torch_dist"}, [stored])
 
     @functools.cached_property
@@ -75,22 +66,16 @@ class TorchDistWork(OutputWork):
         # Before hours of work.
         _ = self._common
 
-    def run(
-        self, assigned: Iterable[int], add_bytes: Callable[[int], None]
-    ) -> Iterator[tuple[int, Any]]:
+    def do(self, number: int, add_bytes: AddBytes) -> list[tuple[int, str, int, int]]:
         directory = self.directory()
-        with reading(Ranks.alone(), self.checkpoints):
-            for number in assigned:
-                name = self.pieces[number].name
-                # Under another name until it is whole: another process may do the same.
-                path = locations.temporary_beside(locations.join(directory, name))
-                temporary = locations.split(path)[1]
-                written = write_chunks(
-                    self._stored, self._chunks[number], directory, temporary, None
-                )
-                locations.replace_file(path, locations.join(directory, name))
-                add_bytes(self.pieces[number].num_bytes)
-                yield number, [(chunk, name, start, size) for chunk, _, start, size in written]
+        name = self.pieces[number].name
+        # Under another name until it is whole: another process may do the same.
+        path = locations.temporary_beside(locations.join(directory, name))
+        temporary = locations.split(path)[1]
+        written = write_chunks(self._stored, self._chunks[number], directory, temporary, None)
+        locations.replace_file(path, locations.join(directory, name))
+        add_bytes(self.pieces[number].num_bytes)
+        return [(chunk, name, start, size) for chunk, _, start, size in written]
 
     def add_rest(self, results: Sequence[Any]) -> None:
         write_metadata(self._stored, self._common, results, self.directory())
@@ -105,18 +90,3 @@ class TorchDistWork(OutputWork):
 
     def report(self, results: Sequence[Any], seconds: float) -> None:
         return None
-
-
-def _groups(stored: StoredCheckpoint) -> list[list[int]]:
-    """Divide chunks into runs of a piece's size, or of one chunk."""
-    limit = piece_bytes(int(stored.manifest.sums.bytes_of_keys.sum()))
-    groups: list[list[int]] = [[]]
-    room = limit
-    for chunk in chunks_to_write(stored):
-        size = int(stored.manifest.num_bytes[chunk])
-        if size > room and groups[-1]:
-            groups.append([])
-            room = limit
-        groups[-1].append(chunk)
-        room -= size
-    return groups

@@ -20,7 +20,7 @@ from distckpt import (
     LoadMismatchError,
     ShardedTensor,
 )
-from distckpt.manager._tiers import _choice
+from distckpt.manager._tiers import _survey
 from distckpt.manager._tiers._survey import SpreadStep
 from tests.support.disk import flip
 from tests.support.harness import error_of, run
@@ -155,12 +155,12 @@ def test_damage_of_a_step_is_none_of_the_step_of_an_earlier_attempt(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         manager.save(20, state_of(0, 1, 20))
     again = SpreadStep(20, "0123456789abcdef", 5, 1, 8, {"file": [0]}, {"file": 8})
-    root = _choice.Root(str(tmp_path))
-    known, _ = _choice.choose([again], root, _choice.Passed())
-    assert known.spread == again
-    damaged = _choice.Passed(reasons={again.save: "checksum mismatch"})
-    known, problems = _choice.choose([again], root, damaged)
-    assert known.spread.attempt == 0
+    root = _survey.Root(str(tmp_path))
+    known, _ = _survey.choose([again], root, _survey.Passed())
+    assert known == again
+    damaged = _survey.Passed(reasons={again.save: "checksum mismatch"})
+    known, problems = _survey.choose([again], root, damaged)
+    assert known.attempt == 0
     assert problems == {20: "checksum mismatch"}
 
 
@@ -260,7 +260,7 @@ def test_a_root_that_does_not_answer_holds_up_nothing(tmp_path):
 
 
 def go_on_without_root(rank, base):
-    with mock.patch.object(_choice, "ROOT_SECONDS", 0.5), reached_at("http://127.0.0.1:9"):
+    with mock.patch.object(_survey, "ROOT_SECONDS", 0.5), reached_at("http://127.0.0.1:9"):
         # No server listens there, and requests are repeated for minutes.
         manager = CheckpointManager("s3://bucket/run", local=f"{base}/host{rank}", durable=False)
         manager.save(10, state_of(rank, 2, 10)).result()

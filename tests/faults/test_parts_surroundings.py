@@ -12,7 +12,7 @@ import pytest
 
 import distckpt
 from distckpt import CheckpointingException, tasks
-from distckpt.tasks import _work as division
+from distckpt.tasks import _pieces as division
 from tests.support.disk import tree_of
 from tests.support.harness import run
 from tests.support.parts import contents_of

@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from distckpt import CheckpointManager, CheckpointNotFoundError, PreemptionGuard, ShardedObject
-from distckpt.manager._tiers import _choice, _copies, _meeting, _served, _tier_files
+from distckpt.manager._tiers import _copies, _meeting, _survey, _tier_files
 from tests.support.disk import flip
 from tests.support.disks import mounted_read_only, small_disk
 from tests.support.flaky_store import FlakyFileSystem, failing
@@ -398,7 +398,7 @@ def load_beside_a_stopped_host(rank: int, base: str) -> int:
 
     asked: list[object] = []
     with (
-        mock.patch.object(_served, "_ANSWER_SECONDS", 0.5),
+        mock.patch.object(_tier_files, "_ANSWER_SECONDS", 0.5),
         mock.patch.object(_tier_files, "_fill", fill_later),
         manager_of(rank, base, 1) as manager,
     ):
@@ -491,7 +491,7 @@ def start_without_answers(rank: int, base: str, code: int) -> tuple[str, dict, i
     """Start while the store answers nothing but errors, and again when it does not."""
     FlakyFileSystem.objects.clear()
     with (
-        mock.patch.object(_choice, "ROOT_SECONDS", 0.5),
+        mock.patch.object(_survey, "ROOT_SECONDS", 0.5),
         failing(lambda *request: StatusError(code)),
     ):
         manager = CheckpointManager("flaky://bucket/run", local=f"{base}/host0", durable=False)
@@ -535,7 +535,7 @@ def test_a_run_that_began_beside_another_one_is_named(tmp_path):
 
 
 def train_beside_a_silent_store(rank: int, base: str, url: str) -> dict:
-    with mock.patch.object(_choice, "ROOT_SECONDS", 0.5), reached_at(url):
+    with mock.patch.object(_survey, "ROOT_SECONDS", 0.5), reached_at(url):
         settings = {"root": "s3://bucket/run", "peers": 1, "stall_timeout": 0.5}
         manager = manager_of(rank, base, 1, exit_timeout=0.5, **settings)
         for step in (10, 20):

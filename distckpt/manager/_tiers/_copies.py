@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
 import os
 from collections import deque
@@ -18,7 +18,7 @@ from distckpt._io.write import WriteSettings
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import Transfer
 from distckpt._storage import locations
-from distckpt.manager._tiers._hosts import Hosts
+from distckpt.manager._tiers._hosts import Hosts, decide_together
 from distckpt.manager._tiers._lane import Pace
 from distckpt.manager._tiers._stored_files import StoredFile, reading, rewrite, stored_files
 from distckpt.manager._tiers._survey import SpreadStep
@@ -54,15 +54,14 @@ def deliveries(step: SpreadStep, hosts: Hosts) -> list[Delivery]:
     """
     sent = [0] * len(hosts.of_rank)
     received = [0] * len(hosts.of_rank)
-    members = [hosts.ranks_of(host) for host in range(len(hosts.names))]
     result = []
     for tag, name in enumerate(sorted(step.sizes)):
         (host, *others) = step.hosts[name]
         peer = hosts.peers[host]
         if others or peer < 0:
             continue
-        sender = min(members[host], key=sent.__getitem__)
-        receiver = min(members[peer], key=received.__getitem__)
+        sender = min(hosts.members[host], key=sent.__getitem__)
+        receiver = min(hosts.members[peer], key=received.__getitem__)
         sent[sender] += step.sizes[name]
         received[receiver] += step.sizes[name]
         result.append(Delivery(name, step.sizes[name], sender, receiver, tag))
@@ -85,21 +84,17 @@ def copy_to_peers(
     """
     outgoing = [delivery for delivery in planned if delivery.sender == ranks.rank]
     incoming = [delivery for delivery in planned if delivery.receiver == ranks.rank]
-    with ranks.telling("copy to other hosts") as told:
+
+    def copy() -> list[str]:
         problems: list[str] = []
         with Pool(1, thread_name_prefix="distckpt-copies") as pool:
             sending = pool.submit(_send_all, ranks, stored.location, outgoing, pace, problems)
             _receive_all(ranks, stored, incoming, durable, problems)
             sending.result()
-        told.payload = json.dumps(problems).encode()
-    with ranks.answering(told, "copy to other hosts"):
-        if ranks.is_coordinator:
-            found: list[str] = []
-            for payload in told.payloads:
-                found += json.loads(payload)
-            told.answer = json.dumps(found).encode()
-    result: list[str] = json.loads(told.answer)
-    return result
+        return problems
+
+    of_ranks = decide_together(ranks, "copy to other hosts", copy, list)
+    return list(itertools.chain(*of_ranks))
 
 
 def _send_all(
@@ -151,7 +146,7 @@ def _receive(
     # One thread, which takes the bytes in their order.
     settings = WriteSettings(durable=durable, direct=False, block_bytes=block_bytes, num_threads=1)
     try:
-        rewrite({temporary: file}, {temporary: arriving.read}, block_bytes, settings)
+        rewrite(temporary, file, arriving.read, settings)
         locations.rename(temporary, path, durable)
     finally:
         locations.remove_file(temporary)

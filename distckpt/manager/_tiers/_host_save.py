@@ -17,7 +17,14 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt._storage import locations
 from distckpt.manager import _steps as steps
-from distckpt.manager._tiers._local_steps import ATTEMPT, NUM_BYTES, NUM_FILES, LocalRoot
+from distckpt.manager._tiers._local_steps import (
+    ATTEMPT,
+    NUM_BYTES,
+    NUM_FILES,
+    LocalRoot,
+    pack_files,
+    unpack_files,
+)
 from distckpt.manager._tiers._run_files import RUN
 
 
@@ -51,7 +58,11 @@ class HostSave:
                 details["bytes"] = save.prepared.num_bytes
                 directory = self._begin(ranks, save, cleaning)
                 with ranks.telling("save to the hosts") as told:
-                    self._make(directory)
+                    if self.is_leader:
+                        self.place.make()
+                    # Every rank makes them: the ones of a host do not wait for their leader.
+                    for name in posix.SUBDIRECTORIES:
+                        locations.make_directories(locations.join(directory, name))
                     own = save.prepared.write_own(directory, ranks)
                     if save.request.options.durable:
                         for name in posix.SUBDIRECTORIES:
@@ -62,10 +73,12 @@ class HostSave:
                 with ranks.answering(told, "complete the manifest"):
                     if ranks.is_coordinator:
                         told.answer = self._complete(save, directory, told.payloads)
-                figures, marker, *manifests = unpack_parts(told.answer)
+                figures, contents = unpack_parts(told.answer)
                 with ranks.phase("commit on the hosts"):
                     if self.is_leader:
-                        self._commit(save, directory, marker, manifests)
+                        durable = save.request.options.durable
+                        self.place.commit(self.step, directory, unpack_files(contents), durable)
+                        self._is_committed = True
             cleaning.pop_all()
         return report_save(ranks, save, tuple(json.loads(figures)))
 
@@ -80,13 +93,6 @@ class HostSave:
             cleaning.callback(self._give_up, directory)
         return directory
 
-    def _make(self, directory: str) -> None:
-        if self.is_leader:
-            self.place.make()
-        # Every rank makes them: the ones of a host do not wait for their leader.
-        for name in posix.SUBDIRECTORIES:
-            locations.make_directories(locations.join(directory, name))
-
     def _give_up(self, directory: str) -> None:
         """Remove the files of this host after a failure; another host may lack its own."""
         locations.remove_tree(directory)
@@ -94,7 +100,7 @@ class HostSave:
             self.place.remove(self.step)
 
     def _complete(self, save: PlannedSave, directory: str, payloads: Sequence[bytes]) -> bytes:
-        """Return figures, marker and manifests for all hosts; for the coordinator."""
+        """Return figures, and manifests and marker, for all hosts; for the coordinator."""
         figures, reports = zip(*map(unpack_parts, payloads), strict=True)
         fields = complete_marker(save, directory, reports)
         files = [file for file in save.prepared.written if not is_manifest_name(file[0])]
@@ -105,21 +111,11 @@ class HostSave:
             NUM_FILES: len(files),
             NUM_BYTES: sum(size for _, size in files),
         }
-        marker = encode_marker({**fields, steps.NOTE: note})
-        parts = [json.dumps(save.timer.united(figures, "write")).encode(), marker]
+        contents = {}
         for name, _ in save.prepared.written:
             if is_manifest_name(name):
-                content = locations.read_bytes(locations.join(directory, name))
-                parts += [name.encode(), content]
-        return pack_parts(parts)
-
-    def _commit(
-        self, save: PlannedSave, directory: str, marker: bytes, manifests: Sequence[bytes]
-    ) -> None:
-        durable = save.request.options.durable
-        for name, content in zip(manifests[::2], manifests[1::2], strict=True):
-            locations.write_bytes(locations.join(directory, name.decode()), content, durable)
-        locations.write_bytes(locations.join(directory, CONFIG_FNAME), marker, durable)
-        # A step that is there belongs to an earlier save of this step, by this run.
-        posix.commit(directory, self.place.step(self.step), overwrite=True, durable=durable)
-        self._is_committed = True
+                contents[name] = locations.read_bytes(locations.join(directory, name))
+        # The marker comes last.
+        contents[CONFIG_FNAME] = encode_marker({**fields, steps.NOTE: note})
+        united = json.dumps(save.timer.united(figures, "write")).encode()
+        return pack_parts([united, pack_files(contents)])

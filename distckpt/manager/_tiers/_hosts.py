@@ -6,9 +6,11 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -32,13 +34,35 @@ class Hosts:
     names: Sequence[str]
     peers: Sequence[int]
 
-    def ranks_of(self, host: int) -> list[int]:
-        """Return the ranks of a host, ascending; the first one leads."""
-        return [rank for rank, other in enumerate(self.of_rank) if other == host]
+    @cached_property
+    def members(self) -> list[list[int]]:
+        """The ranks of each host, ascending; the first one leads."""
+        members: list[list[int]] = [[] for _ in self.names]
+        for rank, host in enumerate(self.of_rank):
+            members[host].append(rank)
+        return members
 
     def leads(self, rank: int) -> bool:
         """Whether a rank is the lowest one of its host."""
-        return self.of_rank.index(self.of_rank[rank]) == rank
+        return self.members[self.of_rank[rank]][0] == rank
+
+
+def decide_together(
+    ranks: Ranks, title: str, own: Callable[[], Any], decide: Callable[[list[Any]], Any]
+) -> Any:
+    """Return on all ranks the coordinator's decision about a value of each.
+
+    All are for JSON.
+
+    Collective operation: all ranks must call it.
+    """
+    with ranks.telling(title) as told:
+        told.payload = json.dumps(own()).encode()
+    with ranks.answering(told, title):
+        if ranks.is_coordinator:
+            values = list(map(json.loads, told.payloads))
+            told.answer = json.dumps(decide(values)).encode()
+    return json.loads(told.answer)
 
 
 def meet(ranks: Ranks, directory: str, domains: Mapping[str, str], num_peers: int) -> Hosts:
@@ -52,13 +76,9 @@ def meet(ranks: Ranks, directory: str, domains: Mapping[str, str], num_peers: in
         domains: failure domains of hosts by name; a host without one is a domain of its own.
         num_peers: number of hosts that keep copies of another one's files, 0 or 1.
     """
-    with ranks.telling("find the hosts") as told:
-        locations.make_directories(directory)
-        told.payload = json.dumps(_identity_of(directory)).encode()
-    with ranks.answering(told, "find the hosts"):
-        if ranks.is_coordinator:
-            told.answer = json.dumps(_grouped(told.payloads, domains, num_peers)).encode()
-    hosts = Hosts(*json.loads(told.answer))
+    own = partial(_identity_of, directory)
+    group = partial(_grouped, domains=domains, num_peers=num_peers)
+    hosts = Hosts(*decide_together(ranks, "find the hosts", own, group))
     if num_peers and ranks.is_coordinator and min(hosts.peers) < 0:
         alone = [name for name, peer in zip(hosts.names, hosts.peers, strict=True) if peer < 0]
         text = "no other failure domain keeps copies of the files of %s: after its loss, steps "
@@ -67,7 +87,8 @@ def meet(ranks: Ranks, directory: str, domains: Mapping[str, str], num_peers: in
 
 
 def _identity_of(directory: str) -> list[str | int]:
-    """Return name and directory of a host, and their identity."""
+    """Make the directory of a host; return name and directory, and their identity."""
+    locations.make_directories(directory)
     status = os.stat(directory)
     name = os.uname().nodename
     # Containers of a machine have names of their own.
@@ -76,14 +97,13 @@ def _identity_of(directory: str) -> list[str | int]:
 
 
 def _grouped(
-    payloads: Sequence[bytes], domains: Mapping[str, str], num_peers: int
+    identities: Sequence[Sequence[Any]], domains: Mapping[str, str], num_peers: int
 ) -> tuple[list[int], list[str], list[int]]:
-    numbers: dict[bytes, int] = {}
+    numbers: dict[tuple[Any, ...], int] = {}
     of_rank = []
-    for payload in payloads:
-        _, _, *place = json.loads(payload)
-        of_rank.append(numbers.setdefault(json.dumps(place).encode(), len(numbers)))
-    firsts = [json.loads(payloads[of_rank.index(number)]) for number in range(len(numbers))]
+    for _, _, *place in identities:
+        of_rank.append(numbers.setdefault(tuple(place), len(numbers)))
+    firsts = [identities[of_rank.index(number)] for number in range(len(numbers))]
     times = Counter(name for name, *_ in firsts)
     names = []
     for name, directory, *_ in firsts:

@@ -18,6 +18,7 @@ from distckpt._commit import hidden_directories, posix
 from distckpt._format.manifest import is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.exchanges import pack_parts, unpack_parts
 from distckpt._storage import locations
 from distckpt.manager import _rejections as rejections
 from distckpt.manager import _steps as steps
@@ -102,10 +103,9 @@ class LocalRoot:
                 return None
             if isinstance(attempt, int) and isinstance(num_files, int):
                 rejection = rejections.rejection_of(self.location, step)
-                reason = None if rejection is None else str(rejection)
                 size = int(num_bytes or 0)
                 files = files_in(directory)
-                return HeldStep(step, name, attempt, num_files, size, files, reason)
+                return HeldStep(step, name, attempt, num_files, size, files, rejection)
         return None
 
     def small_files(self, step: int, save: str | None = None) -> dict[str, bytes]:
@@ -133,9 +133,18 @@ class LocalRoot:
         directory = self.hidden(step, secrets.token_hex(8))
         for name in posix.SUBDIRECTORIES:
             locations.make_directories(locations.join(directory, name))
+        self.commit(step, directory, contents, durable=True)
+
+    def commit(
+        self, step: int, directory: str, contents: Mapping[str, bytes], durable: bool
+    ) -> None:
+        """Complete the directory of a step with marker and manifest.
+
+        It gets its name. An earlier one of the same step is replaced.
+        """
         for name, content in contents.items():
-            locations.write_bytes(locations.join(directory, name), content)
-        posix.commit(directory, self.step(step), overwrite=True)
+            locations.write_bytes(locations.join(directory, name), content, durable)
+        posix.commit(directory, self.step(step), overwrite=True, durable=durable)
 
     def drop_damaged(self, step: int, save: str) -> int:
         """Remove the damaged files of a step; return their number."""
@@ -209,6 +218,20 @@ def run_of_root(root: str, new: str) -> str:
             f'{path!r} is damaged ({error}). Write {{"{RUN}": "ID"}} into it: the directory of the '
             "run on each host is named run-ID. If you remove the file, steps on hosts are ignored."
         ) from error
+
+
+def pack_files(contents: Mapping[str, bytes]) -> bytes:
+    """Put small files into one message."""
+    parts: list[bytes] = []
+    for name, content in contents.items():
+        parts += [name.encode(), content]
+    return pack_parts(parts)
+
+
+def unpack_files(message: bytes) -> dict[str, bytes]:
+    """Return the files in a message of `pack_files`."""
+    parts = unpack_parts(message)
+    return {name.decode(): content for name, content in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def files_in(directory: str) -> dict[str, int]:

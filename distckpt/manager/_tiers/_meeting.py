@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
 import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from distckpt._base.messages import check_count
@@ -17,27 +17,26 @@ from distckpt._commit import posix
 from distckpt._operations.planned_save import SaveRequest
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
-from distckpt.manager._tiers._choice import Root, known_steps
-from distckpt.manager._tiers._hosts import Hosts, meet
+from distckpt.manager._tiers._hosts import Hosts, decide_together, meet
 from distckpt.manager._tiers._lane import Lane
 from distckpt.manager._tiers._local_steps import LocalRoot, run_of_root, runs_in
-from distckpt.manager._tiers._survey import SpreadStep, held_by_hosts
+from distckpt.manager._tiers._survey import Root, SpreadStep, decide_from_held, known_steps
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TierSettings:
     """Settings of the tiers of a manager, see `CheckpointManager`."""
 
     local: str
-    peers: int = 0
-    keep_local: int = 2
-    upload_every: int = 1
-    hosts: Mapping[str, str] = field(default_factory=dict)
-    peer_bandwidth: float | None = None
-    upload_bandwidth: float | None = None
-    stall_timeout: float = 120.0
+    peers: int
+    keep_local: int
+    upload_every: int
+    hosts: Mapping[str, str]
+    peer_bandwidth: float | None
+    upload_bandwidth: float | None
+    stall_timeout: float
 
     def __post_init__(self) -> None:
         check_count("keep_local", self.keep_local)
@@ -72,28 +71,27 @@ def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting
     root = Root(os.fspath(request.path))
     directory = posix.resolve(settings.local)
     hosts = meet(ranks, directory, settings.hosts, settings.peers)
-    with ranks.telling("find the run") as told:
-        if hosts.leads(ranks.rank):
-            told.payload = json.dumps(runs_in(directory, root.location)).encode()
-    with ranks.answering(told, "find the run"):
-        if ranks.is_coordinator:
-            told.answer = json.dumps(_run_of(root, told.payloads)).encode()
-    run, is_new = json.loads(told.answer)
-    place = LocalRoot(locations.join(directory, f"run-{run}"), run, root.location, is_new)
     is_leader = hosts.leads(ranks.rank)
+
+    def own_runs() -> list[tuple[str, bool]]:
+        return runs_in(directory, root.location) if is_leader else []
+
+    run, is_new = decide_together(ranks, "find the run", own_runs, partial(_run_of, root))
+    place = LocalRoot(locations.join(directory, f"run-{run}"), run, root.location, is_new)
     with ranks.phase("open the local directories"):
         if is_leader:
             # On a full or broken disk, saves go to the root.
             with locations.only_logging(f"open {place.location}"):
                 place.make()
                 place.clear_leftovers()
-    found = held_by_hosts(ranks, hosts, place)
 
-    def number_attempt() -> tuple[int, list[int]]:
+    def number_attempt(found: list[SpreadStep]) -> tuple[int, list[int]]:
         good = [spread.step for spread in found if spread.is_whole and not spread.rejection]
-        return _next_attempt(found, root), good
+        # Above those of all attempts: the time, unless a clock was wrong.
+        last = max((item.attempt for item in known_steps(found, root)), default=0)
+        return max(last + 1, int(time.time())), good
 
-    attempt, whole = ranks.decide_json("number the attempt", number_attempt)
+    attempt, whole = decide_from_held(ranks, hosts, place, number_attempt)
     lanes = []
     for name in ("copies", "uploads"):
         own = Ranks.in_background(request.process_group, request.options.timeout)
@@ -101,28 +99,21 @@ def agree(ranks: Ranks, settings: TierSettings, request: SaveRequest) -> Meeting
     return Meeting(hosts, is_leader, place, attempt, frozenset(whole), *lanes)
 
 
-def _next_attempt(found: Sequence[SpreadStep], root: Root) -> int:
-    """Return a number above those of all attempts: the time, unless a clock was wrong."""
-    last = max((item.spread.attempt for item in known_steps(found, root)), default=0)
-    return max(last + 1, int(time.time()))
-
-
-def _run_of(root: Root, payloads: Sequence[bytes]) -> tuple[str, bool]:
+def _run_of(root: Root, of_ranks: Sequence[Sequence[tuple[str, bool]]]) -> tuple[str, bool]:
     """Return the identity of the run; may the root not know it?
 
     If the root does not answer, most local directories decide.
     """
     known: list[str] = []
     old: set[str] = set()
-    for payload in filter(None, payloads):
-        for run, is_new in json.loads(payload):
-            known.append(run)
-            if not is_new:
-                old.add(run)
+    for run, is_new in itertools.chain(*of_ranks):
+        known.append(run)
+        if not is_new:
+            old.add(run)
     guess = max(known, key=known.count, default=secrets.token_hex(8))
     # Other runs that the root has forgotten are not believed.
     name = secrets.token_hex(8) if guess in old else guess
-    run = root.ask(partial(run_of_root, root.location, name), guess)
+    run = root.ask(run_of_root, name, default=guess)
     if known and run not in known:
         text = "steps of run %s on hosts are ignored: run.json in %s is of run %s"
         logger.warning(text, guess, root.location, run)

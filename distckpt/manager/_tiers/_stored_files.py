@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -86,38 +86,28 @@ def stored_files(stored: StoredCheckpoint, names: Sequence[str]) -> dict[str, St
     return found
 
 
-def rewrite(
-    files: Mapping[str, StoredFile],
-    reads: Mapping[str, Read],
-    block_bytes: int,
-    settings: WriteSettings,
-) -> None:
-    """Write files again, and compare all their bytes with their checksums.
-
-    Args:
-        files: the files by new location.
-        reads: functions that read them, by new location.
-        block_bytes: bytes per checksum.
-        settings: how to write.
+def rewrite(location: str, file: StoredFile, read: Read, settings: WriteSettings) -> None:
+    """Write a file again, and compare its bytes with their checksums.
 
     Raises:
         CorruptCheckpointError: bytes are not the ones that were saved.
     """
-    new = []
-    for location, file in files.items():
-        header = np.empty(file.header_bytes, np.uint8)
-        reads[location](0, header)
-        if checksum(header) != file.header_checksum:
-            raise _damaged(file, "its header")
-        new.append(_new_file(location, file, header.tobytes(), reads[location]))
-    actual = write_files(new, settings)
-    first = 0
-    for file in files.values():
-        num_blocks = sum(-(-size // block_bytes) for size in file.chunk_bytes)
-        own = actual[first : first + num_blocks]
-        first += num_blocks
-        if len(own) != len(file.checksums) or (own != file.checksums).any():
-            raise _damaged(file, "a block")
+    header = np.empty(file.header_bytes, np.uint8)
+    read(0, header)
+    if checksum(header) != file.header_checksum:
+        raise _damaged(file, "its header")
+    starts = np.cumsum([file.header_bytes, *file.chunk_bytes])
+
+    def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
+        # The spans of a unit follow one another in the file.
+        num_bytes = sum(span.num_bytes for span in unit)
+        read(int(starts[unit[0].chunk]) + unit[0].start, scratch[:num_bytes])
+        return [scratch[:num_bytes]]
+
+    new_file = NewFile(location, header.tobytes(), file.chunk_bytes, fill)
+    actual = write_files([new_file], settings)
+    if not np.array_equal(actual, file.checksums):
+        raise _damaged(file, "a block")
 
 
 def problems_of(stored: StoredCheckpoint, names: Collection[str]) -> list[Problem]:
@@ -127,38 +117,20 @@ def problems_of(stored: StoredCheckpoint, names: Collection[str]) -> list[Proble
     problems = check_files(stored, file_ids, None)
     with OpenFiles() as opened:
         stored = stored.with_files(opened)
-        return problems + _damaged_blocks(stored, file_ids)
-
-
-def _damaged_blocks(stored: StoredCheckpoint, file_ids: Sequence[int]) -> list[Problem]:
-    manifest = stored.manifest
-    problems: list[Problem] = []
-    for some in manifest.ranges_of_files():
-        blocks = list_blocks(stored, some, None, keeps_checksums=False)
-        mine = np.isin(blocks.file_ids, file_ids)
-        blocks = Blocks(
-            blocks.chunks[mine],
-            blocks.file_ids[mine],
-            blocks.starts[mine],
-            blocks.stops[mine],
-            blocks.expected[mine],
-        )
-        units = units_of_blocks(blocks, stored.location)
-        bad, _ = check_units(stored, blocks, units, None, lambda num_bytes: None)
-        problems += describe_blocks(stored, blocks, bad)
+        for some in manifest.ranges_of_files():
+            blocks = list_blocks(stored, some, None, keeps_checksums=False)
+            mine = np.isin(blocks.file_ids, file_ids)
+            blocks = Blocks(
+                blocks.chunks[mine],
+                blocks.file_ids[mine],
+                blocks.starts[mine],
+                blocks.stops[mine],
+                blocks.expected[mine],
+            )
+            units = units_of_blocks(blocks, stored.location)
+            bad, _ = check_units(stored, blocks, units, None, lambda num_bytes: None)
+            problems += describe_blocks(stored, blocks, bad)
     return problems
-
-
-def _new_file(location: str, file: StoredFile, header: bytes, read: Read) -> NewFile:
-    starts = np.cumsum([file.header_bytes, *file.chunk_bytes])
-
-    def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
-        # The spans of a unit follow one another in the file.
-        num_bytes = sum(span.num_bytes for span in unit)
-        read(int(starts[unit[0].chunk]) + unit[0].start, scratch[:num_bytes])
-        return [scratch[:num_bytes]]
-
-    return NewFile(location, header, file.chunk_bytes, fill)
 
 
 def _damaged(file: StoredFile, part: str) -> CorruptCheckpointError:

@@ -17,24 +17,22 @@ from distckpt._base.options import SaveReport
 from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._commit import posix
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
+from distckpt._operations.planned_save import PlannedSave, SaveRequest
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.manager import _rejections as rejections
 from distckpt.manager import _steps as steps
 from distckpt.manager._root_steps import RootSteps
-from distckpt.manager._tiers import _choice as choice
 from distckpt.manager._tiers import _survey as survey
-from distckpt.manager._tiers._choice import Known, Passed, Root, choose
 from distckpt.manager._tiers._copies import copy_to_peers, deliveries
 from distckpt.manager._tiers._host_save import HostSave
 from distckpt.manager._tiers._lane import Pace, PassedOverError
 from distckpt.manager._tiers._local_steps import ATTEMPT, LocalRoot
 from distckpt.manager._tiers._meeting import Meeting, TierSettings, agree
 from distckpt.manager._tiers._run_files import RUN, StepState, write_state
-from distckpt.manager._tiers._served import SCHEME, served
-from distckpt.manager._tiers._survey import SpreadStep
-from distckpt.manager._tiers._uploads import Progress, upload
+from distckpt.manager._tiers._survey import Passed, Root, SpreadStep, choose
+from distckpt.manager._tiers._tier_files import SCHEME, served
+from distckpt.manager._tiers._uploads import Progress, planned_upload
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +109,7 @@ class Tiers:
         # Files of a step that hosts do not have whole are no obstacle.
         request = replace(request, overwrite=True)
         # The root may not answer, and training goes on.
-        self._root_steps.look_if_it_answers()
+        self._root_steps.seen.look_if_it_answers()
         return self._root_steps.noted(step, notes, request)
 
     def write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
@@ -152,11 +150,9 @@ class Tiers:
             met = self._meeting
             notes[steps.NOTE] = {**notes[steps.NOTE], RUN: met.place.run, ATTEMPT: met.attempt}
         request = replace(save.request, notes=notes)
-        report = write_and_commit(ranks, replace(save, location=location, request=request))
+        save = replace(save, location=location, request=request)
+        report = self._root_steps.write(step, ranks, save)
         self._note(step, StepState(is_uploaded=True))
-        if ranks.is_coordinator:
-            self._root_steps.clear_leftovers()
-            self._root_steps.after_commit(step)
         return report
 
     def _remove_old(self, place: LocalRoot, last: int) -> None:
@@ -269,23 +265,24 @@ class Tiers:
         if spread is None or not spread.is_whole:
             raise PassedOverError("its local files are gone")
         if spread.rejection is not None:
-            raise PassedOverError(f"it was {spread.rejection}")
+            raise PassedOverError(f"it was rejected: {spread.rejection}")
         stored = self._opened(ranks, spread)
-        chosen = survey.shared_out(list(spread.sizes), spread, met.hosts)
+        chosen = survey.shared_out(spread, met.hosts)
         own = [name for name, rank in chosen.items() if rank == ranks.rank]
         note_stall = partial(self._note_problem, step, "uploads", is_seen_here_only=True)
         with Progress(step, self._settings.stall_timeout, note_stall) as progress:
             try:
-                upload(ranks, stored, own, location, self._options, progress, self._upload_pace)
+                pace = self._upload_pace
+                planned = planned_upload(
+                    ranks.rank, stored, own, location, self._options, progress, pace
+                )
+                self._root_steps.write(step, ranks, planned)
             except BaseException as error:
                 # The next upload finds whole copies, on other hosts.
                 if steps.all_find(ranks, error, _is_damage):
                     self._drop_damaged(ranks, step, save)
                 raise
         self._note_success(step, "uploads", is_uploaded=True)
-        if ranks.is_coordinator:
-            self._root_steps.clear_leftovers()
-            self._root_steps.after_commit(step)
 
     def _drop_damaged(self, ranks: Ranks, step: int, save: str) -> bool:
         """Remove damaged files of a step; return whether there were any.
@@ -320,56 +317,52 @@ class Tiers:
         Raises:
             CheckpointNotFoundError: no step can be loaded, with the problem of each.
         """
-        met = self.meet(ranks)
+        self.meet(ranks)
         passed = Passed(skipped)
         root = Root(self._root)
         while True:
-            found = survey.held_by_hosts(ranks, met.hosts, met.place)
-            known, problems = self._decide(ranks, found, root, passed, step)
+            known, problems = self._decide(ranks, root, passed, step)
             skipped |= problems
             if known is None:
-                message = choice.nothing_to_load(self._root, step, passed.problems)
+                message = survey.nothing_to_load(self._root, step, passed.problems)
                 raise CheckpointNotFoundError(message)
             try:
-                result = self._load_known(ranks, known, load_at)
+                result = self._load_spread(ranks, known, load_at)
             except BaseException as error:
                 if not steps.all_find(ranks, error, _is_damage):
                     raise
                 self._note_damage(ranks, known, passed, error)
                 continue
-            if known.spread.hosts:
+            if known.hosts:
                 self._resume(known)
             return result
 
     def _decide(
-        self,
-        ranks: Ranks,
-        found: Sequence[SpreadStep],
-        root: Root,
-        passed: Passed,
-        step: int | None = None,
-    ) -> tuple[Known | None, dict[int, str]]:
-        def decide() -> list[Any]:
+        self, ranks: Ranks, root: Root, passed: Passed, step: int | None = None
+    ) -> tuple[SpreadStep | None, dict[int, str]]:
+        def decide(found: list[SpreadStep]) -> list[Any]:
             known, problems = choose(found, root, passed, step)
             for number, problem in problems.items():
                 if number not in passed.problems:
                     logger.warning("step %d is passed over: %s", number, problem)
             if known is None and not root.answers:
                 # Training would begin anew beside the steps in the root.
-                raise CheckpointingException(choice.unknown_steps(root.location, problems))
-            return [known and known.as_json(), list(problems.items())]
+                raise CheckpointingException(survey.unknown_steps(root.location, problems))
+            return [known and vars(known), list(problems.items())]
 
-        fields, problems = ranks.decide_json("find the latest checkpoint", decide)
-        return fields and Known.from_json(fields), dict(problems)
-
-    def _load_known(self, ranks: Ranks, known: Known, load_at: Callable[[str], _Result]) -> _Result:
         met = self._meeting
-        in_root = steps.step_location(self._root, known.spread.step)
-        if not known.spread.hosts:
+        fields, problems = survey.decide_from_held(ranks, met.hosts, met.place, decide)
+        return fields and SpreadStep(**fields), dict(problems)
+
+    def _load_spread(
+        self, ranks: Ranks, spread: SpreadStep, load_at: Callable[[str], _Result]
+    ) -> _Result:
+        met = self._meeting
+        in_root = steps.step_location(self._root, spread.step)
+        if not spread.hosts:
             return load_at(in_root)
-        spread = known.spread
         contents = survey.fetch_small_files(ranks, met.hosts, met.place, spread.step, spread.save)
-        with served(ranks, met.hosts, met.place, known, in_root, contents) as url:
+        with served(ranks, met.hosts, met.place, spread, in_root, contents) as url:
             result = load_at(url)
         with ranks.phase("keep the manifest"):
             # Before copies and uploads begin: both need it.
@@ -379,37 +372,35 @@ class Tiers:
         return result
 
     def _note_damage(
-        self, ranks: Ranks, known: Known, passed: Passed, error: BaseException
+        self, ranks: Ranks, spread: SpreadStep, passed: Passed, error: BaseException
     ) -> None:
         """Remove damaged local files; without any, note that the step does not load."""
-        step = known.spread.step
-        if self._drop_damaged(ranks, step, known.spread.save):
+        if self._drop_damaged(ranks, spread.step, spread.save):
             return
-        if known.root_suffix is not None and known.spread.save not in passed.damaged_in_root:
-            passed.damaged_in_root.add(known.spread.save)
-            if known.spread.hosts:
+        if spread.root_suffix is not None and spread.save not in passed.damaged_in_root:
+            passed.damaged_in_root.add(spread.save)
+            if spread.hosts:
                 return
-        passed.reasons[known.spread.save] = f"{type(error).__name__}: {error}"
+        passed.reasons[spread.save] = f"{type(error).__name__}: {error}"
 
-    def _resume(self, known: Known) -> None:
+    def _resume(self, spread: SpreadStep) -> None:
         """Queue the copies and the upload that a loaded step lacks."""
-        step = known.spread.step
+        step = spread.step
         if self._settings.peers:
             self._safe = step
-        is_due = known.root_suffix is None
+        is_due = spread.root_suffix is None
         if step not in self.states:
             self._note(step, StepState(is_local=True, is_uploaded=not is_due))
-        self._queue(step, known.spread.save, is_due)
+        self._queue(step, spread.save, is_due)
 
     def find(self, ranks: Ranks) -> tuple[int | None, dict[int, str]]:
         """Return the newest step that may load, and newer ones' problems.
 
         Collective operation: all ranks must call it.
         """
-        met = self.meet(ranks)
-        found = survey.held_by_hosts(ranks, met.hosts, met.place)
-        known, problems = self._decide(ranks, found, Root(self._root), Passed())
-        return None if known is None else known.spread.step, problems
+        self.meet(ranks)
+        known, problems = self._decide(ranks, Root(self._root), Passed())
+        return None if known is None else known.step, problems
 
     def list(self, ranks: Ranks) -> list[int]:
         """Return the steps that hosts have whole, or the root has, ascending.
@@ -417,18 +408,17 @@ class Tiers:
         Collective operation: all ranks must call it.
         """
         met = self.meet(ranks)
-        found = survey.held_by_hosts(ranks, met.hosts, met.place)
 
-        def numbers() -> list[int]:
+        def numbers(found: list[SpreadStep]) -> list[int]:
             whole = {spread.step for spread in found if spread.is_whole}
             none: list[int] = []
             root = Root(self._root)
-            in_root = root.ask(partial(steps.committed_steps, self._root), none)
+            in_root = root.ask(steps.committed_steps, default=none)
             if not whole and not root.answers:
-                raise CheckpointingException(choice.unknown_steps(self._root, {}))
+                raise CheckpointingException(survey.unknown_steps(self._root, {}))
             return sorted(whole.union(in_root))
 
-        result: list[int] = ranks.decide_json("list the steps", numbers)
+        result: list[int] = survey.decide_from_held(ranks, met.hosts, met.place, numbers)
         return result
 
     def reject(self, step: int, reason: str | None) -> None:

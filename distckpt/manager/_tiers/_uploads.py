@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distckpt._base.options import SaveOptions
@@ -19,7 +19,7 @@ from distckpt._format.marker import parse_config
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.save_shards import PreparedSave
 from distckpt._io.write import WriteSettings, in_folder
-from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
+from distckpt._operations.planned_save import PlannedSave, SaveRequest
 from distckpt._ranks.collectives import PhaseTimer, Ranks
 from distckpt._storage import locations
 from distckpt.manager._tiers._lane import Pace
@@ -96,10 +96,8 @@ class StoredFiles(PreparedSave):
     progress: Progress
     pace: Pace
     durable: bool = True
-    num_bytes: int = 0
-    folder_suffix: str | None = ""
+    folder_suffix: str = ""
     exchanges_in_write = False
-    written: Sequence[tuple[str, int]] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
         own = set(self.own)
@@ -114,10 +112,10 @@ class StoredFiles(PreparedSave):
         block_bytes = self.stored.manifest.block_bytes
         settings = WriteSettings(self.durable, block_bytes=block_bytes, progress=self.progress.add)
         for name, file in stored_files(self.stored, self.own).items():
-            location = locations.join(checkpoint_dir, in_folder(name, self.folder_suffix or ""))
+            location = locations.join(checkpoint_dir, in_folder(name, self.folder_suffix))
             self.progress.location = location
             source = self._paced(locations.join(self.stored.location, name))
-            rewrite({location: file}, {location: source}, block_bytes, settings)
+            rewrite(location, file, source, settings)
         # Now it waits for others, each of which watches itself.
         self.progress.location = ""
         return b""
@@ -133,21 +131,17 @@ class StoredFiles(PreparedSave):
 
     def complete(self, checkpoint_dir: str, told: Sequence[bytes]) -> Mapping[str, Any]:
         del told
-        data, name, files = self._manifest()
-        self.progress.location = locations.join(checkpoint_dir, name)
-        locations.write_bytes(locations.join(checkpoint_dir, name), data, self.durable)
-        self.written = [*files, (name, len(data))]
-        return marker_fields(data, name, version_of(self.stored.manifest.files))
-
-    def _manifest(self) -> tuple[bytes, str, list[tuple[str, int]]]:
-        """Return the manifest's content and name, and its files."""
-        suffix = self.folder_suffix or ""
+        suffix = self.folder_suffix
         name = self.stored.marker["manifest"]["name"]
         data = locations.read_bytes(locations.join(self.stored.location, name))
         if suffix:
             data = _with_suffix(data, suffix)
             name = f"manifest{suffix}.safetensors"
-        return data, name, [(file.name, file.num_bytes) for file in files_of_manifest(data)]
+        self.progress.location = locations.join(checkpoint_dir, name)
+        locations.write_bytes(locations.join(checkpoint_dir, name), data, self.durable)
+        files = [(file.name, file.num_bytes) for file in files_of_manifest(data)]
+        self.written = [*files, (name, len(data))]
+        return marker_fields(data, name, version_of(self.stored.manifest.files))
 
 
 def files_of_manifest(data: bytes) -> Files:
@@ -169,21 +163,19 @@ def _with_suffix(data: bytes, suffix: str) -> bytes:
     return pack(fields | file_fields, columns | file_columns)
 
 
-def upload(
-    ranks: Ranks,
+def planned_upload(
+    rank: int,
     stored: StoredCheckpoint,
     own: Sequence[str],
     location: str,
     options: SaveOptions,
     progress: Progress,
     pace: Pace,
-) -> None:
-    """Copy a step to the root, and commit it there.
-
-    Collective operation: all ranks must call it.
+) -> PlannedSave:
+    """Plan the save that copies a step to the root.
 
     Args:
-        ranks: the ranks of the job.
+        rank: this rank.
         stored: the step in the local directory of this host.
         own: names of the files that this rank copies.
         location: the location of the step in the root.
@@ -197,6 +189,6 @@ def upload(
     options = replace(options, on_report=None, progress=None)
     request = SaveRequest(path=location, overwrite=True, options=options, notes=notes)
     prepared = StoredFiles(stored, own, progress, pace, options.durable)
-    timer = PhaseTimer("upload", ranks.rank, location)
     progress.location = location
-    write_and_commit(ranks, PlannedSave(location, request, config, prepared, timer))
+    timer = PhaseTimer("upload", rank, location)
+    return PlannedSave(location, request, config, prepared, timer)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from distckpt.tasks._work import Part, Piece, cut_files, share
+from distckpt.tasks._pieces import Part, Piece, cut_files, share
 from tests.support.cli_command import call, call_error
 from tests.support.states import numbered, save_checkpoint
 

@@ -20,7 +20,7 @@ from distckpt import (
 )
 from distckpt.rules import Rename
 from distckpt.tasks import _journal as journal
-from distckpt.tasks import _work as work_in_parts
+from distckpt.tasks import _pieces as work_in_parts
 from tests.support.disk import tree_of
 from tests.support.parts import run_all, run_in_process
 from tests.support.read_counts import counted_reads

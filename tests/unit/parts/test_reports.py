@@ -11,7 +11,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointingException, ShardedTensor, tasks
-from distckpt.tasks import _work as work
+from distckpt.tasks import _pieces as work
 from tests.support.calls import recorded
 from tests.support.cli_command import call_json
 from tests.support.disk import flip_in_memory
