@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 INDEX_NAME = HUGGING_FACE.marker
 _VARIANT_INDEX = re.compile(r".+\.safetensors\.index\.([^.]+)\.json")
 _MAX_AXES = 8
+_MAX_ELEMENTS = 1 << 62
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors of parsing untrusted bytes."""
 
@@ -370,8 +371,9 @@ def _pieces_of_file(file: str, header: Header, has_info: bool) -> list[StoredPie
 def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
     """Check and return an offset or a shape from untrusted metadata."""
     is_fitting = type(values) is list and len(values) == len(entry.shape)
-    # The manifest checks their size; in JSON, true is no number.
-    if is_fitting and {int}.issuperset(map(type, values)):
+    # In JSON, true is no number.
+    are_integers = is_fitting and {int}.issuperset(map(type, values))
+    if are_integers and 0 <= min(values, default=0) <= max(values, default=0) < _MAX_ELEMENTS:
         return tuple(values)
     raise ValueError(
         f"offset or global shape {values!s:.99} of {entry.name!r:.99} do not fit its shape "

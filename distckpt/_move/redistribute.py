@@ -114,6 +114,8 @@ def redistribute(
         if memory is not None and memory.bucket_bytes == bucket_bytes:
             vote.number = memory.number
     if memory is None or not vote.are_equal:
+        # The old one goes before there is a new one.
+        memory = None
         memory = share_memory(ranks, bucket_bytes)
     report = run_move(ranks, old_state, new_state, request, _agreements, memory)
     # Nothing more arrives in it.

@@ -176,8 +176,7 @@ def plan_save(
     """
     timer = PhaseTimer(request.verb, ranks.rank, str(request.path))
     with timer.phase("describe"):
-        own, verdict = describe_shards(ranks, state_dict, request, output)
-        timer.location = own.target.location
+        own, verdict = describe_shards(ranks, state_dict, request, output, timer)
     with timer.phase("plan"):
         prepared = _prepare(ranks, own, verdict, request)
     request = replace(request, notes={**request.notes, **own.notes})
@@ -189,15 +188,17 @@ def describe_shards(
     state_dict: ShardedStateDict,
     request: SaveRequest,
     output: Output | None = None,
+    timer: PhaseTimer | None = None,
 ) -> tuple[LocalSave, PlanVerdict]:
     """Describe a state dict in the same way on all ranks.
 
-    The coordinator creates the directory of the output if the cached plans fit.
+    The coordinator creates the directory of the output if the cached plans fit. The timer gets
+    the location.
 
     Collective operation: all ranks must call it.
     """
     with ranks.telling("describe the state dict", same=request.of_all_ranks()) as exchange:
-        own, exchange.payload = _describe_own(ranks, state_dict, request)
+        own, exchange.payload = _describe_own(ranks, state_dict, request, timer)
     if output is not None:
         aim(output, own.target.location, request)
     with ranks.answering(exchange, "create directories"):
@@ -219,7 +220,7 @@ def describe_shards(
 
 
 def _describe_own(
-    ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest
+    ranks: Ranks, state_dict: ShardedStateDict, request: SaveRequest, timer: PhaseTimer | None
 ) -> tuple[LocalSave, bytes]:
     """Check the arguments and describe this rank's state dict, without exchanges.
 
@@ -227,6 +228,8 @@ def _describe_own(
     """
     with ranks.part("check the arguments", decision=True):
         target = _check_target(ranks, request)
+    if timer is not None:
+        timer.location = target.location
     with ranks.part("flatten the state dict"):
         description, digest = _describe_objects(ranks, state_dict, request)
         own = _flatten(ranks, target, description, request)

@@ -299,7 +299,7 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
     offsets, shapes = regions_to_arrays(regions, manifest.offsets.shape[1])
     common = _intersect_chunks(manifest, np.array(key_ids, np.int64), offsets, shapes)
     manifest.chunks.check_rows(common.chunks)
-    fault = _find_fault(common, _stored_extents(stored, requests, shapes))
+    fault = _find_fault(common, _stored_extents(stored, requests, regions, shapes))
     if fault is not None:
         request = requests[fault.tensor]
         region = regions[fault.tensor]
@@ -425,18 +425,21 @@ def _find_fault(common: _Intersections, extents: IntArray) -> TilingFault | None
 
 
 def _stored_extents(
-    stored: StoredCheckpoint, requests: Sequence[Request], shapes: IntArray
+    stored: StoredCheckpoint,
+    requests: Sequence[Request],
+    regions: Sequence[Region],
+    shapes: IntArray,
 ) -> IntArray:
-    """Return the shapes of requests, cut to the stored tensors.
+    """Return the shapes of requested regions, cut to the stored tensors.
 
-    `shapes` are the requested shapes.
+    `shapes` are those of the regions.
     """
     extents = shapes
-    for row, request in enumerate(requests):
+    for row, (request, region) in enumerate(zip(requests, regions, strict=True)):
         if request.allow_shape_mismatch:
             if extents is shapes:
                 extents = shapes.copy()
-            spans = zip(*request.region, stored.global_shape(request.key), strict=True)
+            spans = zip(*region, stored.global_shape(request.key), strict=True)
             inside = [max(min(o + n, size) - o, 0) for o, n, size in spans]
             extents[row, : len(inside)] = inside
     return extents

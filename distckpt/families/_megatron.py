@@ -150,7 +150,8 @@ def _qwen3_next(config: Config) -> list[Rule]:
     every = config.number_of("full_attention_interval", default=4)
     num = config.number_of("num_hidden_layers")
     num_linear = num - num // every
-    if kinds := config("layer_types", default=()):
+    kinds = config("layer_types", default=None)
+    if kinds is not None:
         num_linear = kinds.count("linear_attention")
     is_dense = config("model_type") == "qwen3_5_text"
     mlps = gated_mlp(config.layers) if is_dense else _with_gated_shared_expert(config)

@@ -142,7 +142,7 @@ def _read(path: str) -> str | None:
     try:
         fields = json.loads(locations.read_bytes(path, _MAX_BYTES))
         float(fields["time"])  # for other programs that read the file
-        return " ".join(str(fields["reason"]).split())
+        return " ".join(str(fields["reason"]).split()) or "without a reason"
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:

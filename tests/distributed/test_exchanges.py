@@ -155,7 +155,7 @@ def test_planners_take_as_many_collectives_as_documented(tmp_path):
         strict=True,
     ):
         assert sum(alone[0].values()) == 13
-        assert sum(divided[0].values()) == 27
+        assert sum(divided[0].values()) == 26
         assert divided[1:] == alone[1:]
 
 

@@ -488,7 +488,7 @@ def _one_bit_is_wrong(rank: int, address: str, atomic: bool) -> tuple[str, str]:
     def take(self: Any, wave: int, is_landed: bool) -> None:
         original(self, wave, is_landed)
         if rank == 2 and wave == 0 and not is_landed:
-            flipped = next(view for view in self._targets if view.shape == (12, 8))
+            flipped = next(view for view in self.targets if view.shape == (12, 8))
             flipped.view(torch.int32)[5, 6] ^= 1 << 9
 
     carry._Carrier._take = take

@@ -76,18 +76,20 @@ class OptimizerNames:
 
 
 def read_settings(
-    stored: StoredCheckpoint, optimizers: Iterable[OptimizerNames]
+    stored: StoredCheckpoint, optimizers: Sequence[OptimizerNames]
 ) -> tuple[dict[str, str], dict[str, list[Entry]], list[str]]:
     """Read the stored settings of optimizers.
 
     Returns the names here of the tensors of their states, the settings by their key, and the keys
     whose values are in the settings.
     """
-    known = parameter_groups(_names_of_values(stored))
-    common = None
     names: dict[str, str] = {}
     settings: dict[str, list[Entry]] = {}
     hidden: list[str] = []
+    if not optimizers:
+        return names, settings, hidden
+    known = parameter_groups(_names_of_values(stored))
+    common = None
     for optimizer in optimizers:
         if not _is_stored(optimizer, known):
             continue

@@ -10,7 +10,7 @@ import copy
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.options import LoadOptions, SaveOptions
@@ -37,6 +37,9 @@ __getattr__ = forward(
 )
 
 
+_Wrapper = TypeVar("_Wrapper", bound="_WithinGroup")
+
+
 class _WithinGroup(StrategyBase):
     """A wrapper whose strategy shares work with the ranks of a group."""
 
@@ -47,7 +50,9 @@ class _WithinGroup(StrategyBase):
         self.backend = strategy.backend
         self.version = strategy.version
 
-    def configure(self, options: SaveOptions | LoadOptions, process_group: Any) -> Any:
+    def configure(
+        self: _Wrapper, options: SaveOptions | LoadOptions, process_group: Any
+    ) -> _Wrapper:
         configured = copy.copy(self)
         configured.base_strategy = self.base_strategy.configure(options, process_group)
         return configured

@@ -189,6 +189,14 @@ def test_a_directory_in_the_place_of_a_rejection_counts(tmp_path):
     assert manager.latest() == 3
 
 
+def test_a_rejection_that_another_program_wrote_without_a_reason_counts(root):
+    manager = save_steps(root, 1, 2)
+    manager.reject(2, REASON)
+    [name] = root.rejections()
+    root.write(name, json.dumps({"time": 1.0, "reason": ""}).encode())
+    assert (manager.latest(), manager.skipped) == (1, {2: "rejected: without a reason"})
+
+
 # --- Saving again ---------------------------------------------------------------------------------
 
 

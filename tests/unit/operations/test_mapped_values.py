@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import distckpt
-from distckpt import ShardedTensor
+from distckpt import LoadMismatchError, ShardedTensor
 from distckpt.rules import Add, Concat, Interleave, Split, Transpose
 
 RULES = [
@@ -100,3 +100,29 @@ def test_a_module_that_is_trained_gets_its_number_added(exported, tensors):
     state = {"norm": ShardedTensor.from_rank_offsets("norm", module.norm)}
     distckpt.load(state, exported / "None", rules=RULES)
     torch.testing.assert_close(module.norm.detach(), tensors["norm"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [6, 8])
+def test_elements_that_lie_apart_fill_a_shape_that_may_differ(size, tmp_path):
+    distckpt.save({"p": ShardedTensor.from_rank_offsets("p", torch.arange(8.0))}, tmp_path / "c")
+    data = torch.full((size,), -7.0)
+    asked = ShardedTensor.from_rank_offsets("w", data, allow_shape_mismatch=True)
+    distckpt.load({"w": asked}, tmp_path / "c", rules=[Interleave("w", "p")])
+    assert torch.equal(data, torch.arange(float(size)).view(-1, 2).T.flatten())
+
+
+def test_elements_of_a_gap_are_not_filled(tmp_path):
+    part = ShardedTensor("p", torch.arange(1.0, 5.0), torch.float32, (4,), (8,), (0,), None)
+    distckpt.save({"p": part}, tmp_path / "c", validate_access_integrity=False)
+    data = torch.full((4,), -7.0)
+    asked = ShardedTensor(
+        "w", data, torch.float32, (4,), (10,), (0,), None, allow_shape_mismatch=True
+    )
+    with pytest.raises(LoadMismatchError, match="saved with gaps"):
+        distckpt.load(
+            {"w": asked},
+            tmp_path / "c",
+            rules=[Interleave("w", "p")],
+            validate_access_integrity=False,
+        )
+    assert (data == -7).all()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import distckpt
-from distckpt import CheckpointExistsError, ShardedTensor
+from distckpt import CheckpointExistsError, ShardedTensor, UnsupportedObjectError
 from distckpt._base.options import sealed, unsealed
 from distckpt.cli import main
 from tests.support.cli_command import call
@@ -96,6 +96,13 @@ def test_a_phase_that_fails_says_so(tmp_path, journal):
         "describe",
         "CheckpointExistsError",
     )
+
+
+def test_a_state_dict_that_is_refused_is_logged_at_its_whole_path(tmp_path, journal, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsupportedObjectError):
+        distckpt.save({"function": print}, "c")
+    assert events_in(journal)[-1]["checkpoint"] == str(tmp_path / "c")
 
 
 def test_other_loggers_do_not_get_the_journal(tmp_path, journal):
