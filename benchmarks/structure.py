@@ -103,12 +103,13 @@ BUDGETS = {
     "load of a plain tensor: changes of file": 299,
     "load of a ShardedTensor: files": 55,
     "load of a ShardedTensor: changes of file": 335,
-    "load: frames to where it waits or reads": 13,
+    # 13, or one more when the caller is seen a moment later.
+    "load: frames to where it waits or reads": 14,
     "classes named ...Plan...": 14,
     'free "what" per 1,000 words': 0.1,
     'free "what" per 1,000 words of pages': 0.6,
     "docstrings that begin with What, How, Of, That, Whose, Where": 0,
-    f"docstrings whose first sentence has over {MAX_WORDS} words": 31,
+    f"docstrings whose first sentence has over {MAX_WORDS} words": 29,
     "comprehensions per 1,000 lines": 36.5,
     "conditional expressions per 1,000 lines": 8.9,
     "parallel assignments per 1,000 lines": 0.1,
@@ -116,7 +117,7 @@ BUDGETS = {
     "own modules named in tables": 10,
     f"files over {MAX_LINES} lines": 0,
     f"lines over {MAX_COLUMNS} columns": 0,
-    f"functions over complexity {HIGH_COMPLEXITY}": 19,
+    f"functions over complexity {HIGH_COMPLEXITY}": 7,
     "highest complexity": 12,
 }
 """Figures and how high each may be; raising one needs a reason in the commit."""
