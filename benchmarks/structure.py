@@ -86,14 +86,14 @@ ROOT = HERE.parent
 VERBS = ("save", "load", "consolidate", "verify")
 
 BUDGETS = {
-    "tokens": 459_964,
+    "tokens": 459_979,
     "classes": 500,
     "functions": 4_604,
     "kernel: modules": 116,
-    "kernel: lines": 34_867,
-    "kernel: tokens": 189_962,
+    "kernel: lines": 34_871,
+    "kernel: tokens": 189_977,
     "kernel, on demand: modules": 144,
-    "kernel, on demand: lines": 42_293,
+    "kernel, on demand: lines": 42_297,
     "modules imported by save": 78,
     "save of a plain tensor: files": 40,
     "save of a plain tensor: changes of file": 218,

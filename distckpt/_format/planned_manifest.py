@@ -55,7 +55,11 @@ class PlannedManifest(NamedTuple):
         parts = []
         for report, (num_files, num_chunks) in zip(reports, self.num_open.tolist(), strict=True):
             words = np.frombuffer(report, np.uint64)
-            parts.append(np.split(words, [3 * num_files, 3 * num_files + num_chunks]))
+            first_chunk = 3 * num_files
+            first_checksum = first_chunk + num_chunks
+            # `np.split` takes longer than all else here.
+            of_chunks = words[first_chunk:first_checksum]
+            parts.append((words[:first_chunk], of_chunks, words[first_checksum:]))
         file_numbers, chunk_sizes, checksums = map(np.concatenate, zip(*parts, strict=True))
         file_numbers = file_numbers.reshape(-1, 3)
         sizes = chunk_sizes.astype(np.int64)
