@@ -103,8 +103,7 @@ BUDGETS = {
     "load of a plain tensor: changes of file": 299,
     "load of a ShardedTensor: files": 55,
     "load of a ShardedTensor: changes of file": 335,
-    # 13, or one more when the caller is seen a moment later.
-    "load: frames to where it waits or reads": 14,
+    "load: frames to where it waits or reads": 13,
     "classes named ...Plan...": 14,
     'free "what" per 1,000 words': 0.1,
     'free "what" per 1,000 words of pages': 0.6,

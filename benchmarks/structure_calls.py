@@ -32,6 +32,7 @@ NUM_VALUES = 1 << 20
 PACKAGE = f"{Path(distckpt.__file__).parent}/"
 READS = {"preadv", "pread", "read", "readinto"}
 SETTLE_SECONDS = 0.05
+NUM_LOOKS = 3
 
 Profile = Callable[[FrameType, str, Any], None]
 MakeState = Callable[[], dict[str, Any]]
@@ -142,9 +143,13 @@ def frames_of_load(path: str) -> tuple[int, int]:
         if threading.get_ident() == caller:
             depths.append((_depth(frame), 0))
             return
-        # Meanwhile the caller comes to where it waits for this thread.
-        time.sleep(SETTLE_SECONDS)
-        depths.append((_depth(sys._current_frames()[caller]), _depth(frame)))
+        # Meanwhile the caller comes to where it waits for this thread; from there it only looks
+        # now and then for signals.
+        waiting = []
+        for _ in range(NUM_LOOKS):
+            time.sleep(SETTLE_SECONDS)
+            waiting.append(_depth(sys._current_frames()[caller]))
+        depths.append((min(waiting), _depth(frame)))
 
     with _profiled(record):
         distckpt.load(sharded_state(NUM_VALUES), path)
